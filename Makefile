@@ -1,0 +1,39 @@
+# Everything runs in .venv, made with the system's python3. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# What only the benchmarks against other tools need is installed by `make bench`.
+EXTRAS := train,dev
+
+.PHONY: help quickstart install check test faults bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+quickstart: install ## set everything up and train real digits on two ranks
+	$(BIN)/hpcdist run ddp_digits
+
+install: $(VENV)/.installed ## make .venv with hpcdist in it
+
+$(VENV)/.installed: pyproject.toml scripts/install.sh
+	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS)
+	touch $@
+
+check: install ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: install ## all tests but the heavy ones
+	$(BIN)/python -m pytest
+
+faults: install ## heavy fault tests: kills at random moments, a whole run against an undisturbed one
+	$(BIN)/python -m pytest -m faults --timeout 1800
+
+bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
+	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python benchmarks/run_all.py
+
+clean: ## remove what was made here, runs excepted
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

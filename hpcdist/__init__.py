@@ -1,0 +1,27 @@
+"""hpcdist: one YAML file, one command, distributed PyTorch anywhere.
+
+Public names: `Context` (what `train(ctx, cfg)` gets), `Config` and `load_config`. They are imported on first use,
+so that `import hpcdist` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcdist.config import load_config
+    from hpcdist.runtime.context import Context
+    from hpcdist.schema import Config
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Context", "__version__", "load_config"]
+
+_HOMES = {"Config": "hpcdist.schema", "Context": "hpcdist.runtime.context", "load_config": "hpcdist.config"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
