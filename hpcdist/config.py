@@ -1,0 +1,230 @@
+"""From YAML and `key=value` to a frozen `Config`, and back to YAML without secrets.
+
+This is the only module that knows OmegaConf. All mistakes of a file are collected and told at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hpcdist.errors import ConfigError
+from hpcdist.schema import Config, cross_check, describe
+
+REDACTED = "***"
+_SECRET_NAME = re.compile(r"token|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
+_URI_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^@/]+@")
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config and apply `key=value` overrides.
+
+    Args:
+        source: path of a YAML file, or the name of a shipped config (`ddp_digits`).
+        overrides: `section.key=value`; the value is read as YAML.
+
+    Returns the frozen config with interpolations resolved and paths absolute.
+    Raises ConfigError with one line for every mistake found.
+    """
+    path = find_config(source)
+    return _build(_read_yaml(path), overrides, str(path))
+
+
+def load_run_config(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Config:
+    """Read a run folder's `config.yaml` again; its redacted values come from `env`.
+
+    Raises ConfigError when a secret that the run was started with is not there any more.
+    """
+    tree = _read_yaml(path)
+    given = {text.partition("=")[0] for text in overrides}
+    problems = []
+    for key, value in list(_leaves(tree)):
+        if isinstance(value, str) and REDACTED in value and key not in given:
+            name = "HPCDIST_TRACKING_URI" if key == "tracking.uri" else key.rpartition(".")[2]
+            if name in env:
+                _insert(tree, key, env[name])
+            else:
+                problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
+    if problems:
+        raise ConfigError(problems, str(path))
+    return _build(tree, overrides, str(path))
+
+
+def find_config(source: str | Path) -> Path:
+    """The file that `source` means: a path, or the name of a shipped config."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_configs()
+    if str(source) in shipped:
+        return shipped[str(source)]
+    near = difflib.get_close_matches(str(source), shipped, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"shipped configs are {', '.join(shipped)}"
+    raise ConfigError([f"no such config file: {hint}"], str(source))
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name and path of every config that comes with hpcdist."""
+    package = Path(__file__).resolve().parent
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def to_yaml(config: Config) -> str:
+    """The whole resolved config as YAML, secrets redacted."""
+    return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
+
+
+def redacted(config: Config) -> dict[str, Any]:
+    """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
+    tree = dataclasses.asdict(config)
+    for key, value in list(_leaves(tree)):
+        if not isinstance(value, str):
+            continue
+        if _SECRET_NAME.search(key.rpartition(".")[2]):
+            _insert(tree, key, REDACTED)
+        elif _URI_PASSWORD.search(value):
+            _insert(tree, key, _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value))
+    return tree
+
+
+def secrets_of(config: Config) -> dict[str, str]:
+    """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
+    clean = dict(_leaves(redacted(config)))
+    return {
+        "HPCDIST_TRACKING_URI" if key == "tracking.uri" else key.rpartition(".")[2]: str(value)
+        for key, value in _leaves(dataclasses.asdict(config))
+        if clean[key] != value
+    }
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(["no such file"], str(path)) from None
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(["is not UTF-8 text"], str(path)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([" ".join(str(error).split())], str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+    return {str(key): value for key, value in tree.items()}
+
+
+def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    problems: list[str] = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        if not equals or not key or key.startswith("-"):
+            problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
+        elif not _insert(tree, key, _parse(raw)):
+            problems.append(f"{key}: a part of this path is a value already, not a section")
+    if isinstance(tree.get("trainer"), str):
+        tree["trainer"] = {"target": tree["trainer"]}
+
+    merged = OmegaConf.structured(Config)
+    try:
+        merged = OmegaConf.merge(merged, tree)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        # A merge stops at the first mistake, so look again leaf by leaf for all of them.
+        for key, value in _leaves(tree):
+            leaf: dict[str, Any] = {}
+            _insert(leaf, key, value)
+            try:
+                merged = OmegaConf.merge(merged, leaf)
+            except (OmegaConfBaseException, ValueError, TypeError) as error:
+                problems.append(_sentence(key, value, error))
+    assert isinstance(merged, DictConfig)
+    sections: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        try:
+            sections[field.name] = _section(merged, field.name)
+        except (OmegaConfBaseException, ValueError) as error:
+            lines = str(error).splitlines()
+            # OmegaConf's own errors span lines of detail; ours are one mistake a line.
+            lines = lines[:1] if isinstance(error, OmegaConfBaseException) else lines
+            problems += [f"{field.name}.{line}" for line in lines]
+    if problems:
+        raise ConfigError(problems, source)
+    return _checked(sections, source)
+
+
+def _parse(raw: str) -> Any:
+    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
+    except (OmegaConfBaseException, yaml.YAMLError):
+        return raw
+
+
+def _section(merged: DictConfig, name: str) -> Any:
+    node = merged[name]
+    return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+
+
+def _checked(sections: dict[str, Any], source: str) -> Config:
+    data, tracking = sections["data"], sections["tracking"]
+    sections["runs_dir"] = str(Path(sections["runs_dir"]).expanduser().absolute())
+    sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
+    if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
+        sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
+    try:
+        config = Config(**sections)
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines(), source) from None
+    if problems := cross_check(config):
+        raise ConfigError(problems, source)
+    return config
+
+
+def _sentence(key: str, value: object, error: Exception) -> str:
+    """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
+    known = {path: kind for path, kind, _, _ in describe()}
+    if key in known:
+        first = str(error).splitlines()[0]
+        return f"{key} must be {known[key]}, got {value!r} ({first})"
+    leaf = key.rpartition(".")[2]
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if any(path.startswith(f"{key}.") for path in known):
+        return f"{key} is a section: give it keys, got {value!r}"
+    hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
+    return f"{key} is not a key: {hint}"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is not a mapping (an empty one counts as a value), with its dotted path."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _insert(tree: dict[str, Any], key: str, value: Any) -> bool:
+    """Set a dotted key in nested dicts; False where a value stands in the way."""
+    *parents, leaf = key.split(".")
+    for index, parent in enumerate(parents):
+        if parent == "trainer" and index == 0 and isinstance(tree.get("trainer"), str):
+            tree["trainer"] = {"target": tree["trainer"]}
+        child = tree.setdefault(parent, {})
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            return False
+        tree = child
+    tree[leaf] = value
+    return True

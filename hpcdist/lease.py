@@ -1,0 +1,90 @@
+"""Who holds a run: at most one supervisor at a time.
+
+The lease names host, process and time of its last renewal. On the holder's own host the process table decides
+whether it is alive; from elsewhere the renewals do (no network file system's locks can be trusted everywhere).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpcdist.errors import RunFolderError
+from hpcdist.rundir import RunDir, read_json, write_json
+
+RENEW_S = 10.0
+#: A holder on another host that has not renewed for this long is taken for dead.
+STALE_S = 60.0
+
+
+def holder(run: RunDir) -> dict[str, Any] | None:
+    """The live holder of a run's lease, or None when it is free."""
+    found = read_json(run.lease)
+    return found if found is not None and _is_alive(found) else None
+
+
+def _is_alive(lease: dict[str, Any]) -> bool:
+    if lease["host"] != socket.gethostname():
+        return time.time() - float(lease["renewed"]) < STALE_S
+    try:
+        process = psutil.Process(int(lease["pid"]))
+        return process.create_time() == lease["started"] and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Serialise those who look at the lease and then write it."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def hold(run: RunDir) -> Iterator[None]:
+    """Hold the run's lease for as long as the block lasts, renewing it from a thread.
+
+    Raises RunFolderError, naming the holder, when another process has it.
+    """
+    mine: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+        "user": getpass.getuser(),
+        "acquired": time.time(),
+        "renewed": time.time(),
+    }
+    with _exclusive(run.path / ".lease.lock"):
+        other = holder(run)
+        if other is not None:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["acquired"]))
+            raise RunFolderError(
+                f"run {run.name} is held by process {other['pid']} of {other['user']} on {other['host']} since {since}:"
+                f" wait for it, or end it with `hpcdist stop {run.name}`"
+            )
+        write_json(run.lease, mine)
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S):
+            write_json(run.lease, mine | {"renewed": time.time()})
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        run.lease.unlink(missing_ok=True)
