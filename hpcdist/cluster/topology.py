@@ -1,0 +1,296 @@
+"""Which rank is this, out of how many, and where do they meet: read once from the environment, as data.
+
+`Topology.from_env` takes the first of these that is there:
+
+1. hpcdist's own variables, all eleven of them;
+2. torchrun's, when TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set;
+3. Slurm's, in a task of an srun step; STEP variables come before those of the job;
+4. none: a world of one, unless any variable hints at more ranks.
+
+HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_RPC_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override
+torchrun's and Slurm's values one by one: a supervisor that restarts a step in place sets HPCDIST_ATTEMPT.
+What is set but empty counts as not set. What is half there or contradicts itself raises, for a rank that
+guesses its place hangs all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpcdist.cluster.nodelist import expand, expand_tasks
+from hpcdist.cluster.variables import (
+    OWN_MEETING,
+    OWN_PLACE,
+    SLURM_COUNTS,
+    TORCHRUN_CORE,
+    TORCHRUN_PLACE,
+    Variables,
+    shortened,
+)
+from hpcdist.errors import TopologyError
+
+# Neither privileged nor ephemeral (32768-60999 on Linux): no client's socket ever holds one by chance.
+_GROUP_PORTS_START, _RPC_PORTS_START = 20480, 26624
+_NUM_PORTS = 6143  # prime, so that steps of _PORTS_PER_JOB reach every port before they meet themselves
+_PORTS_PER_JOB = 16
+
+_LOOPBACK = "127.0.0.1"  # only ever the address of a world of one
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's batch, extern and interactive "steps" lie just below 2**32
+
+_OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
+_TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
+_SLURM_FIX = "start the ranks with srun and hand its SLURM_ variables on unchanged, into containers too"
+_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; hand srun's variables on into containers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A rank's place in the world. An impossible one raises TopologyError, which names the fields."""
+
+    rank: int
+    """0 to world_size - 1; not always in node order (srun --distribution)."""
+    world_size: int
+    """Number of ranks on all nodes."""
+    local_rank: int
+    """0 to local_world_size - 1, among the ranks of this node."""
+    local_world_size: int
+    """Number of ranks on this node; nodes may differ."""
+    node_rank: int
+    """0 to num_nodes - 1."""
+    num_nodes: int
+    """Number of nodes; each holds one rank at least."""
+    hosts: tuple[str, ...] = ()
+    """Names of all nodes in node order where they are known, else empty."""
+    master_addr: str
+    """Where rank 0 listens."""
+    master_port: int
+    """TCP port of the process group's store."""
+    rpc_port: int
+    """TCP port of RPC's store; never master_port, since both stores may be up at once."""
+    launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
+    """Whose variables told this; "single" is a world of one that nobody launched."""
+    job_id: str
+    """Slurm's job id, or the launcher's name for this run of ranks."""
+    attempt: int
+    """0 at first, one more with each restart."""
+
+    def __post_init__(self) -> None:
+        alone = self.num_nodes == 1
+        for holds, rule in (
+            (0 <= self.rank < self.world_size, "0 <= rank < world_size"),
+            (0 <= self.local_rank < self.local_world_size, "0 <= local_rank < local_world_size"),
+            (0 <= self.node_rank < self.num_nodes, "0 <= node_rank < num_nodes"),
+            (
+                not alone or self.local_world_size == self.world_size,
+                "local_world_size == world_size where num_nodes == 1",
+            ),
+            (
+                self.local_world_size + self.num_nodes <= self.world_size + 1,
+                "local_world_size + num_nodes <= world_size + 1",
+            ),
+            (len(self.hosts) in (0, self.num_nodes), "as many hosts as num_nodes, or none"),
+            (len(set(self.hosts)) == len(self.hosts), "no name in hosts twice"),
+            (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
+            (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
+            (1 <= self.rpc_port <= 65535, "1 <= rpc_port <= 65535"),
+            (self.master_port != self.rpc_port, "master_port != rpc_port"),
+            (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
+            (self.attempt >= 0, "attempt >= 0"),
+            (self.launcher != "single" or self.world_size == 1, "world_size == 1 where launcher is 'single'"),
+        ):
+            if not holds:
+                names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
+                values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
+                raise TopologyError(f"a topology needs {rule}, got {values}")
+
+    @property
+    def token(self) -> str:
+        """What the ranks of an attempt compare before they trust a port: tells strangers, keeps no secret."""
+        return f"hpcdist/{self.job_id}/{self.attempt}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Return the topology that `env` describes: a pure function, with this module's order of precedence.
+
+        Raises TopologyError that names the variables and their values, and ends with what to do.
+        """
+        if any(env.get(name) for name in OWN_PLACE):
+            return _from_own(Variables(env, _OWN_FIX))
+        if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
+            return _from_torchrun(Variables(env, _TORCHRUN_FIX))
+        if _in_slurm_step(env):
+            return _from_slurm(Variables(env, _SLURM_FIX))
+        return _from_nothing(env)
+
+
+def ports_for(job_id: str, attempt: int) -> tuple[int, int]:
+    """Return the TCP ports (process group, RPC) of an attempt: every rank comes to the same ones by itself.
+
+    The first lies in 20480-26622, the second in 26624-32766. Attempts that follow each other differ. So do
+    job ids whose trailing numbers differ by less than 6143 (1234 and 1235, run-1 and run-2), and the first 16
+    attempts of one job meet no port of the next. Any other two jobs share their ports once in 6143 times.
+    """
+    match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
+    assert match is not None, "the pattern matches any text"
+    digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
+    job = int.from_bytes(digest[:8]) + int(match[2] or 0)
+    slot = (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
+    return _GROUP_PORTS_START + slot, _RPC_PORTS_START + slot
+
+
+def cuda_index(topology: Topology, num_visible: int, env: Mapping[str, str]) -> int | None:
+    """Return which of the `num_visible` GPUs that this process sees is this rank's; None where it sees none.
+
+    With a GPU in sight for every local rank it is number local_rank: right where all ranks see the same
+    GPUs, and where each sees only its own, since then no two can meet. With fewer in sight it is 0, if each
+    rank may be seeing GPUs of its own: SLURM_GPUS_ON_NODE tells, which counts those of all the step's tasks
+    on this node; where it is not set, a CUDA_VISIBLE_DEVICES that names one device does. Anything else raises
+    TopologyError, for two ranks on one GPU end in NCCL's "Duplicate GPU detected".
+    """
+    num_local = topology.local_world_size
+    if num_visible == 0:
+        return None
+    if num_visible >= num_local:
+        return topology.local_rank
+    variables = Variables(
+        env,
+        f"ask for a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
+        f"or start fewer ranks here (launch.ranks={num_visible})",
+    )
+    if variables.has("SLURM_GPUS_ON_NODE"):
+        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
+            return 0
+    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
+        return 0
+    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+    raise variables.error(
+        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks run on its node, "
+        "and two would take the same one"
+    )
+
+
+def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
+    """Make the topology; an error also says which variables its fields came from."""
+    try:
+        return Topology(**fields)
+    except TopologyError as error:
+        raise variables.error(f"{error} (from {variables.shown((*names, *OWN_MEETING))})") from error
+
+
+def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
+    """The fields that say where to meet: the launcher's, each overridden by hpcdist's own variable."""
+    job_id = variables.text("HPCDIST_JOB_ID", job_id)
+    attempt = variables.number("HPCDIST_ATTEMPT", attempt)
+    group_port, rpc_port = ports_for(job_id, attempt)
+    port = variables.number("HPCDIST_MASTER_PORT", group_port if port is None else port)
+    return {
+        "master_addr": variables.text("HPCDIST_MASTER_ADDR", addr),
+        "master_port": port,
+        "rpc_port": variables.number("HPCDIST_RPC_PORT", group_port if port == rpc_port else rpc_port),
+        "job_id": job_id,
+        "attempt": attempt,
+    }
+
+
+def _from_own(variables: Variables) -> Topology:
+    if missing := variables.missing((*OWN_PLACE, *OWN_MEETING)):
+        raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_MEETING))} set, but {missing} not")
+    place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
+    return _build(variables, OWN_PLACE, **place, **_meeting(variables, "", "", 0), launcher="hpcdist")
+
+
+def _from_torchrun(variables: Variables) -> Topology:
+    number = variables.number
+    rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
+    # torchrun sets all of these; whoever sets only the first four may leave out what is plain without them.
+    local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
+    num_nodes, rest = divmod(world_size, max(local_world_size, 1))
+    num_nodes = number("GROUP_WORLD_SIZE", None if rest else num_nodes)
+    attempt = number("TORCHELASTIC_RESTART_COUNT", 0)
+    # Every run without --rdzv-id is called "none": the port tells them apart.
+    job_id = f"{variables.text('TORCHELASTIC_RUN_ID', 'torchrun')}-{port}"
+    return _build(
+        variables,
+        (*TORCHRUN_PLACE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        rank=rank,
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0 if world_size == 1 else None),
+        local_world_size=local_world_size,
+        node_rank=number("GROUP_RANK", 0 if num_nodes == 1 else None),
+        num_nodes=num_nodes,
+        **_meeting(variables, variables.text("MASTER_ADDR"), job_id, attempt, port),
+        launcher="torchrun",
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task: SLURM_PROCID=0 alone stands in sbatch's shell too."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    is_number = re.fullmatch(r"[0-9]{1,10}", step) is not None
+    return bool(env.get("SLURM_PROCID")) and is_number and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _from_slurm(variables: Variables) -> Topology:
+    count_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks_name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    rank, node_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_NODEID")
+    hosts, tasks = variables.parsed(nodes_name, expand), variables.parsed(tasks_name, expand_tasks)
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", count_name, nodes_name, tasks_name)
+    seen = variables.shown(names)
+    if len(hosts) != len(tasks):
+        raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
+    if sum(tasks) != variables.number(count_name):
+        raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, unlike {count_name} ({seen})")
+    if node_rank >= len(hosts):
+        raise variables.error(f"SLURM_NODEID lies outside the {len(hosts)} nodes of {nodes_name} ({seen})")
+    if rank == 0 and node_rank > 0 and not variables.has("HPCDIST_MASTER_ADDR"):
+        where = f"the others look for rank 0 on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
+        fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks or leave out --distribution=arbitrary"
+        raise TopologyError(f"{where}; {fix}")
+    job_id, attempt = variables.text("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
+    return _build(
+        variables,
+        (*names, "SLURM_JOB_ID"),
+        rank=rank,
+        world_size=sum(tasks),
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_world_size=tasks[node_rank],
+        node_rank=node_rank,
+        num_nodes=len(hosts),
+        hosts=tuple(hosts),
+        **_meeting(variables, hosts[0], job_id, attempt),
+        launcher="slurm",
+    )
+
+
+def _from_nothing(env: Mapping[str, str]) -> Topology:
+    """A world of one, but only if nothing says that there should be more."""
+    slurm, own, torchrun = (Variables(env, fix) for fix in (_NO_STEP_FIX, _OWN_FIX, _TORCHRUN_FIX))
+    hints = [name for name in SLURM_COUNTS if slurm.number(name, 1) > 1]
+    if slurm.number("SLURM_PROCID", 0) > 0:
+        hints.append("SLURM_PROCID")
+    if slurm.has("SLURM_JOB_NODELIST") and len(slurm.parsed("SLURM_JOB_NODELIST", expand)) > 1:
+        hints.append("SLURM_JOB_NODELIST")
+    if hints:
+        raise slurm.error(f"Slurm's job is for several tasks ({slurm.shown(hints)}), but this is no srun task")
+    if given := own.shown(OWN_MEETING):
+        raise own.error(f"{given} set, but {', '.join(OWN_PLACE)} not")
+    given = torchrun.shown(TORCHRUN_PLACE)
+    all_zero = all(torchrun.number(name, 0) == 0 for name in TORCHRUN_PLACE if name.endswith("RANK"))
+    if given and not (all_zero and torchrun.number("WORLD_SIZE", 0) == 1):
+        raise torchrun.error(f"{given} set, but {torchrun.missing(TORCHRUN_CORE)} not")
+    job_id, attempt = slurm.text("SLURM_JOB_ID", "single"), slurm.number("SLURM_RESTART_COUNT", 0)
+    place = {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "node_rank": 0,
+        "num_nodes": 1,
+    }
+    return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")

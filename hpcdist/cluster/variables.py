@@ -1,0 +1,95 @@
+"""The names of the launchers' environment variables, and a strict reader whose errors end with what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from hpcdist.errors import TopologyError
+
+T = TypeVar("T")
+
+OWN_PLACE = (
+    "HPCDIST_RANK",
+    "HPCDIST_WORLD_SIZE",
+    "HPCDIST_LOCAL_RANK",
+    "HPCDIST_LOCAL_WORLD_SIZE",
+    "HPCDIST_NODE_RANK",
+    "HPCDIST_NUM_NODES",
+)
+OWN_MEETING = (
+    "HPCDIST_MASTER_ADDR",
+    "HPCDIST_MASTER_PORT",
+    "HPCDIST_RPC_PORT",
+    "HPCDIST_JOB_ID",
+    "HPCDIST_ATTEMPT",
+)
+TORCHRUN_CORE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_PLACE = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+SLURM_COUNTS = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_HET_SIZE",
+)
+"""Each 1 at most in an allocation for one process. SLURM_TASKS_PER_NODE is not: it may count processors."""
+
+
+class Variables:
+    """`env` as one launcher's variables; `fix` is the advice that its errors end with.
+
+    A variable that is set but empty counts as not set. All methods that read raise TopologyError.
+    """
+
+    def __init__(self, env: Mapping[str, str], fix: str) -> None:
+        self.env = env
+        self.fix = fix
+
+    def has(self, name: str) -> bool:
+        return bool(self.env.get(name))
+
+    def first(self, *names: str) -> str:
+        """Return the first of `names` that is set: the name, not the value."""
+        for name in names:
+            if self.has(name):
+                return name
+        raise self.error(f"{' or '.join(names)} must be set, and is not")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        if default is not None and not self.has(name):
+            return default
+        return self.env[self.first(name)]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 0 on; ten digits hold every one that Slurm uses."""
+        if default is not None and not self.has(name):
+            return default
+        value = self.text(name)
+        if re.fullmatch(r"[0-9]{1,10}", value) is None:
+            raise self.error(f"{name} must be a whole number, got {shortened(value)!r}")
+        return int(value)
+
+    def parsed(self, name: str, parse: Callable[[str], T]) -> T:
+        try:
+            return parse(self.text(name))
+        except TopologyError as error:
+            raise self.error(f"{name}: {error}") from error
+
+    def shown(self, names: Iterable[str]) -> str:
+        """Those of `names` that are set, with their values, for a message."""
+        return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
+
+    def missing(self, names: Iterable[str]) -> str:
+        return ", ".join(name for name in names if not self.has(name))
+
+    def error(self, problem: str) -> TopologyError:
+        return TopologyError(f"{problem}; {self.fix}")
+
+
+def shortened(text: str) -> str:
+    """Return `text` with its middle left out where it is long, so that a message stays readable."""
+    return text if len(text) <= 120 else f"{text[:80]}...{text[-20:]}"
