@@ -1,0 +1,80 @@
+"""Image datasets: what is known of each by its name. This file is torch-free.
+
+`download.prepare` fetches, `loading.load_datasets` loads, `batches` hands out batches. Nothing here knows of
+process groups: the caller decides which rank prepares, and gives each rank its own indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """The facts of a dataset. Mean and std are per channel, of pixels scaled to [0, 1]."""
+
+    in_channels: int
+    image_size: int
+    """Pixels a side where the config does not say otherwise."""
+    num_classes: int | None
+    """None where only the config or the folder knows."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    flip: bool
+    """Whether a mirrored image still shows the same class (a mirrored digit does not)."""
+
+
+DATASETS: Mapping[str, DatasetSpec] = {
+    "digits": DatasetSpec(in_channels=1, image_size=28, num_classes=10, mean=(0.3055,), std=(0.3248,), flip=False),
+    "mnist": DatasetSpec(in_channels=1, image_size=28, num_classes=10, mean=(0.1307,), std=(0.3081,), flip=False),
+    "fashion_mnist": DatasetSpec(
+        in_channels=1, image_size=28, num_classes=10, mean=(0.2860,), std=(0.3530,), flip=True
+    ),
+    "cifar10": DatasetSpec(
+        in_channels=3,
+        image_size=32,
+        num_classes=10,
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        flip=True,
+    ),
+    # ImageNet's, the custom of the field for natural images.
+    "image_folder": DatasetSpec(
+        in_channels=3,
+        image_size=224,
+        num_classes=None,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        flip=True,
+    ),
+    "synthetic": DatasetSpec(
+        in_channels=3, image_size=32, num_classes=None, mean=(0.5,) * 3, std=(0.15,) * 3, flip=False
+    ),
+}
+
+DATASET_NAMES: tuple[str, ...] = tuple(DATASETS)
+
+
+class DataParams(Protocol):
+    """The part of the data section of a config that this package reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def root(self) -> str: ...
+    @property
+    def download(self) -> bool: ...
+    @property
+    def image_size(self) -> int | None: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def preload(self) -> str: ...
+    @property
+    def augment(self) -> bool: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def num_classes(self) -> int: ...

@@ -1,0 +1,274 @@
+"""Batches of one rank, from a tensor that holds the whole split or from a stream of single images.
+
+Both kinds of split have the same `batches`: (images, labels) on the device, images float32 [B, C, H, W] and
+normalised, labels int64 [B], in the order of `indices`, the last batch as short as it comes. What it yields
+depends on its arguments alone, so `start_batch` continues an epoch exactly. No global RNG is drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpcdist.data.augment import CROP_PADDING, crop_params, pad, sample_hashes
+from hpcdist.data.images import ImageSource
+from hpcdist.errors import DataError
+
+FLOAT_TABLE_MAX_BYTES = 256 << 20
+"""Up to here a split is kept normalised as float32, so that a batch is one gather."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Split(Protocol):
+    """Images for training or testing, dealt out by index."""
+
+    labels: Tensor
+    """int64 [N], on the CPU."""
+
+    def __len__(self) -> int: ...
+
+    def batches(
+        self,
+        indices: Tensor,
+        *,
+        batch_size: int,
+        device: torch.device,
+        start_batch: int = 0,
+        epoch: int = 0,
+        channels_last: bool = False,
+    ) -> Iterator[Batch]:
+        """Yield the batches of `indices` (int64 [n], on the CPU) from number `start_batch` on.
+
+        `epoch` varies the augmentation, where the split has one.
+        """
+        ...
+
+
+def eval_indices(num_samples: int, rank: int, world_size: int) -> Tensor:
+    """Return this rank's share of 0 … num_samples - 1, int64: each sample once over all ranks, no padding.
+
+    Shares differ by one at most, and may be empty: reduce sums and counts over ranks, not means.
+    """
+    assert 0 <= rank < world_size
+    return torch.arange(num_samples)[rank::world_size]
+
+
+class Normalize:
+    """uint8 [B, C, H, W] to float32, (x / 255 - mean) / std for each channel, keeping the memory format."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        def per_channel(values: list[float]) -> Tensor:
+            return torch.tensor(values, device=device).reshape(-1, 1, 1)
+
+        self.scale = per_channel([1 / (255 * s) for s in std])
+        self.shift = per_channel([-m / s for m, s in zip(mean, std, strict=True)])
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return images.to(torch.float32).mul_(self.scale).add_(self.shift)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A split as `batches` reads it: made once for a device and memory format."""
+
+    images: Tensor
+    labels: Tensor
+    normalize: Normalize
+
+
+class PreloadedSplit:
+    """A whole split in memory, on the device itself if it fits; a batch is gathered by index.
+
+    `images` is uint8 [N, C, H, W], `labels` int64 [N].
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.images = images
+        self.labels = labels
+        self.mean = mean
+        self.std = std
+        self._tables: dict[tuple[torch.device, bool], _Table] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(
+        self,
+        indices: Tensor,
+        *,
+        batch_size: int,
+        device: torch.device,
+        start_batch: int = 0,
+        epoch: int = 0,
+        channels_last: bool = False,
+    ) -> Iterator[Batch]:
+        """See Split.batches. On a device that holds the split, a batch costs neither copy nor sync."""
+        rest = indices[start_batch * batch_size :]
+        if len(rest) == 0:  # torch.split would make one empty batch of it
+            return
+        table = self._table(device, channels_last)
+        # One gather for the labels of the whole epoch: a batch of them is then only a view.
+        labels = torch.split(table.labels.index_select(0, rest.to(device)), batch_size)
+        chunks = torch.split(rest.to(table.images.device), batch_size)
+        is_ready = table.images.is_floating_point()
+        for chunk, batch_labels in zip(chunks, labels, strict=True):
+            images = _to_device(table.images.index_select(0, chunk), device)
+            if channels_last:
+                images = images.permute(0, 3, 1, 2)
+            yield images if is_ready else table.normalize(images), batch_labels
+
+    def _table(self, device: torch.device, channels_last: bool) -> _Table:
+        """Return images [N, C, H, W], or [N, H, W, C] for channels_last; normalised if not too many."""
+        key = (device, channels_last)
+        if key not in self._tables:
+            normalize = Normalize(self.mean, self.std, device)
+            images = self.images.to(_place(self.images, device))
+            if images.device.type == device.type and 4 * images.numel() <= FLOAT_TABLE_MAX_BYTES:
+                images = normalize(images)
+            if channels_last:
+                images = images.permute(0, 2, 3, 1).contiguous()
+            self._tables[key] = _Table(images, self.labels.to(device), normalize)
+        return self._tables[key]
+
+
+class AugmentedSplit:
+    """A PreloadedSplit whose images are shifted at random and, if `flip`, mirrored; see augment.py."""
+
+    def __init__(self, plain: PreloadedSplit, *, seed: int, flip: bool) -> None:
+        self.plain = plain
+        self.labels = plain.labels
+        self.seed = seed
+        self.flip = flip
+        self._tables: dict[torch.device, _Table] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(
+        self,
+        indices: Tensor,
+        *,
+        batch_size: int,
+        device: torch.device,
+        start_batch: int = 0,
+        epoch: int = 0,
+        channels_last: bool = False,
+    ) -> Iterator[Batch]:
+        """See Split.batches. A batch is one gather of pixels out of the padded images."""
+        rest = indices[start_batch * batch_size :]
+        if len(rest) == 0:
+            return
+        table = self._table(device)
+        channels, height, width = self.plain.images.shape[1:]
+        padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
+        top, left, mirror = crop_params(sample_hashes(self.seed, epoch, rest))
+        corners = (rest * padded_height + top) * padded_width + left
+        plain_grid = torch.arange(height)[:, None] * padded_width + torch.arange(width)
+        mirrored_grid = plain_grid.flip(1) if self.flip else plain_grid
+        place = table.images.device
+        grids = torch.stack([plain_grid.flatten(), mirrored_grid.flatten()]).to(place)
+        for corner, grid_number, labels in zip(
+            torch.split(corners.to(place), batch_size),
+            torch.split(mirror.to(place), batch_size),
+            torch.split(table.labels.index_select(0, rest.to(device)), batch_size),
+            strict=True,
+        ):
+            pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
+            images = table.images.index_select(0, pixels).reshape(-1, height, width, channels)
+            images = _to_device(images, device).permute(0, 3, 1, 2)
+            yield table.normalize(images if channels_last else images.contiguous()), labels
+
+    def _table(self, device: torch.device) -> _Table:
+        """Return the pixels of all padded images as rows of one table, uint8 [N * H * W, C]."""
+        if device not in self._tables:
+            padded = pad(self.plain.images).permute(0, 2, 3, 1).flatten(0, 2)
+            normalize = Normalize(self.plain.mean, self.plain.std, device)
+            self._tables[device] = _Table(padded.to(_place(padded, device)), self.labels.to(device), normalize)
+        return self._tables[device]
+
+
+def _place(images: Tensor, device: torch.device) -> torch.device:
+    """Return where to keep `images`: on the device if half of its free memory suffices, else the CPU."""
+    if device.type != "cuda":
+        return device
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return device if images.numel() <= free_bytes // 2 else torch.device("cpu")
+
+
+def _to_device(images: Tensor, device: torch.device) -> Tensor:
+    """Return a batch that was gathered on the CPU on the device; one that is there already as it is."""
+    if images.device.type == device.type:
+        return images
+    return images.pin_memory().to(device, non_blocking=True)
+
+
+class StreamingSplit:
+    """A split too large for memory, read image by image by torch's DataLoader in `num_workers` processes."""
+
+    def __init__(
+        self,
+        source: ImageSource,
+        *,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        num_workers: int = 0,
+        augment_seed: int | None = None,
+    ) -> None:
+        self.source = source
+        self.labels = source.labels
+        self.mean = mean
+        self.std = std
+        self.num_workers = num_workers
+        self.augment_seed = augment_seed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(
+        self,
+        indices: Tensor,
+        *,
+        batch_size: int,
+        device: torch.device,
+        start_batch: int = 0,
+        epoch: int = 0,
+        channels_last: bool = False,
+    ) -> Iterator[Batch]:
+        """See Split.batches. Images cross to the device as bytes, a quarter of their floats' traffic."""
+        normalize = Normalize(self.mean, self.std, device)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        loader = torch.utils.data.DataLoader(
+            _EpochImages(self.source, self.augment_seed, epoch),
+            batch_size=batch_size,
+            sampler=indices[start_batch * batch_size :].tolist(),
+            num_workers=self.num_workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # without one the loader draws a seed from the global RNG
+        )
+        try:
+            for images, labels in loader:
+                on_device = images.to(device, non_blocking=True).contiguous(memory_format=memory_format)
+                yield normalize(on_device), labels.to(device, non_blocking=True)
+        except DataError as error:
+            # From a worker process it comes with the worker's traceback in its text: keep its last line.
+            raise DataError(str(error).strip().rsplit("DataError: ", 1)[-1]) from None
+
+
+@dataclass(frozen=True)
+class _EpochImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """One epoch of a source as DataLoader takes it: item i is (uint8 [C, H, W], label)."""
+
+    source: ImageSource
+    augment_seed: int | None
+    epoch: int
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        crop_hash = None
+        if self.augment_seed is not None:
+            crop_hash = int(sample_hashes(self.augment_seed, self.epoch, torch.tensor([index])))
+        return self.source.image(index, crop_hash), self.source.labels[index]

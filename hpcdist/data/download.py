@@ -1,0 +1,141 @@
+"""Find a dataset on disk, or download it: one process at a time, and nothing half-done left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcdist.data import DataParams
+from hpcdist.data.readers import CIFAR10_MD5, digits_path
+from hpcdist.errors import DataError
+
+log = logging.getLogger(__name__)
+
+LOCK_NAME = ".hpcdist-download.lock"
+TEMP_PREFIX = ".hpcdist-download-"
+SOCKET_TIMEOUT_S = 30.0  # urllib has none of its own: a firewall that drops packets would hang us for ever
+
+IDX_FILES = {  # split -> images, labels; each may also be there as .gz
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+# Below data.root, as torchvision lays them out.
+FOLDERS = {
+    "mnist": "MNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+    "cifar10": "cifar-10-batches-py",
+    "image_folder": "train",
+}
+# Where Debian's package dataset-fashion-mnist puts its files.
+SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
+
+_FIX = "put it there or point data.root (or HPCDIST_DATA_DIR) at it"
+
+
+def idx_file(folder: Path, name: str) -> Path | None:
+    """Return the IDX file `name` in `folder`, plain or .gz, or None."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def find(name: str, root: Path) -> Path | None:
+    """Return the folder with the dataset's files, or None if it is not on disk as a whole."""
+    folders = [root / FOLDERS[name]]
+    if name in SYSTEM_FOLDERS:
+        folders.append(SYSTEM_FOLDERS[name])
+    return next((folder for folder in folders if _is_complete(name, folder)), None)
+
+
+def find_or_raise(name: str, root: Path) -> Path:
+    """Return the folder with the dataset's files. Raises DataError if it is not on disk as a whole."""
+    folder = find(name, root)
+    if folder is None:
+        advice = "" if name == "image_folder" else ", or set data.download=true"
+        raise DataError(f"{_not_found(name, root)}: {_FIX}{advice}")
+    return folder
+
+
+def _is_complete(name: str, folder: Path) -> bool:
+    if name == "image_folder":
+        return folder.is_dir()
+    if name == "cifar10":
+        return all((folder / file).is_file() for file in CIFAR10_MD5)
+    return all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
+
+
+def _not_found(name: str, root: Path) -> str:
+    return f"{name} was not found in {root} ({FOLDERS[name]} is missing or incomplete)"
+
+
+def prepare(data: DataParams) -> None:
+    """Return once the dataset is on disk; download it first if it is not and `data.download` allows it.
+
+    Meant for one rank of each node while the others wait; processes that come at once take turns.
+    Raises DataError where the dataset is missing and cannot be had.
+    """
+    if data.name == "synthetic":
+        return
+    if data.name == "digits":
+        digits_path()
+        return
+    root = Path(data.root).expanduser()
+    if not data.download or data.name == "image_folder":
+        find_or_raise(data.name, root)
+        return
+    if find(data.name, root):
+        return
+    try:
+        with _exclusive_lock(root):
+            if not find(data.name, root):  # another process may have fetched it while we waited
+                _download(data.name, root)
+    # torchvision raises RuntimeError where no mirror answers or a checksum is wrong.
+    except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{_not_found(data.name, root)} and could not be downloaded ({reason}): {_FIX}") from error
+
+
+@contextlib.contextmanager
+def _exclusive_lock(root: Path) -> Iterator[None]:
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK_NAME).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that downloads into %s", root)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock, and so does the death of the process
+
+
+def _download(name: str, root: Path) -> None:
+    """Fetch into a temporary folder, then move each finished file to its place. Call with the lock held."""
+    for stale in root.glob(f"{TEMP_PREFIX}*/"):  # left by a process that was killed
+        shutil.rmtree(stale)
+    log.info("downloading %s into %s", name, root)
+    target = root / FOLDERS[name]
+    with tempfile.TemporaryDirectory(prefix=TEMP_PREFIX, dir=root) as temp:
+        _fetch(name, Path(temp))
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted((Path(temp) / FOLDERS[name]).iterdir()):
+            if file.suffix != ".gz":  # torchvision keeps both; the unpacked one suffices
+                os.replace(file, target / file.name)
+
+
+def _fetch(name: str, folder: Path) -> None:
+    """Download with torchvision, which knows the mirrors and checksums."""
+    from torchvision import datasets
+
+    classes = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SOCKET_TIMEOUT_S)
+    try:
+        getattr(datasets, classes[name])(folder, train=False, download=True)
+    finally:
+        socket.setdefaulttimeout(before)

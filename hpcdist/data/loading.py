@@ -1,0 +1,156 @@
+"""Load a dataset by its name: both splits, preloaded where they are small, and the facts a model needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpcdist.data import DATASETS, DataParams, DatasetSpec
+from hpcdist.data.batches import AugmentedSplit, PreloadedSplit, Split, StreamingSplit
+from hpcdist.data.download import IDX_FILES, find_or_raise, idx_file
+from hpcdist.data.images import (
+    FolderImages,
+    ImageSource,
+    SyntheticImages,
+    TensorImages,
+    class_names,
+    list_images,
+)
+from hpcdist.data.readers import CIFAR10_MD5, read_cifar10_batch, read_digits, read_idx_pair
+from hpcdist.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+
+PRELOAD_MAX_BYTES = 1 << 30
+"""With preload=auto, a split is held in memory up to this size as uint8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Both splits of a dataset. Mean and std are per channel, of pixels scaled to [0, 1]."""
+
+    train: Split
+    test: Split
+    num_classes: int
+    in_channels: int
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Sources:
+    train: ImageSource
+    test: ImageSource
+    num_classes: int
+
+
+def load_datasets(data: DataParams, seed: int) -> ImageData:
+    """Return the dataset `data.name` (one of DATASET_NAMES), read from disk; call download.prepare before.
+
+    `seed` is that of the augmentation and of synthetic images. Raises DataError on missing, unreadable or
+    truncated files, ConfigError on settings that exclude each other.
+    """
+    spec = DATASETS[data.name]
+    size = data.image_size or spec.image_size
+    sources = _sources(data, spec, size, seed)
+    return ImageData(
+        train=_split(sources.train, data, spec, seed if data.augment else None),
+        test=_split(sources.test, data, spec, None),
+        num_classes=sources.num_classes,
+        in_channels=spec.in_channels,
+        image_size=size,
+        mean=spec.mean,
+        std=spec.std,
+    )
+
+
+def _split(source: ImageSource, data: DataParams, spec: DatasetSpec, augment_seed: int | None) -> Split:
+    # Random crops of image files are cut from the originals, which a table of equal sizes no longer holds.
+    needs_files = isinstance(source, FolderImages) and augment_seed is not None
+    if needs_files and data.preload == "always":
+        raise ConfigError(["data.preload=always and data.augment=true exclude each other for image_folder: drop one"])
+    num_bytes = len(source.labels) * torch.Size(source.shape).numel()
+    small = num_bytes <= PRELOAD_MAX_BYTES
+    if data.preload == "always" or (data.preload == "auto" and small and not needs_files):
+        log.info("preloading %d images, %.0f MB", len(source.labels), num_bytes / 1e6)
+        plain = PreloadedSplit(source.all_images(), source.labels, mean=spec.mean, std=spec.std)
+        return plain if augment_seed is None else AugmentedSplit(plain, seed=augment_seed, flip=spec.flip)
+    return StreamingSplit(source, mean=spec.mean, std=spec.std, num_workers=data.num_workers, augment_seed=augment_seed)
+
+
+def _sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sources:
+    if data.name == "synthetic":
+        return _synthetic_sources(data, spec, size, seed)
+    if data.name == "digits":
+        arrays = _digits_arrays()
+    else:
+        folder = find_or_raise(data.name, Path(data.root).expanduser())
+        if data.name == "image_folder":
+            return _folder_sources(folder, size, data.num_workers)
+        arrays = _cifar10_arrays(folder) if data.name == "cifar10" else _idx_arrays(folder)
+    train, test = (TensorImages(images, labels, image_size=size, flip=spec.flip) for images, labels in arrays)
+    assert spec.num_classes is not None
+    return _Sources(train, test, spec.num_classes)
+
+
+_Arrays = tuple[Tensor, Tensor]  # images uint8 [N, C, H, W], labels int64 [N]
+
+
+def _digits_arrays() -> tuple[_Arrays, _Arrays]:
+    """Every fifth image of each class is for testing: a split that no generator can change."""
+    images, labels = read_digits()
+    pixels = (images.float() * (255 / 16)).round().to(torch.uint8)
+    is_test = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        is_test[(labels == label).nonzero().flatten()[::5]] = True
+    return (pixels[~is_test], labels[~is_test]), (pixels[is_test], labels[is_test])
+
+
+def _idx_arrays(folder: Path) -> tuple[_Arrays, _Arrays]:
+    def read(split: str) -> _Arrays:
+        images, labels = (idx_file(folder, name) for name in IDX_FILES[split])
+        assert images is not None
+        assert labels is not None  # find_or_raise has seen them
+        return read_idx_pair(images, labels, num_classes=10)
+
+    return read("train"), read("test")
+
+
+def _cifar10_arrays(folder: Path) -> tuple[_Arrays, _Arrays]:
+    *train, test = [read_cifar10_batch(folder / name) for name in CIFAR10_MD5]
+    return (torch.cat([images for images, _ in train]), torch.cat([labels for _, labels in train])), test
+
+
+def _folder_sources(train_folder: Path, size: int, num_threads: int) -> _Sources:
+    root = train_folder.parent
+    test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if test_folder is None:
+        raise DataError(f"image_folder needs {root}/val or {root}/test beside {train_folder}: neither is there")
+    classes = class_names(train_folder)
+    train, test = (
+        FolderImages(*list_images(folder, classes), image_size=size, num_threads=num_threads)
+        for folder in (train_folder, test_folder)
+    )
+    return _Sources(train, test, len(classes))
+
+
+def _synthetic_sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sources:
+    """The test split is a fifth as large as the training split, and shows the same patterns."""
+
+    def make(num_samples: int, split: int) -> SyntheticImages:
+        return SyntheticImages(
+            num_samples=num_samples,
+            num_classes=data.num_classes,
+            image_size=size,
+            in_channels=spec.in_channels,
+            seed=seed,
+            split=split,
+        )
+
+    test = make(max(data.num_classes, data.num_samples // 5), 1)
+    return _Sources(make(data.num_samples, 0), test, data.num_classes)

@@ -1,0 +1,32 @@
+"""Models, built by name. This file is torch-free: names can be checked where torch is not installed."""
+
+from __future__ import annotations
+
+import difflib
+
+from hpcdist.errors import ConfigError
+
+# What torchvision.models.resnet offers; written out because importing torchvision costs 0.9 s.
+RESNET_NAMES: tuple[str, ...] = (
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnext50_32x4d",
+    "resnext101_32x8d",
+    "resnext101_64x4d",
+    "wide_resnet50_2",
+    "wide_resnet101_2",
+)
+
+MODEL_NAMES: tuple[str, ...] = ("simple_cnn", *RESNET_NAMES)
+
+
+def check_model_name(name: str) -> None:
+    """Raise ConfigError, with the nearest known name, unless `name` is one of MODEL_NAMES."""
+    if name in MODEL_NAMES:
+        return
+    near = difflib.get_close_matches(name, MODEL_NAMES, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(MODEL_NAMES)}"
+    raise ConfigError([f"model.name {name!r} is not known: {hint}"])

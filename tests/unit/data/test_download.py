@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import fcntl
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpcdist.data import download
+from hpcdist.data.download import FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, prepare
+from hpcdist.data.readers import CIFAR10_MD5
+from hpcdist.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    name: str
+    root: str
+    download: bool = True
+    image_size: int | None = None
+    num_workers: int = 0
+    preload: str = "auto"
+    augment: bool = False
+    num_samples: int = 10
+    num_classes: int = 2
+
+
+def write_files(name: str, root: Path) -> None:
+    """What a download leaves: torchvision keeps the packed files beside the others."""
+    folder = root / FOLDERS[name]
+    folder.mkdir(parents=True)
+    names = CIFAR10_MD5 if name == "cifar10" else [file for pair in IDX_FILES.values() for file in pair]
+    for file in names:
+        (folder / file).write_text("new")
+        (folder / f"{file}.gz").write_text("packed")
+
+
+@pytest.fixture(autouse=True)
+def _no_system_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {})
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_missing_and_not_allowed_to_download(name: str, tmp_path: Path) -> None:
+    message = (
+        rf"^{name} was not found in {tmp_path} \({FOLDERS[name]} is missing or incomplete\): "
+        r"put it there or point data\.root \(or HPCDIST_DATA_DIR\) at it, or set data\.download=true$"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(Params(name=name, root=str(tmp_path), download=False))
+    assert not any(tmp_path.iterdir())
+
+
+def test_image_folder_is_never_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"image_folder was not found in .* at it$"):
+        prepare(Params(name="image_folder", root=str(tmp_path)))
+    (tmp_path / "train").mkdir()
+    prepare(Params(name="image_folder", root=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_nothing_to_prepare(name: str, tmp_path: Path) -> None:
+    prepare(Params(name=name, root=str(tmp_path / "none")))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_download_lands_in_torchvisions_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "_fetch", write_files)
+    root = tmp_path / "new" / "root"
+    prepare(Params(name=name, root=str(root)))
+    assert find(name, root) == root / FOLDERS[name]
+    assert sorted(path.name for path in root.iterdir()) == sorted([LOCK_NAME, FOLDERS[name].split("/")[0]])
+    assert not list(root.rglob("*.gz"))
+
+
+def test_download_completes_what_is_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / FOLDERS["mnist"]
+    folder.mkdir(parents=True)
+    (folder / IDX_FILES["train"][0]).write_text("old")
+    (tmp_path / ".hpcdist-download-stale").mkdir()
+    monkeypatch.setattr(download, "_fetch", write_files)
+    prepare(Params(name="mnist", root=str(tmp_path)))
+    assert {path.read_text() for path in folder.iterdir()} == {"new"}
+    assert not (tmp_path / ".hpcdist-download-stale").exists()
+
+
+def test_download_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, folder: Path) -> None:
+        write_files(name, folder)
+        raise RuntimeError("Error downloading x:\nTried a mirror, got:\n<no route>")
+
+    monkeypatch.setattr(download, "_fetch", fetch)
+    message = (
+        rf"^mnist was not found in {tmp_path} \(MNIST/raw is missing or incomplete\) and could not "
+        r"be downloaded \(Error downloading x: Tried a mirror, got: <no route>\): "
+        r"put it there or point data\.root \(or HPC"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(Params(name="mnist", root=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+
+
+def test_root_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"could not be downloaded \(.*Not a directory"):
+        prepare(Params(name="mnist", root=str(tmp_path / "file" / "root")))
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        assert socket.getdefaulttimeout() == download.SOCKET_TIMEOUT_S
+        raise OSError("Network is unreachable")
+
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(DataError, match=r"could not be downloaded \(.*Network is unreachable"):
+        prepare(Params(name="cifar10", root=str(tmp_path)))
+    assert socket.getdefaulttimeout() is None
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+
+
+def test_second_process_waits_and_does_not_download_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+
+    def note(message: str, *args: object) -> None:
+        if message.startswith("waiting for another process"):
+            waiting.set()
+
+    fetched: list[str] = []
+    monkeypatch.setattr(download, "_fetch", lambda name, folder: fetched.append(name))
+    monkeypatch.setattr(download.log, "info", note)
+    second = threading.Thread(target=prepare, args=(Params(name="mnist", root=str(tmp_path)),))
+    with (tmp_path / LOCK_NAME).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        second.start()
+        assert waiting.wait(timeout=30)
+        assert second.is_alive()
+        write_files("mnist", tmp_path)
+    second.join(timeout=30)
+    assert not second.is_alive()
+    assert fetched == []
+
+
+def test_system_folder_is_a_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = tmp_path / "system"
+    system.mkdir()
+    for pair in IDX_FILES.values():
+        for file in pair:
+            (system / f"{file}.gz").write_text("packed")
+    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {"fashion_mnist": system})
+    root = tmp_path / "root"
+    assert find_or_raise("fashion_mnist", root) == system
+    write_files("fashion_mnist", root)
+    assert find_or_raise("fashion_mnist", root) == root / FOLDERS["fashion_mnist"]
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_files("mnist", tmp_path / "data")
+    prepare(Params(name="mnist", root="~/data", download=False))

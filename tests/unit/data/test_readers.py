@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcdist.data import readers
+from hpcdist.data.readers import read_cifar10_batch, read_digits, read_idx, read_idx_pair
+from hpcdist.errors import DataError
+
+
+def idx_bytes(values: torch.Tensor) -> bytes:
+    shape = list(values.shape)
+    return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + bytes(values.flatten().tolist())
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_plain_and_packed(tmp_path: Path, suffix: str) -> None:
+    values = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
+    path = tmp_path / f"x-idx3-ubyte{suffix}"
+    path.write_bytes(gzip.compress(idx_bytes(values)) if suffix else idx_bytes(values))
+    assert torch.equal(read_idx(path), values)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_truncated_idx_names_the_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x-idx3-ubyte{suffix}"
+    whole = idx_bytes(torch.zeros(2, 3, 4, dtype=torch.uint8))
+    path.write_bytes(gzip.compress(whole)[:-9] if suffix else whole[:-1])
+    message = "cannot be read" if suffix else "is truncated or damaged: 40 bytes expected, 39 found"
+    with pytest.raises(DataError, match=rf"{path} {message}"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00\x00", b"<html>404", b"\x00\x00\x0d\x01\x00\x00\x00\x01xxxx", b"\x00\x00\x08\x03\x00"],
+)
+def test_not_an_idx_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{path} is not an IDX file of unsigned bytes"):
+        read_idx(path)
+
+
+def test_empty_idx_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(idx_bytes(torch.zeros(0, dtype=torch.uint8)))
+    with pytest.raises(DataError, match="is truncated or damaged"):
+        read_idx(path)
+
+
+def test_packed_file_that_is_not_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "x.gz"
+    path.write_bytes(b"<html>404")
+    with pytest.raises(DataError, match=rf"{path} cannot be read"):
+        read_idx(path)
+
+
+def test_unreadable_path(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{tmp_path} cannot be read \(.*Is a directory"):
+        read_idx(tmp_path)
+
+
+def write_pair(folder: Path, images: torch.Tensor, labels: torch.Tensor) -> tuple[Path, Path]:
+    folder.joinpath("images").write_bytes(idx_bytes(images))
+    folder.joinpath("labels").write_bytes(idx_bytes(labels))
+    return folder / "images", folder / "labels"
+
+
+def test_idx_pair(tmp_path: Path) -> None:
+    images = torch.arange(18, dtype=torch.uint8).reshape(2, 3, 3)
+    paths = write_pair(tmp_path, images, torch.tensor([9, 0], dtype=torch.uint8))
+    read_images, labels = read_idx_pair(*paths, num_classes=10)
+    assert torch.equal(read_images, images[:, None])
+    assert labels.dtype == torch.int64
+    assert labels.tolist() == [9, 0]
+
+
+def test_idx_pair_of_different_lengths(tmp_path: Path) -> None:
+    paths = write_pair(tmp_path, torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(DataError, match=r"images of shape \[2, 3, 3\] and .*labels of shape \[3\] do not belong"):
+        read_idx_pair(*paths, num_classes=10)
+
+
+def test_idx_label_out_of_range(tmp_path: Path) -> None:
+    paths = write_pair(tmp_path, torch.zeros(1, 3, 3, dtype=torch.uint8), torch.tensor([10], dtype=torch.uint8))
+    with pytest.raises(DataError, match="labels holds label 10, but there are only 10 classes"):
+        read_idx_pair(*paths, num_classes=10)
+
+
+@pytest.mark.skipif("HPCDIST_DATA_DIR" not in os.environ, reason="needs MNIST under HPCDIST_DATA_DIR")
+@pytest.mark.parametrize("train", [True, False])
+def test_mnist_equals_torchvisions(train: bool) -> None:
+    from torchvision.datasets import MNIST
+
+    root = Path(os.environ["HPCDIST_DATA_DIR"])
+    theirs = MNIST(root, train=train, download=False)
+    prefix = root / "MNIST" / "raw" / ("train" if train else "t10k")
+    images, labels = read_idx_pair(
+        Path(f"{prefix}-images-idx3-ubyte"), Path(f"{prefix}-labels-idx1-ubyte"), num_classes=10
+    )
+    assert torch.equal(images[:, 0], theirs.data)
+    assert torch.equal(labels, theirs.targets)
+
+
+def test_digits_equal_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    images, labels = read_digits()
+    values, targets = load_digits(return_X_y=True)
+    assert torch.equal(images.flatten(1), torch.tensor(values).to(torch.uint8))
+    assert torch.equal(labels, torch.tensor(targets))
+
+
+def test_digits_where_scikit_learn_keeps_them_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = read_digits()
+    monkeypatch.setattr(readers, "digits_path", lambda: tmp_path / "nowhere")
+    images, labels = read_digits()
+    assert torch.equal(images, expected[0])
+    assert torch.equal(labels, expected[1])
+
+
+def test_digits_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "digits.csv"
+    path.write_text("0,1,x\n")
+    monkeypatch.setattr(readers, "digits_path", lambda: path)
+    with pytest.raises(DataError, match=rf"{path} is damaged .*: reinstall scikit-learn"):
+        read_digits()
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="digits comes with scikit-learn, which is not installed"):
+        read_digits()
+
+
+def cifar_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> Path:
+    path = tmp_path / "test_batch"
+    path.write_bytes(content)
+    monkeypatch.setattr(readers, "CIFAR10_MD5", {"test_batch": hashlib.md5(content).hexdigest()})
+    return path
+
+
+@pytest.mark.parametrize("is_fortran", [False, True])
+def test_cifar10_batch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_fortran: bool,
+    cifar_pickle: Callable[[torch.Tensor, list[int]], bytes],
+) -> None:
+    rows = torch.randint(0, 256, (3, 3072), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    content = cifar_pickle(rows, [3, 9, 0])
+    if is_fortran:  # the flag before the pixels, which then lie column by column
+        content = cifar_pickle(rows.t().reshape(3, 3072), [3, 9, 0]).replace(b"tb\x89T", b"tb\x88T")
+    images, labels = read_cifar10_batch(cifar_file(tmp_path, monkeypatch, content))
+    assert torch.equal(images, rows.reshape(3, 3, 32, 32))
+    assert labels.tolist() == [3, 9, 0]
+
+
+def test_cifar10_checksums_are_torchvisions() -> None:
+    from torchvision.datasets import CIFAR10
+
+    assert dict(readers.CIFAR10_MD5) == dict(CIFAR10.train_list + CIFAR10.test_list)
+
+
+def test_cifar10_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(b"\x80\x02}")
+    with pytest.raises(DataError, match=rf"{path} is truncated or damaged \(its MD5 sum is not CIFAR-10's\)"):
+        read_cifar10_batch(path)
+
+
+def test_cifar10_crafted_file_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crafted:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = cifar_file(tmp_path, monkeypatch, pickle.dumps(Crafted()))
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir has no place in a CIFAR-10 file"):
+        read_cifar10_batch(path)
+    assert not (tmp_path / "ran").exists()

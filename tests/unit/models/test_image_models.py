@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.errors import ConfigError
+from hpcdist.models import MODEL_NAMES, RESNET_NAMES, check_model_name
+from hpcdist.models.image import build_model
+
+
+@pytest.mark.parametrize(("in_channels", "image_size"), [(1, 28), (3, 32), (1, 8), (3, 31), (2, 4)])
+def test_simple_cnn_fits_any_size_and_number_of_channels(in_channels: int, image_size: int) -> None:
+    model = build_model("simple_cnn", num_classes=7, in_channels=in_channels, image_size=image_size)
+    logits = model(torch.zeros(5, in_channels, image_size, image_size))
+    assert logits.shape == (5, 7)
+
+
+def test_simple_cnn_has_the_layers_its_docstring_names() -> None:
+    model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("weight")}
+    assert shapes == {
+        "conv1.weight": (32, 1, 3, 3),
+        "conv2.weight": (64, 32, 3, 3),
+        "fc1.weight": (128, 64 * 7 * 7),
+        "fc2.weight": (10, 128),
+    }
+
+
+def test_simple_cnn_equals_the_textbook_order_of_relu_before_pooling() -> None:
+    torch.manual_seed(0)
+    model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28)
+    pool = nn.MaxPool2d(2)
+    textbook = nn.Sequential(
+        model.conv1,
+        nn.ReLU(),
+        pool,
+        model.conv2,
+        nn.ReLU(),
+        pool,
+        nn.Flatten(),
+        model.fc1,
+        nn.ReLU(),
+        model.fc2,
+    )
+    images = torch.randn(4, 1, 28, 28)
+    assert torch.equal(model(images), textbook(images))
+
+
+def test_resnet_is_torchvisions_own() -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    ours = build_model("resnet18", num_classes=5, in_channels=3, image_size=32)
+    torch.manual_seed(0)
+    theirs = resnet18(weights=None, num_classes=5)
+    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+    assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+def test_resnet_takes_grey_images() -> None:
+    model = build_model("resnet18", num_classes=5, in_channels=1, image_size=28).eval()
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 5)
+    coloured = build_model("resnet18", num_classes=5, in_channels=3, image_size=28)
+    assert list(model.state_dict()) == list(coloured.state_dict())
+
+
+def test_resnet_names_are_all_of_torchvisions() -> None:
+    from torchvision.models import resnet
+
+    functions = {name for name in resnet.__all__ if name[0].islower()}
+    assert set(RESNET_NAMES) == functions
+
+
+def test_unknown_model_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.name 'resnet51' is not known: did you mean 'resnet5?[0-9]+'\?$"):
+        build_model("resnet51", num_classes=2, in_channels=3, image_size=32)
+
+
+def test_unknown_model_with_nothing_near_lists_all() -> None:
+    with pytest.raises(ConfigError, match=re.escape("expected one of simple_cnn, resnet18")):
+        check_model_name("transformer")
+
+
+def test_known_names_pass() -> None:
+    for name in MODEL_NAMES:
+        check_model_name(name)
+
+
+def test_too_small_an_image_is_a_mistake_in_the_config() -> None:
+    with pytest.raises(ConfigError, match=r"data\.image_size must be >= 4 for model\.name=simple_cnn, got 3"):
+        build_model("simple_cnn", num_classes=2, in_channels=1, image_size=3)
+
+
+def test_names_need_no_torch_and_simple_cnn_no_torchvision() -> None:
+    code = (
+        "import sys, hpcdist.models, hpcdist.data\n"
+        "assert 'torch' not in sys.modules\n"
+        "from hpcdist.models.image import build_model\n"
+        "build_model('simple_cnn', num_classes=2, in_channels=1, image_size=28)\n"
+        "assert 'torchvision' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
