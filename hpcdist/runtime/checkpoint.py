@@ -1,0 +1,152 @@
+"""Checkpoints that survive a kill at any moment, and a saver that costs the training thread one memcpy.
+
+    from hpcdist.runtime.checkpoint import load_weights
+    model.load_state_dict(load_weights("runs/digits/first/checkpoints/step-00001200"))
+
+One process writes (rank 0). A checkpoint is written into a folder of its own, synced, and renamed into
+place, so that a reader sees it whole or not at all; `checkpoint_files` says what is in it. The caller sees to
+it that state is loaded before anything is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import CheckpointError
+from hpcdist.runtime import checkpoint_files as files
+from hpcdist.runtime.checkpoint_store import Checkpoint, CheckpointStore, Found, Snapshot
+from hpcdist.runtime.host_copy import HostBuffers
+from hpcdist.runtime.state import clean_state_dict, load_clean_state_dict, rng_state, set_rng_state
+
+__all__ = [
+    "AsyncSaver",
+    "Checkpoint",
+    "CheckpointStore",
+    "Found",
+    "Snapshot",
+    "clean_state_dict",
+    "load_clean_state_dict",
+    "load_weights",
+    "rng_state",
+    "set_rng_state",
+]
+
+log = logging.getLogger(__name__)
+
+
+class AsyncSaver:
+    """Saves in the background: the calling thread copies to host memory kept for it, a second thread writes.
+
+    An error of the background is raised by the next `save()`, `wait()` or `close()`, which does nothing else.
+    Starts no thread and looks at no disk before the first `save()`. As a context manager it closes itself.
+
+    Args:
+        store: where to write; it is pruned after each checkpoint that is complete.
+        before_publish: called in the background before each checkpoint gets its name, such as to make durable
+            what must not be older than the checkpoint.
+    """
+
+    def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
+        self._store = store
+        self._before_publish = before_publish
+        self._buffers = HostBuffers()
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._closed = False
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Mapping[str, Tensor],
+        trainer: Any,
+        rank_states: list[Any],
+        metrics: Mapping[str, float] | None = None,
+        block: bool = False,
+    ) -> None:
+        """Save the state as it is at this moment; what is changed after the return is not in the checkpoint.
+
+        Returns after the copy to the host, on CUDA after queueing it (see `HostBuffers.copy`). If the save
+        before this one is still being written, waits for it first: there is one set of buffers. `block=True`
+        returns when it is on disk. A step that is saved already is not saved again, but gets new metrics.
+
+        Raises CheckpointError when the save before has failed, for a step older than the newest checkpoint,
+        for a value that a checkpoint cannot hold, and with `block` for any failure of this save.
+        """
+        if self._closed:
+            raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
+        if step < 0:
+            raise CheckpointError(f"a checkpoint's step must be >= 0, got {step}")
+        self.wait()
+        newest = self._store.newest_step()
+        if newest is not None and step < newest:
+            raise CheckpointError(
+                f"step {step} is older than the newest checkpoint in {self._store.folder}, step {newest}: "
+                "restore before saving, or start a new run"
+            )
+        if step == newest:
+            # Such as a save at the last step of an epoch, then its evaluation.
+            self._store.annotate(step, metrics or {})
+            return
+        host, events = self._buffers.copy({"model": model, "trainer": trainer, "rank_states": rank_states})
+        snapshot = Snapshot(step=step, metrics={k: float(v) for k, v in (metrics or {}).items()}, **host)
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = self._writer.submit(self._write, snapshot, events)
+        if block:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more. Raises CheckpointError when the last save failed."""
+        if self._pending is None:
+            return
+        error = self._pending.exception()
+        self._pending = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"saving to {self._store.folder} failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            self._buffers = HostBuffers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, snapshot: Snapshot, events: list[torch.cuda.Event]) -> None:
+        for event in events:
+            event.synchronize()
+        self._store.write(snapshot, before_publish=self._before_publish)
+        self._store.prune()
+
+
+def load_weights(path: Path | str) -> dict[str, Tensor]:
+    """Return the model's state dict from one checkpoint folder: one process, host memory, for inference.
+
+    Keys are those of the bare model, whatever it was trained with. Raises CheckpointError when the checkpoint
+    is incomplete, changed, or holds anything but plain data.
+    """
+    folder = Path(path)
+    files.verify_hashes(folder, files.read_manifest(folder))
+    return files.load_file(folder / files.MODEL_FILE)

@@ -1,0 +1,212 @@
+"""The files of one checkpoint folder: written with hash and fsync, read only when they are what was written.
+
+    step-00001200/
+        model.pt        the model's state dict
+        trainer.pt      {"trainer": what the trainer gave, "rank_states": one state for each rank}
+        manifest.json   written last: {format_version, step, created (unix s), world_size, metrics,
+                        files: {name: {bytes, sha256}}}
+
+Both `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from hpcdist.errors import CheckpointError
+from hpcdist.rundir import write_atomic
+
+MODEL_FILE = "model.pt"
+TRAINER_FILE = "trainer.pt"
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+
+_REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and SHA-256 of one file, as written."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself. `created` is in seconds since 1970."""
+
+    step: int
+    created: float
+    world_size: int
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name; None when it is not one."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+class _HashingFile:
+    """A file for `torch.save`: hashes what passes, so that nothing is read again, and keeps the first error.
+
+    Handing `torch.save` this instead of a path also disturbs the training thread least: both the hash and the
+    write let go of the GIL (measured beside it: 0.95 of its speed, against 0.6 to 0.8 with a path on ext4).
+    """
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._raw = raw
+        self._hash = hashlib.sha256()
+        self.size_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        done = 0
+        try:
+            while done < len(view):  # one write may take less than all: 2 GiB at most, or what the disk has left
+                done += self._raw.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        self.size_bytes += done
+        return done
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def record(self) -> FileRecord:
+        return FileRecord(size_bytes=self.size_bytes, sha256=self._hash.hexdigest())
+
+
+def save_file(content: Any, path: Path) -> FileRecord:
+    """`torch.save` to a new file, on disk when this returns. Raises OSError when the disk refuses."""
+    with open(path, "xb", buffering=0) as raw:
+        file = _HashingFile(raw)
+        try:
+            torch.save(content, cast(IO[bytes], file))
+        except RuntimeError:
+            if file.error is not None:  # torch hides the cause behind an `enforce fail`
+                raise file.error from None
+            raise
+        os.fsync(raw.fileno())
+    return file.record()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write or replace the manifest, on disk when this returns. Metrics that are not finite become null."""
+    text = json.dumps(
+        {
+            "format_version": FORMAT_VERSION,
+            "step": manifest.step,
+            "created": manifest.created,
+            "world_size": manifest.world_size,
+            "metrics": {k: v if math.isfinite(v) else None for k, v in manifest.metrics.items()},
+            "files": {k: {"bytes": v.size_bytes, "sha256": v.sha256} for k, v in manifest.files.items()},
+        },
+        indent=2,
+    )
+    write_atomic(folder / MANIFEST_FILE, text + "\n", durable=True)
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    model: Mapping[str, Any],
+    trainer: Any,
+    rank_states: list[Any],
+    metrics: Mapping[str, float],
+) -> None:
+    """Fill an empty folder; every file and the folder are on disk when this returns."""
+    files = {
+        MODEL_FILE: save_file(model, folder / MODEL_FILE),
+        TRAINER_FILE: save_file({"trainer": trainer, "rank_states": rank_states}, folder / TRAINER_FILE),
+    }
+    manifest = Manifest(step=step, created=time.time(), world_size=len(rank_states), metrics=metrics, files=files)
+    write_manifest(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest and compare the files' sizes with it.
+
+    Raises CheckpointError, in one line that names what is wrong; hashes are not looked at.
+    """
+    try:
+        manifest = _parse(json.loads((folder / MANIFEST_FILE).read_bytes()))
+        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+    except OSError as error:
+        name = Path(error.filename or MANIFEST_FILE).name
+        raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {error})") from error
+    if manifest.step != step_of(folder):
+        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
+    for name, record in manifest.files.items():
+        if sizes[name] != record.size_bytes:
+            raise CheckpointError(
+                f"{folder}: {name} has {sizes[name]} bytes where its manifest says {record.size_bytes}"
+            )
+    return manifest
+
+
+def _parse(raw: Any) -> Manifest:
+    if raw["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format_version {raw['format_version']!r}, this hpcdist reads {FORMAT_VERSION}")
+    files = {
+        name: FileRecord(size_bytes=int(raw["files"][name]["bytes"]), sha256=str(raw["files"][name]["sha256"]))
+        for name in (MODEL_FILE, TRAINER_FILE)
+    }
+    return Manifest(
+        step=int(raw["step"]),
+        created=float(raw["created"]),
+        world_size=int(raw["world_size"]),
+        metrics={str(k): math.nan if v is None else float(v) for k, v in raw["metrics"].items()},
+        files=files,
+    )
+
+
+def verify_hashes(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless every file's content is what its manifest says."""
+    for name, record in manifest.files.items():
+        try:
+            with open(folder / name, "rb", buffering=0) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
+        if digest != record.sha256:
+            raise CheckpointError(f"{folder}: {name} has changed since it was written (sha256 differs)")
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """`torch.load` to host memory, data only: a file that asks for code to be run is refused."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch's first line advises to load the file without this protection: name what was refused instead.
+        refused = _REFUSED.search(str(error))
+        reason = refused[0] if refused else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise CheckpointError(f"{path} is refused, it does not hold plain data: {reason}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
+    return content
