@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpcdist.errors import ConfigError
+from hpcdist.models import check_model_name
 from hpcdist.schema import Config, cross_check, describe
 
 REDACTED = "***"
-_SECRET_NAME = re.compile(r"token|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
-_URI_PASSWORD = re.compile(r"(?<=://)([^/@:]*):[^@/]+@")
+_SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
+# Up to the last @ before a slash: a password may hold an @ of its own.
+_URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -46,13 +49,14 @@ def load_run_config(path: Path, overrides: Sequence[str], env: Mapping[str, str]
     tree = _read_yaml(path)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
-    for key, value in list(_leaves(tree)):
-        if isinstance(value, str) and REDACTED in value and key not in given:
-            name = "HPCDIST_TRACKING_URI" if key == "tracking.uri" else key.rpartition(".")[2]
-            if name in env:
-                _insert(tree, key, env[name])
-            else:
-                problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
+    for path_of_key, value in list(_leaves(tree)):
+        key, name = ".".join(path_of_key), _variable(path_of_key)
+        if not _is_redacted(value) or key in given:
+            continue
+        if name in env:
+            _insert(tree, path_of_key, env[name] if isinstance(value, str) else json.loads(env[name]))
+        else:
+            problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
     return _build(tree, overrides, str(path))
@@ -85,24 +89,49 @@ def to_yaml(config: Config) -> str:
 
 def redacted(config: Config) -> dict[str, Any]:
     """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
-    tree = dataclasses.asdict(config)
-    for key, value in list(_leaves(tree)):
-        if not isinstance(value, str):
-            continue
-        if _SECRET_NAME.search(key.rpartition(".")[2]):
-            _insert(tree, key, REDACTED)
-        elif _URI_PASSWORD.search(value):
-            _insert(tree, key, _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value))
-    return tree
+    return {key: _redact(key, value) for key, value in dataclasses.asdict(config).items()}
+
+
+def redacted_argument(text: str) -> str:
+    """A word of the command line, its value replaced when it is an override that sets a secret."""
+    key, _, raw = text.partition("=")
+    value = _parse(raw)
+    if _redact(key.rpartition(".")[2], value) != value:
+        text = f"{key}={REDACTED}"
+    return _URI_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+
+
+def _redact(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        secret = _SECRET_NAME.search(name) is not None
+        return {key: _redact(name if secret else str(key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redact(name, inner) for inner in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return REDACTED if _SECRET_NAME.search(name) else _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+
+
+def _is_redacted(value: Any) -> bool:
+    if isinstance(value, Mapping | list):
+        return any(map(_is_redacted, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, str) and REDACTED in value
+
+
+def _variable(path: Sequence[str]) -> str:
+    """The environment variable that gives a redacted key its value back."""
+    if path[:2] == ("launch", "env"):
+        return path[-1]
+    return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
     clean = dict(_leaves(redacted(config)))
     return {
-        "HPCDIST_TRACKING_URI" if key == "tracking.uri" else key.rpartition(".")[2]: str(value)
-        for key, value in _leaves(dataclasses.asdict(config))
-        if clean[key] != value
+        _variable(path): value if isinstance(value, str) else json.dumps(value)
+        for path, value in _leaves(dataclasses.asdict(config))
+        if clean[path] != value
     }
 
 
@@ -112,7 +141,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from error
+        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
     except yaml.YAMLError as error:
@@ -128,7 +157,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
             problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
-        elif not _insert(tree, key, _parse(raw)):
+        elif not _insert(tree, key.split("."), _parse(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     if isinstance(tree.get("trainer"), str):
         tree["trainer"] = {"target": tree["trainer"]}
@@ -138,23 +167,28 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         merged = OmegaConf.merge(merged, tree)
     except (OmegaConfBaseException, ValueError, TypeError):
         # A merge stops at the first mistake, so look again leaf by leaf for all of them.
-        for key, value in _leaves(tree):
+        for path, value in _leaves(tree):
             leaf: dict[str, Any] = {}
-            _insert(leaf, key, value)
+            _insert(leaf, path, value)
             try:
                 merged = OmegaConf.merge(merged, leaf)
             except (OmegaConfBaseException, ValueError, TypeError) as error:
-                problems.append(_sentence(key, value, error))
+                problems.append(_sentence(".".join(path), value, error))
     assert isinstance(merged, DictConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
         try:
             sections[field.name] = _section(merged, field.name)
-        except (OmegaConfBaseException, ValueError) as error:
-            lines = str(error).splitlines()
-            # OmegaConf's own errors span lines of detail; ours are one mistake a line.
-            lines = lines[:1] if isinstance(error, OmegaConfBaseException) else lines
-            problems += [f"{field.name}.{line}" for line in lines]
+        except OmegaConfBaseException as error:
+            # Its further lines are detail of no use here.
+            problems.append(f"{error.full_key or field.name}: {str(error).splitlines()[0]}")
+        except ValueError as error:
+            problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
+    plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
+    try:
+        Config(**plain)
+    except ValueError as error:
+        problems += str(error).splitlines()
     if problems:
         raise ConfigError(problems, source)
     return _checked(sections, source)
@@ -174,17 +208,24 @@ def _section(merged: DictConfig, name: str) -> Any:
 
 
 def _checked(sections: dict[str, Any], source: str) -> Config:
-    data, tracking = sections["data"], sections["tracking"]
+    data, tracking, trainer = sections["data"], sections["tracking"], sections["trainer"]
+    if trainer.script:
+        # As torchrun takes it: from where the user stands. Ranks and later resumes may stand elsewhere.
+        script = [str(Path(trainer.script[0]).expanduser().absolute()), *trainer.script[1:]]
+        sections["trainer"] = dataclasses.replace(trainer, script=script)
     sections["runs_dir"] = str(Path(sections["runs_dir"]).expanduser().absolute())
     sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
-    try:
-        config = Config(**sections)
-    except ValueError as error:
-        raise ConfigError(str(error).splitlines(), source) from None
-    if problems := cross_check(config):
+    config = Config(**sections)
+    problems = cross_check(config)
+    if config.trainer.target == "ddp" and not config.trainer.script:
+        try:
+            check_model_name(config.model.name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
         raise ConfigError(problems, source)
     return config
 
@@ -195,28 +236,35 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     if key in known:
         first = str(error).splitlines()[0]
         return f"{key} must be {known[key]}, got {value!r} ({first})"
-    leaf = key.rpartition(".")[2]
-    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if any(path.startswith(f"{key}.") for path in known):
         return f"{key} is a section: give it keys, got {value!r}"
+    holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
+    if holder:
+        return f"{holder} must be {known[holder]}, got {value!r} for {key}"
+    leaf = key.rpartition(".")[2]
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    sections = {path.partition(".")[0] for path in known if "." in path}
+    near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
     return f"{key} is not a key: {hint}"
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is not a mapping (an empty one counts as a value), with its dotted path."""
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value that is not a mapping (an empty one counts as a value), with the keys that lead to it.
+
+    Keys, not a dotted path: free keys such as MLflow's tags may hold dots themselves.
+    """
     for key, value in tree.items():
-        path = f"{prefix}{key}"
+        path = (*above, str(key))
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}.")
+            yield from _leaves(value, path)
         else:
             yield path, value
 
 
-def _insert(tree: dict[str, Any], key: str, value: Any) -> bool:
-    """Set a dotted key in nested dicts; False where a value stands in the way."""
-    *parents, leaf = key.split(".")
+def _insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set a value in nested dicts; False where another value stands in the way."""
+    *parents, leaf = path
     for index, parent in enumerate(parents):
         if parent == "trainer" and index == 0 and isinstance(tree.get("trainer"), str):
             tree["trainer"] = {"target": tree["trainer"]}

@@ -188,11 +188,12 @@ class RunDir:
             path.mkdir(mode=0o700)
             for folder in (run.journal, run.checkpoints, path / "attempts"):
                 folder.mkdir()
-        except FileExistsError as error:
-            raise RunFolderError(
-                f"run folder {path} exists already: choose another `name`, or go on with `hpcdist resume {path.name}`"
-            ) from error
         except OSError as error:
+            if isinstance(error, FileExistsError) and path.is_dir():
+                raise RunFolderError(
+                    f"run folder {path} exists already: choose another `name`, or go on with"
+                    f" `hpcdist resume {path.name}`"
+                ) from error
             raise RunFolderError(
                 f"run folder {path} cannot be made ({error.strerror}): set `runs_dir` to a folder that you can write"
             ) from error

@@ -19,7 +19,9 @@ def _check(problems: list[str]) -> None:
 def _at_least(section: object, low: float, *names: str) -> list[str]:
     values = {name: getattr(section, name) for name in names}
     return [
-        f"{name} must be >= {low:g}, got {value}" for name, value in values.items() if value is not None and value < low
+        f"{name} must be >= {low:g}, got {value}"
+        for name, value in values.items()
+        if value is not None and not value >= low
     ]
 
 
@@ -29,6 +31,14 @@ def _above(section: object, low: float, *names: str) -> list[str]:
         f"{name} must be > {low:g}, got {value}"
         for name, value in values.items()
         if value is not None and not value > low
+    ]
+
+
+def _strings(section: object, name: str) -> list[str]:
+    return [
+        f"{name}.{key} must be a string, got {value!r}"
+        for key, value in getattr(section, name).items()
+        if not isinstance(value, str)
     ]
 
 
@@ -184,7 +194,11 @@ class TrackingConfig:
     """More tags for the MLflow run."""
 
     def __post_init__(self) -> None:
-        _check(_at_least(self, 1, "log_every") + _at_least(self, 0, "system_interval_s", "drain_timeout_s"))
+        _check(
+            _at_least(self, 1, "log_every")
+            + _at_least(self, 0, "system_interval_s", "drain_timeout_s")
+            + _strings(self, "tags")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +228,7 @@ class LaunchConfig:
         _check(
             _at_least(self, 0, "ranks", "threads", "max_restarts")
             + _above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
+            + _strings(self, "env")
         )
 
 

@@ -1,0 +1,5 @@
+"""`python -m hpcdist`."""
+
+from hpcdist.cli import main
+
+main()

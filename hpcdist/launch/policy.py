@@ -1,0 +1,104 @@
+"""Why an attempt ended, and what follows from it. Pure functions over what was seen."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: Most real-time signals have no name.
+_NAMES = {int(number): number.name for number in signal.Signals}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first thing that went wrong in an attempt."""
+
+    kind: Literal["error", "killed", "hung", "rejected", "vanished"]
+    rank: int
+    host: str
+    step: int | None
+    error: str
+    traceback: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        where = f"rank {self.rank} on {self.host}"
+        at = f" at step {self.step}" if self.step is not None else ""
+        return f"{where} {'' if self.kind in ('killed', 'hung', 'vanished') else 'failed with '}{self.error}{at}"
+
+    def same_as(self, other: Failure) -> bool:
+        """Whether a restart ran into the very same thing: kind, message and step."""
+        return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    restart: bool
+    reason: str
+
+
+def first_failure(
+    exits: Mapping[int, int],
+    outcomes: Mapping[int, Mapping[str, Any]],
+    steps: Mapping[int, int | None],
+    host: str,
+) -> Failure | None:
+    """The failure that the others followed from, or None when every rank ended well.
+
+    Args:
+        exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
+        outcomes: what ranks wrote of their end.
+        steps: last step that each rank was seen at.
+        host: name of the host of ranks that wrote nothing.
+
+    A rank that lost its peer is a consequence. Of the causes, the one that came first counts; a rank that was
+    killed from outside or vanished wrote no time, so the order of the exits decides.
+    """
+    causes: list[Failure] = []
+    consequences: list[Failure] = []
+    for rank, code in exits.items():
+        outcome = outcomes.get(rank)
+        if outcome is not None and outcome["outcome"] in ("failed", "rejected"):
+            failure = Failure(
+                kind="rejected" if outcome["outcome"] == "rejected" else "error",
+                rank=rank,
+                host=str(outcome["host"]),
+                step=outcome["step"],
+                error=str(outcome["error"]),
+                traceback=tuple(outcome["traceback"]),
+            )
+            (consequences if outcome["peer_lost"] else causes).append(failure)
+        elif code < 0:
+            name = _NAMES.get(-code, f"signal {-code}")
+            error = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            causes.append(Failure(kind="killed", rank=rank, host=host, step=steps.get(rank), error=error))
+        elif code != 0:
+            causes.append(
+                Failure(
+                    kind="vanished",
+                    rank=rank,
+                    host=host,
+                    step=steps.get(rank),
+                    error=f"ended with exit code {code} without a report",
+                )
+            )
+    return next(iter(causes + consequences), None)
+
+
+def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool = False) -> Decision:
+    """Whether to start again after the last of `failures`, all those of this start so far, oldest first.
+
+    Nothing is started again once someone has asked the run to stop.
+    """
+    last = failures[-1]
+    if stop_asked:
+        return Decision(restart=False, reason=f"{last.sentence()}, while it was asked to stop")
+    if last.kind == "rejected":
+        return Decision(restart=False, reason=last.sentence())
+    if len(failures) > 1 and last.same_as(failures[-2]):
+        return Decision(restart=False, reason=f"{last.sentence()}, twice in a row: another restart would not help")
+    if len(failures) > max_restarts:
+        reason = f"{last.sentence()}; all launch.max_restarts={max_restarts} restarts are used up"
+        return Decision(restart=False, reason=reason if max_restarts else last.sentence())
+    return Decision(restart=True, reason=last.sentence())

@@ -1,0 +1,91 @@
+"""From a config to a run under way: make its folder, supervise it here, or leave that to a process of its own."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hpcdist.config import secrets_of, to_yaml
+from hpcdist.errors import ConfigError
+from hpcdist.launch import snapshot
+from hpcdist.launch.plan import Plan
+from hpcdist.launch.supervisor import Reporter, Supervisor
+from hpcdist.lease import hold
+from hpcdist.rundir import RunDir, State, read_json, write_atomic
+from hpcdist.schema import Config
+from hpcdist.tracking.uri import choose_uri
+
+
+def with_name(config: Config) -> Config:
+    """The config with a run name: its own, or one of trainer, time and chance."""
+    if config.name:
+        return config
+    label = Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
+    return replace(config, name=f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+
+
+def check_trainer(config: Config, cwd: Path) -> None:
+    """Raise ConfigError now, rather than in every rank later, when the script or module is not there."""
+    if config.trainer.script:
+        if not Path(config.trainer.script[0]).is_file():
+            raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])
+        return
+    module, colon, _ = config.trainer.target.partition(":")
+    top = module.partition(".")[0]
+    if colon and importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+        raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
+
+
+def create_run(config: Config, cwd: Path) -> RunDir:
+    """Make the run folder with everything that a start, or a later resume, needs. Leaves nothing behind on errors."""
+    run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
+    try:
+        write_atomic(run.config, to_yaml(config), durable=True)
+        snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher="local")
+    except BaseException:
+        shutil.rmtree(run.path)
+        raise
+    return run
+
+
+def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str]) -> State:
+    """Hold the run and see it through to its end; returns its last state.
+
+    Raises RunFolderError when another supervisor holds it.
+    """
+    with hold(run):
+        code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
+        # Where the run was started is gone on another machine; the code is in the run folder anyway.
+        cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+        return Supervisor(
+            run,
+            config,
+            plan,
+            report,
+            tracking_uri=choose_uri(env, config.tracking.uri, Path(config.runs_dir)),
+            env=env,
+            import_path=snapshot.import_path(code, run),
+            cwd=cwd,
+        ).run()
+
+
+def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
+    """Supervise in a process that outlives this one and the terminal; returns its process id."""
+    with open(run.path / "supervisor.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
+            # config.yaml holds no secrets: they travel in the environment, as they came.
+            env={**env, **secrets_of(config)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process.pid

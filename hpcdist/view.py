@@ -1,0 +1,232 @@
+"""What people see of a run: the plan before, progress during, the result after. Rich on a terminal, plain in a log."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hpcdist.config import redacted
+from hpcdist.errors import RunFolderError
+from hpcdist.launch.plan import Plan, rank_command
+from hpcdist.launch.policy import Failure
+from hpcdist.lease import holder
+from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.schema import Config
+from hpcdist.tracking.uri import redact_uri
+
+PLAIN_EVERY_S = 5.0
+TRACEBACK_LINES = 8
+LOOK_EVERY_S = 0.3
+_COLOURS = {"finished": "green", "running": "cyan", "created": "cyan", "stopped": "yellow", "lost": "red"} | {
+    "failed": "red",
+    "cancelled": "red",
+}
+
+
+def show_plan(
+    console: Console, config: Config, plan: Plan, run_folder: Path, tracking_uri: str, *, verbose: bool
+) -> None:
+    """Print what is about to be started; `verbose` adds each rank's command and the variables it gets."""
+    trainer = " ".join(config.trainer.script) or config.trainer.target
+    last = plan.num_ranks - 1
+    rows = {
+        "trainer": trainer,
+        "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
+        "devices": f"{plan.num_ranks} × {plan.device}, {plan.backend},"
+        f" {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
+        "run folder": str(run_folder),
+        "MLflow": redact_uri(tracking_uri),
+    }
+    if verbose:
+        shown = redacted(config)["launch"]["env"]
+        rows["command"] = shlex.join(rank_command(run_folder))
+        rows["variables"] = "\n".join(f"{name}={shown.get(name, value)}" for name, value in sorted(plan.env.items()))
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/]", escape(value))
+    console.print(table, soft_wrap=True)
+
+
+class RunView:
+    """Tells a person how a run goes; the supervisor's `Reporter`. Use as a context manager around the run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._next_plain = 0.0
+        self._last_step = -1
+
+    def __enter__(self) -> RunView:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self.note(f"attempt {attempt.number}: starting {num_ranks} rank{'s' * (num_ranks > 1)}, logs in {attempt.path}")
+
+    def note(self, text: str) -> None:
+        self._console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def output(self, text: str) -> None:
+        """What a plain script prints, as it is."""
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        """The first failing rank, on top of everything: who, where, when, and its last lines."""
+        self._console.print(f"[bold red]{escape(failure.sentence())}[/]", highlight=False, soft_wrap=True)
+        lines = "".join(failure.traceback).rstrip().splitlines()[-TRACEBACK_LINES:]
+        for line in lines:
+            self._console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
+        self._console.print(f"    whole log: {escape(str(log))}", highlight=False, soft_wrap=True)
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        step, total = beat["step"], beat["total_steps"]
+        if total is None or step == self._last_step:
+            return
+        self._last_step = step
+        numbers = format_metrics(beat["metrics"])
+        if not self._console.is_terminal:
+            self._plain(step, total, numbers)
+        elif self._task is None:
+            self._task = self._progress.add_task("step", total=total, completed=step, numbers=numbers)
+        else:
+            self._progress.update(self._task, total=total, completed=step, numbers=numbers)
+
+    def _plain(self, step: int, total: int, numbers: str) -> None:
+        now = time.monotonic()
+        if now < self._next_plain and step < total:
+            return
+        self._next_plain = now + PLAIN_EVERY_S
+        self._console.print(f"step {step}/{total}  {escape(numbers)}", highlight=False, soft_wrap=True)
+
+
+#: Shown while a run goes on, in this order, under these names.
+_LIVE = {"train/loss": "loss", "eval/accuracy": "accuracy", "train/samples_per_s": "samples/s"}
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """The few metrics that a progress line has room for."""
+    return "  ".join(f"{name} {metrics[key]:.4g}" for key, name in _LIVE.items() if key in metrics)
+
+
+def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
+    """Print the final metrics, how to open the UI, and, last, why the run is over in one sentence."""
+    metrics = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("metrics", {}) if state.attempt else {}
+    if metrics:
+        table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
+        for key, value in sorted(metrics.items()):
+            table.add_row(escape(key), f"{value:.6g}")
+        console.print(table)
+    lines = [f"look at it: hpcdist ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
+    if config.tracking.uri:
+        lines = [f"look at it: hpcdist ui --uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"]
+    if state.status != "finished":
+        lines.append(f"go on with: hpcdist resume {escape(shlex.quote(str(run.path)))}")
+    lines.append(f"[bold {_COLOURS[state.status]}]{state.status}[/]: {escape(state.reason)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def standing(run: RunDir, state: State) -> str:
+    """A run's status as people should read it: one that nobody holds any more is not running."""
+    if state.status in ENDED or holder(run) is not None:
+        return state.status
+    return "lost" if state.attempt else state.status
+
+
+def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
+    """A table of all runs, the newest last."""
+    if not runs:
+        console.print(f"no runs under {runs_dir.absolute()}", highlight=False, soft_wrap=True)
+        return
+    table = Table("run", "status", "step", "attempts", "created", "reason")
+    for run, state in sorted(((run, run.read_state()) for run in runs), key=lambda pair: pair[1].created):
+        name = standing(run, state)
+        step = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("step", "") if state.attempt else ""
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.created))
+        table.add_row(
+            escape(f"{run.experiment}/{run.name}"),
+            f"[{_COLOURS[name]}]{name}[/]",
+            str(step),
+            str(state.attempt),
+            created,
+            escape(state.reason),
+        )
+    console.print(table)
+
+
+def show_status(console: Console, run: RunDir) -> None:
+    """How one run stands."""
+    state = run.read_state()
+    name = standing(run, state)
+    rows = {
+        "status": f"[{_COLOURS[name]}]{name}[/]" + (f": {escape(state.reason)}" if state.reason else ""),
+        "folder": escape(str(run.path)),
+        "attempt": f"{state.attempt}, {state.restarts} restart{'s' * (state.restarts != 1)} after failures",
+    }
+    if (held := holder(run)) is not None:
+        rows["held by"] = escape(f"process {held['pid']} of {held['user']} on {held['host']}")
+    if name == "lost":
+        rows["what now"] = "its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow"
+    for rank in range(state.world_size if state.attempt else 0):
+        beat = read_json(run.attempt(state.attempt).beat(rank))
+        if beat is not None:
+            total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
+            ago = max(0, int(time.time() - beat["time"]))
+            rows[f"rank {rank}"] = f"step {beat['step']}{total}, {ago} s ago  {escape(format_metrics(beat['metrics']))}"
+    saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
+    rows["checkpoints"] = ", ".join(saved) or "none yet"
+    if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):
+        rows["MLflow run"] = escape(str(mlflow["run_id"]))
+    table = Table.grid(padding=(0, 2))
+    for key, value in rows.items():
+        table.add_row(f"[bold]{key}[/]", value)
+    console.print(table, soft_wrap=True)
+
+
+def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
+    """The text of a rank's log; with `follow` also what comes until the run ends, through all its attempts.
+
+    Raises RunFolderError when there is no such log.
+    """
+    number = attempt or run.read_state().attempt
+    path = run.attempt(number).log(rank)
+    if not path.is_file() and not follow:
+        raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
+    position = 0
+    waiting = Event()
+    while True:
+        ended = not follow or standing(run, run.read_state()) in (*ENDED, "lost")
+        if path.is_file():
+            with open(path, errors="replace") as file:
+                file.seek(position)
+                yield file.read()
+                position = file.tell()
+        newest = run.read_state().attempt
+        if attempt is None and newest > number:
+            number, position = newest, 0
+            path = run.attempt(number).log(rank)
+        elif ended:
+            return
+        else:
+            waiting.wait(LOOK_EVERY_S)
