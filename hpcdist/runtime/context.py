@@ -1,0 +1,303 @@
+"""What a trainer gets: where it stands, how to log, save, restore and stop. Documented for users in the README."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist.cluster.topology import Topology
+from hpcdist.errors import CheckpointError
+from hpcdist.rundir import Attempt, RunDir
+from hpcdist.runtime.checkpoint import AsyncSaver, CheckpointStore, clean_state_dict, rng_state, set_rng_state
+from hpcdist.runtime.process_group import Groups
+from hpcdist.runtime.stop import StopAgreement
+from hpcdist.schema import Config
+from hpcdist.tracking.journal import JournalWriter
+
+log = logging.getLogger(__name__)
+BEAT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `Context.restore` found; tensors are on the host."""
+
+    step: int
+    model: dict[str, torch.Tensor]
+    trainer: dict[str, Any]
+    local: dict[str, Any] | None  #: None when the run has another number of ranks than the one that saved
+
+
+class Heartbeat:
+    """Tells the supervisor how far this rank is, in a file written once a second at most.
+
+    Overwritten in place: an atomic replacement each second from every rank is a load on a shared file system, and
+    a reader that meets half a line simply looks again.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int) -> None:
+        self._file = os.open(attempt.beat(rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._next = 0.0
+        self.step = 0
+        self.total_steps: int | None = None
+        self.metrics: dict[str, float] = {}
+
+    def beat(self, *, now: bool = False) -> None:
+        clock = time.monotonic()
+        if clock < self._next and not now:
+            return
+        self._next = clock + BEAT_EVERY_S
+        text = json.dumps(
+            {"time": time.time(), "step": self.step, "total_steps": self.total_steps, "metrics": self.metrics}
+        )
+        # One write of one size: a shorter text must not leave a longer one's tail behind.
+        os.pwrite(self._file, text.encode().ljust(1024), 0)
+
+
+class Context:
+    """One rank's view of the run. The worker makes it; `train(ctx, cfg)` receives it.
+
+    Attributes:
+        topology: rank, world size, local rank, hosts.
+        device: this rank's device.
+        run: the run folder.
+        config: the whole config (also the second argument of `train`).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run: RunDir,
+        attempt: Attempt,
+        topology: Topology,
+        device: torch.device,
+        groups: Groups,
+        stop: StopAgreement,
+        journal: JournalWriter,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.attempt = attempt
+        self.topology = topology
+        self.device = device
+        self._groups = groups
+        self._stop = stop
+        self._journal = journal
+        self._heartbeat = heartbeat
+        self._store = CheckpointStore(
+            run.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            best_metric=config.checkpoint.best,
+            best_mode=config.checkpoint.best_mode,
+        )
+        self._saver = AsyncSaver(self._store, before_publish=lambda: journal.flush(durable=True))
+        self._saved_step = -1
+        #: One sentence for people: why the trainer ended. Set it at the end of `train`.
+        self.end_reason = ""
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs and writes."""
+        return self.topology.rank == 0
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether the ranks have agreed to stop before the end."""
+        return self._stop.agreed
+
+    # --- progress and stopping
+
+    def should_stop(self, step: int, total_steps: int | None = None) -> bool:
+        """Whether to save and return now. Call it on every rank after every step, `step` being how many are done.
+
+        All ranks get the same answer at the same step. It also is the sign of life that keeps the run from being
+        taken for hung, and what the progress display shows.
+        """
+        self._heartbeat.step = step
+        self._heartbeat.total_steps = total_steps
+        self._heartbeat.beat()
+        return self._stop.at_boundary()
+
+    def should_save(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps: `checkpoint.every_steps`, or an agreed stop."""
+        every = self.config.checkpoint.every_steps
+        return self._saved_step != step and (self._stop.agreed or (every is not None and step % every == 0))
+
+    def alive(self) -> None:
+        """A sign of life from work without steps, such as a long evaluation."""
+        self._heartbeat.beat()
+
+    # --- metrics
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step; on rank 0 only, elsewhere it does nothing. Costs a few microseconds.
+
+        Values must be numbers of the host: `float(tensor)` waits for the device, so do it seldom.
+        """
+        if self.is_main:
+            self._journal.log(metrics, step)
+            self._heartbeat.metrics.update(metrics)
+            self._heartbeat.step = max(self._heartbeat.step, step)
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Each value's sum over all ranks, in double precision, on every rank."""
+        if self._groups.control is None:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._groups.control)
+        return [float(value) for value in tensor.tolist()]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self._groups.control is not None:
+            dist.barrier(group=self._groups.control)
+
+    # --- model and random numbers
+
+    def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
+        """The module on this rank's device, its gradients averaged over all ranks (`.module` is yours).
+
+        `options` go to DistributedDataParallel, such as `static_graph=True` for a model without branches.
+        """
+        return DistributedDataParallel(
+            module.to(self.device),
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **options,
+        )
+
+    def seed_per_rank(self) -> None:
+        """From here on each rank draws other random numbers (dropout). Before, all ranks draw the same."""
+        seed_everything(self.config.seed + 1 + self.rank)
+
+    # --- checkpoints
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        trainer: Mapping[str, Any],
+        local: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save a checkpoint after `step` steps; call it on every rank.
+
+        The training thread copies to the host and goes on; a thread writes. Random number states of all ranks are
+        saved by themselves.
+
+        Args:
+            model: wrapped or not; it is saved under its own names.
+            trainer: what else the next start needs, equal on all ranks: optimizer, position.
+            local: what this rank alone needs; small, since it travels to rank 0.
+            metrics: what is known of this checkpoint; `checkpoint.best` is looked up here.
+
+        Raises CheckpointError when this save cannot begin or an earlier one has failed.
+        """
+        mine = {"rng": rng_state(self.device), "local": local and _to_cpu(local)}
+        states: list[Any] | None = [mine] if self._groups.control is None else [None] * self.world_size
+        if self._groups.control is not None:
+            dist.gather_object(mine, states if self.is_main else None, dst=0, group=self._groups.control)
+        self._saved_step = step
+        if not self.is_main:
+            return
+        assert states is not None
+        self._saver.save(
+            step,
+            model=clean_state_dict(model),
+            trainer=dict(trainer),
+            rank_states=states,
+            metrics=dict(metrics or {}),
+        )
+
+    def restore(self) -> Restored | None:
+        """The newest valid checkpoint, or None at a first start. Call it on every rank, last before the loop.
+
+        Sets the random number generators as they were; loading model and optimizer is yours to do.
+        """
+        choice: list[str | None] = [None]
+        if self.is_main:
+            self._store.remove_leftovers()
+            found = self._store.latest()
+            choice = [str(found.path) if found is not None else None]
+        if self._groups.control is not None:
+            dist.broadcast_object_list(choice, src=0, group=self._groups.control)
+        if choice[0] is None:
+            return None
+        # Rank 0 has just verified it; every rank reading all of it twice would be a load on the file system.
+        checkpoint = self._store.load(choice[0], verify=False)
+        self._saved_step = checkpoint.step
+        self._heartbeat.step = checkpoint.step
+        local = None
+        if checkpoint.world_size == self.world_size:
+            mine = checkpoint.rank_states[self.rank]
+            local = mine["local"]
+            set_rng_state(mine["rng"], self.device)
+        else:
+            log.warning(
+                "checkpoint of %d ranks resumed on %d: the order of samples is another one from here on",
+                checkpoint.world_size,
+                self.world_size,
+            )
+            seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)
+        log.info("resumed at step %d from %s", checkpoint.step, choice[0])
+        return Restored(step=checkpoint.step, model=checkpoint.model, trainer=checkpoint.trainer, local=local)
+
+    def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
+        """Leave the final model in MLflow's format, for `mlflow.pytorch.load_model`. Rank 0 writes.
+
+        Args:
+            module: the bare model (`wrapped.module`).
+            example: one input batch, from which the model's signature is taken.
+        """
+        if self.is_main:
+            from hpcdist.runtime.export import export_model
+
+            export_model(module, example, self.run)
+
+    def close(self) -> None:
+        """Wait until everything is on disk. Raises CheckpointError when it cannot be."""
+        self._stop.close()
+        self._saver.close()
+        self._journal.flush(durable=True)
+        self._heartbeat.beat(now=True)
+        if self._stop.agreed and self._saved_step < self._heartbeat.step and not self.config.trainer.script:
+            raise CheckpointError(
+                f"the trainer stopped at step {self._heartbeat.step} without saving it:"
+                " call ctx.save(…) when ctx.should_stop(…) says so"
+            )
+
+
+def _to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (CPU and GPUs), Python's random and NumPy where it is loaded already."""
+    import random
+    import sys
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

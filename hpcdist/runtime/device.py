@@ -1,0 +1,39 @@
+"""Which device and collective backend this rank uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from hpcdist.cluster.topology import Topology, cuda_index
+from hpcdist.errors import ConfigError
+from hpcdist.schema import Config
+
+
+def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
+    """This rank's device, made current, and the backend to use on it.
+
+    Raises ConfigError when the config asks for what this machine does not have.
+    """
+    wanted = config.launch.device
+    index = cuda_index(topology, torch.cuda.device_count(), env) if wanted != "cpu" else None
+    if wanted == "cuda" and index is None:
+        raise ConfigError(["launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"])
+    device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    if device.type == "cpu":
+        if config.precision.dtype == "fp16":
+            raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])
+        if config.model.sync_batch_norm:
+            raise ConfigError(["model.sync_batch_norm needs GPUs, and none is visible here: set it to false"])
+    else:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        torch.backends.cudnn.allow_tf32 = config.precision.tf32
+    backend = config.launch.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and device.type == "cpu":
+        raise ConfigError(["launch.backend=nccl needs GPUs, and none is visible here: use gloo"])
+    return device, backend

@@ -1,0 +1,108 @@
+"""One node's system metrics, under the names that MLflow's own monitor uses, so that its UI shows them in their tab."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import psutil
+
+from hpcdist.tracking.journal import JournalWriter
+
+log = logging.getLogger(__name__)
+MB = 1e6
+
+
+class NodeMonitor:
+    """A thread that records CPU, memory, disk, network and GPU use. One per node is enough: local rank 0 runs it.
+
+    Args:
+        journal: where records go; this thread must be its only writer.
+        node: name put into the metric names when a run has several nodes, as MLflow does.
+        began: unix time of the run's creation; steps are whole seconds since then, so that they go on rising
+            through restarts.
+        disk: a path on the disk to watch.
+    """
+
+    def __init__(self, journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str) -> None:
+        self._journal = journal
+        self._interval_s = interval_s
+        self._began = began
+        self._prefix = f"system/{node}/" if node else "system/"
+        self._disk = disk
+        self._network = psutil.net_io_counters()
+        self._gpus = _open_gpus()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
+
+    def __enter__(self) -> NodeMonitor:
+        if self._interval_s > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        psutil.cpu_percent()  # a thread's first call only sets the mark that its later ones measure from
+        while not self._ended.wait(self._interval_s):
+            self._journal.log(self.sample(), int(time.time() - self._began))
+
+    def sample(self) -> dict[str, float]:
+        """All metrics now; units are in their names (megabytes are 10⁶ bytes, as in MLflow)."""
+        memory = psutil.virtual_memory()
+        disk = psutil.disk_usage(self._disk)
+        network = psutil.net_io_counters()
+        values = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / MB,
+            "system_memory_usage_percentage": memory.percent,
+            "disk_usage_percentage": disk.percent,
+            "disk_usage_megabytes": disk.used / MB,
+            "disk_available_megabytes": disk.free / MB,
+            "network_receive_megabytes": (network.bytes_recv - self._network.bytes_recv) / MB,
+            "network_transmit_megabytes": (network.bytes_sent - self._network.bytes_sent) / MB,
+        }
+        for index, read in enumerate(self._gpus):
+            values.update({f"gpu_{index}_{name}": value for name, value in read().items()})
+        return {self._prefix + name: value for name, value in values.items()}
+
+
+def _open_gpus() -> list[Callable[[], dict[str, float]]]:
+    """One reader per GPU of this node; none without a driver or nvidia-ml-py."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.debug("no GPU metrics: %s", error)
+        return []
+    return [
+        _gpu_reader(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())
+    ]
+
+
+def _gpu_reader(nvml: ModuleType, handle: object) -> Callable[[], dict[str, float]]:
+    def read() -> dict[str, float]:
+        values: dict[str, float] = {}
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            values["memory_usage_megabytes"] = memory.used / MB
+            values["memory_usage_percentage"] = 100 * memory.used / memory.total
+            values["utilization_percentage"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            milliwatts = nvml.nvmlDeviceGetPowerUsage(handle)
+            values["power_usage_watts"] = milliwatts / 1000
+            values["power_usage_percentage"] = 100 * milliwatts / nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
+        except nvml.NVMLError as error:
+            # MIG slices and virtual GPUs refuse some questions; what was read before stands.
+            log.debug("GPU metric left out: %s", error)
+        return values
+
+    return read

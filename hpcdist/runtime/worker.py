@@ -1,0 +1,209 @@
+"""One rank, from its environment to its exit code.
+
+    0  done, or stopped with everything saved
+    1  failed: a restart may help
+    2  rejected: the user's mistake, no restart helps
+
+A rank says how it ended in `attempts/NNN/rank-RRRRR.outcome.json`: rank 0 alone when all is well, any rank when it
+fails. One that is killed says nothing, and the supervisor notices.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+from hpcdist import logs
+from hpcdist.cluster.topology import Topology
+from hpcdist.config import load_run_config
+from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
+from hpcdist.rundir import Attempt, RunDir, write_json
+from hpcdist.runtime.script import run_script
+from hpcdist.runtime.signals import StopFlag
+from hpcdist.schema import Config
+
+log = logging.getLogger(__name__)
+#: In messages of gloo, NCCL and the store: this rank failed because another one has gone.
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL",
+)
+
+
+class Outcome:
+    """Writes this rank's outcome file, once."""
+
+    def __init__(self, attempt: Attempt, rank: int) -> None:
+        self._path = attempt.outcome(rank)
+        self._rank = rank
+        self.step: Callable[[], int | None] = lambda: None
+
+    def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
+        write_json(
+            self._path,
+            {
+                "outcome": outcome,
+                "rank": self._rank,
+                "host": socket.gethostname(),
+                "time": time.time(),
+                "step": self.step(),
+                **details,
+            },
+        )
+
+    def write_error(self, error: BaseException) -> int:
+        """Report an exception and return the exit code that goes with it."""
+        rejected = isinstance(error, UserMistake)
+        text = str(error) or type(error).__name__
+        is_ours = isinstance(error, HpcdistError)
+        if is_ours:
+            log.error("%s", text)
+        else:
+            log.error("%s", "".join(traceback.format_exception(error)).rstrip())
+        self.write(
+            "rejected" if rejected else "failed",
+            error=text if is_ours else f"{type(error).__name__}: {text}",
+            peer_lost=isinstance(error, RuntimeError) and any(mark in text for mark in _PEER_LOST),
+            traceback=[] if is_ours else traceback.format_exception(error),
+        )
+        return 2 if rejected else 1
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run one rank of the run folder named in `argv`; never returns."""
+    (folder,) = sys.argv[1:] if argv is None else argv
+    # A mistake found before the rank is known is printed: there is no outcome file to write yet.
+    try:
+        topology = Topology.from_env(os.environ)
+        run = RunDir.open(Path(folder))
+        logs.configure(rank=topology.rank)
+    except HpcdistError as error:
+        print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
+        _leave(error.exit_code)
+    attempt = run.attempt(topology.attempt)
+    outcome = Outcome(attempt, topology.rank)
+    try:
+        _leave(_work(run, attempt, topology, outcome))
+    except Exception as error:
+        _leave(outcome.write_error(error))
+
+
+def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> int:
+    # `kill -USR1` prints the stacks of all threads, which is what one wants to see of a rank that hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    if config.trainer.script:
+        run_script(config.trainer.script, run, topology)
+        ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"
+        reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
+    else:
+        ended, reason = _train(config, run, attempt, topology, outcome)
+    if topology.rank == 0:
+        outcome.write(ended, reason=reason)
+    return 0
+
+
+def _train(
+    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome
+) -> tuple[Literal["done", "stopped"], str]:
+    """Set everything up around the trainer and run it; returns how it ended, and why."""
+    # Before torch, whose import takes a second in which a signal may come.
+    flag = StopFlag()
+    flag.install()
+
+    from hpcdist.runtime.context import Context, Heartbeat, seed_everything
+    from hpcdist.runtime.device import place
+    from hpcdist.runtime.monitor import NodeMonitor
+    from hpcdist.runtime.process_group import process_groups
+    from hpcdist.runtime.stop import StopAgreement
+    from hpcdist.tracking.journal import JournalWriter
+
+    heartbeat = Heartbeat(attempt, topology.rank)
+    heartbeat.beat(now=True)
+    outcome.step = lambda: heartbeat.step
+    train = load_trainer(config.trainer.target)
+    device, backend = place(config, topology, os.environ)
+    seed_everything(config.seed)
+
+    def expired() -> None:
+        _leave(outcome.write_error(RendezvousError(
+            f"rank {topology.rank} did not meet the others at {topology.master_addr}:{topology.master_port} within"
+            f" launch.init_timeout_s={config.launch.init_timeout_s:g} s: does another program listen there?"
+        )))  # fmt: skip
+
+    monitor_interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
+    with (
+        process_groups(
+            topology,
+            device,
+            backend,
+            init_timeout_s=config.launch.init_timeout_s,
+            timeout_s=config.launch.hang_timeout_s,
+            on_expiry=expired,
+        ) as groups,
+        JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank) as journal,
+        NodeMonitor(
+            journal,
+            interval_s=monitor_interval_s,
+            began=run.read_state().created,
+            node=socket.gethostname() if topology.num_nodes > 1 else None,
+            disk=str(run.path),
+        ),
+    ):
+        ctx = Context(
+            config=config,
+            run=run,
+            attempt=attempt,
+            topology=topology,
+            device=device,
+            groups=groups,
+            stop=StopAgreement(groups.control, flag, attempt.request, watch_request=topology.rank == 0),
+            journal=journal,
+            heartbeat=heartbeat,
+        )
+        train(ctx, config)
+        ctx.close()
+    return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
+
+
+def load_trainer(target: str) -> Callable[[Any, Config], None]:
+    """The function that `trainer.target` names: a shipped trainer, or `package.module:function`.
+
+    Raises TrainerError when it cannot be imported or is no function.
+    """
+    module_name, colon, function_name = target.partition(":")
+    if not colon:
+        module_name, function_name = f"hpcdist.trainers.{target}", "train"
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise TrainerError(f"trainer {target!r} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise TrainerError(f"trainer {target!r}: {module.__file__} has no function {function_name!r}")
+    return cast(Callable[[Any, Config], None], function)
+
+
+def _leave(code: int) -> NoReturn:
+    """End now. Threads of a library, or peers that have died, must not hold up a rank that has said all."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
