@@ -1,0 +1,137 @@
+"""What one metric record costs the training process: our journal, and MLflow's own `log_metric` and `log_batch`.
+
+    OMP_NUM_THREADS=1 python benchmarks/log_record.py [--json] [--folder DIR]
+
+Records of one and of five metrics. The kinds take turns, round by round, so that a busy neighbour hits all of them;
+given is the median over the rounds of the mean time per record. The journal has a record in the kernel's hands when
+the call returns, MLflow has it in its database. The durable flush is what a checkpoint adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.mlflow_run import open_client
+
+Log = Callable[[dict[str, float], int], None]
+METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in range(count)} for count in (1, 5)}
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """A local `mlflow server` on a database of its own; its URI once it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", str(folder)]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with open(folder / "server.log", "wb") as output:
+        process = subprocess.Popen(command, env=env, start_new_session=True, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise SystemExit(f"mlflow server did not start: {(folder / 'server.log').read_text()[-2000:]}")
+            signal.sigtimedwait([signal.SIGTERM], 0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def mlflow_loggers(client: MlflowClient) -> tuple[Log, Log]:
+    """MLflow's way with one call per metric, and with one call per record."""
+    run_id = client.create_run(client.create_experiment("bench")).info.run_id
+
+    def log_metric(metrics: dict[str, float], step: int) -> None:
+        for key, value in metrics.items():
+            client.log_metric(run_id, key, value, step=step, synchronous=True)
+
+    def log_batch(metrics: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(run_id, [Metric(k, v, now, step) for k, v in metrics.items()], synchronous=True)
+
+    return log_metric, log_batch
+
+
+def per_record_us(log: Log, metrics: dict[str, float], first_step: int, num_records: int) -> float:
+    start = time.perf_counter()
+    for step in range(first_step, first_step + num_records):
+        log(metrics, step)
+    return (time.perf_counter() - start) / num_records * 1e6
+
+
+def flush_us(writer: JournalWriter, step: int) -> float:
+    writer.log(METRICS[5], step)
+    start = time.perf_counter()
+    writer.flush()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds by kind, a value a round; the first round only warms up."""
+    with server(folder) as uri, JournalWriter(folder) as writer:
+        sqlite = mlflow_loggers(open_client(f"sqlite:///{folder}/mlflow.db"))
+        remote = mlflow_loggers(open_client(uri))
+        # A record of MLflow's takes a thousand times as long: fewer of them keep the rounds even.
+        kinds: dict[str, tuple[Log, int]] = {
+            "journal": (writer.log, 2000),
+            "MLflow sqlite, log_metric": (sqlite[0], 10),
+            "MLflow sqlite, log_batch": (sqlite[1], 10),
+            "MLflow server, log_metric": (remote[0], 10),
+            "MLflow server, log_batch": (remote[1], 10),
+        }
+        times: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):
+            for name, (log, num_records) in kinds.items():
+                for count, metrics in METRICS.items():
+                    value = per_record_us(log, metrics, turn * 10_000, num_records)
+                    if turn:
+                        times.setdefault(f"{name}, {count}", []).append(value)
+            if turn:
+                times.setdefault("journal, durable flush", []).append(flush_us(writer, turn))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        times = measure(Path(name), arguments.rounds)
+    medians = {kind: statistics.median(values) for kind, values in times.items()}
+    print(f"one record, kind and number of metrics; {os.cpu_count()} CPUs, median of {arguments.rounds} rounds\n")
+    print(f"{'':30}{'µs':>10}{'min':>10}{'max':>10}{'over the journal':>18}")
+    for kind, value in medians.items():
+        count = kind[-1] if kind[-1].isdigit() else "5"
+        ratio = value / medians[f"journal, {count}"]
+        print(f"{kind:30}{value:10.1f}{min(times[kind]):10.1f}{max(times[kind]):10.1f}{ratio:18.0f}")
+    if arguments.json:
+        print(json.dumps({"benchmark": "log_record", "cpus": os.cpu_count(), "median_us": medians}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Which files of a run belong into MLflow, and which of them it does not have in their present form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcdist.rundir import RunDir, read_json
+
+#: A log larger than this is uploaded at the end only.
+LIVE_LOG_BYTES = 5_000_000
+
+
+class Artifact(NamedTuple):
+    """A file or folder, where it goes in MLflow, and a text that changes when it does."""
+
+    source: Path
+    target: str
+    fingerprint: str
+
+
+def fingerprint(path: Path) -> str:
+    """Name, size and time of a file, or of all files of a folder; empty when there is nothing."""
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
+    stats = [item.stat() for item in files if item.is_file()]
+    if not stats:
+        return ""
+    return f"{path.name}:{len(stats)}:{sum(item.st_size for item in stats)}:{max(item.st_mtime_ns for item in stats)}"
+
+
+def documents(run: RunDir) -> Iterator[Artifact]:
+    """Config, code state and environment."""
+    for path in (run.config, run.path / "code.patch", run.environment):
+        yield Artifact(path, path.name, fingerprint(path))
+
+
+def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
+    """The ranks' logs and what they said of their end; while the run goes on, only logs that are not too long."""
+    for attempt in run.attempts():
+        folder = f"logs/attempt-{attempt.number:03d}"
+        for path in sorted([*attempt.path.glob("rank-*.log"), *attempt.path.glob("rank-*.outcome.json")]):
+            if ended or path.stat().st_size <= LIVE_LOG_BYTES:
+                yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
+
+
+def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
+    """The newest checkpoint as `checkpoints/final` and the one with the best metric as `checkpoints/best`."""
+    section = config.get("checkpoint") or {}
+    name = section.get("best", "eval/accuracy")
+    sign = -1.0 if section.get("best_mode") == "min" else 1.0
+    complete = [
+        (path, manifest)
+        for path in sorted(run.checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name))
+        if (manifest := read_json(path / "manifest.json")) is not None
+    ]
+    if complete:
+        newest = complete[-1][0]
+        yield Artifact(newest, "checkpoints/final", fingerprint(newest))
+    scores = [(sign * value, path) for path, manifest in complete if (value := _score(manifest, name)) is not None]
+    if scores:
+        best = max(reversed(scores), key=lambda item: item[0])[1]  # of equals the newest
+        yield Artifact(best, "checkpoints/best", fingerprint(best))
+
+
+def _score(manifest: Mapping[str, Any], name: str) -> float | None:
+    metrics = manifest.get("metrics")
+    value = metrics.get(name) if isinstance(metrics, dict) else None
+    return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None

@@ -1,0 +1,153 @@
+"""What there is to ship of a run, and shipping it: one pass after the other, each going on where the last one ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from hpcdist.errors import TrackingError
+from hpcdist.rundir import ENDED, RunDir, State
+from hpcdist.tracking import artifacts, labels
+from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.progress import Progress
+from hpcdist.tracking.tail import Tail
+
+LOGS_EVERY_S = 60.0
+#: MLflow has no state for a run that was stopped and will go on: the tag `hpcdist.state` tells.
+_MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+
+
+class Shipper:
+    """Ships one run. What it has done is in `journal/shipped.json`, so that the next one goes on from there.
+
+    All methods raise TrackingError when MLflow is away or refuses; they may then be called again.
+    """
+
+    def __init__(self, run: RunDir, uri: str) -> None:
+        self.run = run
+        self.uri = uri
+        self.config = labels.read_config(run)
+        self.progress = Progress()
+        self._saved = run.journal / "shipped.json"
+        self._mlflow: MlflowRun | None = None
+        self._logs_shipped = 0.0
+
+    def open_run(self) -> MlflowRun:
+        """Find or create the MLflow run, and log the config's parameters; once."""
+        if self._mlflow is None:
+            opened = MlflowRun(self.run, self.uri)
+            opened.log_params(labels.params(self.config))
+            self._mlflow = opened
+            self._load()
+        return self._mlflow
+
+    def _load(self) -> None:
+        """Believe the disk, and only what it says of this very MLflow run."""
+        run_id = self.open_run().run_id
+        self.progress = Progress.load(self._saved)
+        if self.progress.run_id != run_id:
+            self.progress = Progress(run_id=run_id)
+        self._tail = Tail(self.run.journal, self.progress)
+
+    def ship_once(self, state: State | None = None) -> int:
+        """One pass over everything; returns the number of points sent.
+
+        Args:
+            state: what to tell of the run, by default what `state.json` says.
+        """
+        self.open_run()
+        state = state or self.run.read_state()
+        num_points = self.ship_records(state)
+        self._ship_tags(state)
+        failure = None
+        try:
+            self._ship_artifacts(state)
+            if state.status == "finished":
+                self._ship_model()
+        except TrackingError as error:
+            failure = error  # an artifact that cannot be stored shall not hide how the run ended
+        self._ship_status(state)
+        if failure is not None:
+            raise failure
+        return num_points
+
+    def ship_records(self, state: State) -> int:
+        """Send what the journal has and MLflow has not; returns the number of points sent."""
+        mlflow = self.open_run()
+        num_sent = 0
+        try:
+            while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
+                # First what is to be sent, then sending, then that it was sent: whoever is killed in between leaves
+                # his successor the very same records to send, and MLflow keeps one of two that are equal.
+                self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
+                self.progress.save(self._saved)
+                points = self._tail.new_points(chunks)
+                num_refused = mlflow.log_points(points)
+                self.progress.offsets |= self.progress.intent
+                self.progress.intent = {}
+                self.progress.num_points += len(points) - num_refused
+                self.progress.num_refused += num_refused
+                self.progress.save(self._saved)
+                num_sent += len(points) - num_refused
+        except OSError as error:
+            self._load()
+            raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error
+        except TrackingError:
+            self._load()
+            raise
+        return num_sent
+
+    def _ship_tags(self, state: State) -> None:
+        tags = labels.fixed_tags(self.run, self.config) | labels.state_tags(state)
+        changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
+        if changed:
+            self.open_run().set_tags(changed)
+            self.progress.tags = tags
+            self.progress.save(self._saved)
+
+    def _ship_artifacts(self, state: State) -> None:
+        self._upload(artifacts.documents(self.run))
+        ended = state.status in ENDED
+        if ended or time.monotonic() - self._logs_shipped >= LOGS_EVERY_S:
+            self._upload(artifacts.reports(self.run, ended=ended))
+            self._logs_shipped = time.monotonic()
+        if ended and state.status != "stopped":
+            self._upload(artifacts.checkpoints(self.run, self.config))
+
+    def _upload(self, found: Iterable[Artifact]) -> None:
+        try:
+            for item in found:
+                if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
+                    self.open_run().upload(item.source, item.target)
+                    self.progress.artifacts[item.target] = item.fingerprint
+                    self.progress.save(self._saved)
+        except OSError as error:
+            raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
+
+    def _ship_model(self) -> None:
+        if not (self.run.model / "MLmodel").is_file():
+            return
+        model = self.progress.model
+        mark = artifacts.fingerprint(self.run.model)
+        if model.get("fingerprint") != mark:
+            steps = [
+                own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()
+            ]
+            model_id = self.open_run().log_model(self.run.model, mark, max(steps, default=0))
+            model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
+            self.progress.save(self._saved)
+        name = (self.config.get("tracking") or {}).get("register_as")
+        if name and "registered" not in model:
+            model["registered"] = self.open_run().register(model["model_id"], name)
+            self.progress.save(self._saved)
+
+    def _ship_status(self, state: State) -> None:
+        status = _MLFLOW_STATUS.get(state.status, "RUNNING")
+        # With the attempt, since a run may end in the same way again after it was resumed.
+        known = f"{status} {state.attempt}"
+        if self.progress.status != known:
+            ended = state.ended if state.ended is not None else time.time()
+            self.open_run().set_status(status, None if status == "RUNNING" else int(ended * 1000))
+            self.progress.status = known
+            self.progress.save(self._saved)

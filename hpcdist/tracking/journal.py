@@ -1,0 +1,250 @@
+"""The journal: metrics of one rank and attempt, one JSON line a record, appended with one system call.
+
+    journal/attempt-001.rank-00000.jsonl     {"t":1760000000000,"s":120,"m":{"train/loss":0.31}}
+
+A rank never waits for a tracking server: it writes here, and the shipper reads. Steps of a key should rise through
+the attempts of a run: what a later attempt repeats is left out when the journal is shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcdist.errors import HpcdistError, UserMistake
+
+log = logging.getLogger(__name__)
+
+_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)\.jsonl")
+#: How JSON, as Python reads it, writes what is not finite.
+_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+#: What one call of `read_chunk` reads; no record is that long.
+CHUNK_BYTES = 1 << 18
+
+
+class JournalWriter:
+    """Appends records to one rank's file. Threads of the rank may share it; the file is made at the first record."""
+
+    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0) -> None:
+        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl"
+        self._descriptor = -1
+        self._pending = bytearray()
+        self._names: dict[str, str] = {}
+        self._failed = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record values of a step; NaN and infinities are values like others. Takes some microseconds.
+
+        A full disk costs one warning: records wait in memory and go first as soon as there is room.
+        Raises UserMistake for a value that is no number.
+        """
+        names, parts = self._names, []
+        for key, value in metrics.items():
+            text = repr(value if type(value) is float else _number(key, value))
+            name = names.get(key) or names.setdefault(key, _quoted(key))
+            parts.append(name + _JSON_NAMES.get(text, text))
+        try:
+            number = operator.index(step)
+        except TypeError as error:
+            raise UserMistake(f"metrics were logged with step {step!r}: a step is a whole number") from error
+        # By hand, since json.dumps takes twice as long.
+        text = f'{{"t":{time.time_ns() // 1_000_000},"s":{number},"m":{{{",".join(parts)}}}}}\n'
+        self._append(text.encode())
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            if self._descriptor >= 0 and not self._pending:
+                try:
+                    written = os.write(self._descriptor, line)
+                except OSError:
+                    written = 0  # tried once more below, where it is told
+                if written == len(line):
+                    return
+                line = line[written:]
+            self._pending += line
+            failure = self._write()
+            if failure is not None and not self._failed:
+                log.warning("metrics wait in memory: %s cannot be written (%s)", self.path, _reason(failure))
+            elif failure is None and self._failed:
+                log.warning("%s can be written again: nothing was lost", self.path)
+            self._failed = failure is not None
+
+    def flush(self, durable: bool = True) -> None:
+        """Write what waits in memory; `durable` also waits until all of it is on disk.
+
+        Raises HpcdistError when it cannot. The trainer calls this before it saves a checkpoint, so that a point
+        either is on disk or belongs to a step that a resumed run does again.
+        """
+        with self._lock:
+            failure = self._write()
+            if failure is None and durable and self._descriptor >= 0:
+                try:
+                    os.fsync(self._descriptor)
+                except OSError as error:
+                    failure = error
+            if failure is not None:
+                raise HpcdistError(
+                    f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
+                    " make room or set `runs_dir` to a folder that can be written"
+                ) from failure
+            self._failed = False
+
+    def close(self) -> None:
+        """Write what waits and close the file. Raises HpcdistError when records would be lost."""
+        if self._closed:
+            return
+        try:
+            self.flush(durable=False)
+        finally:
+            with self._lock:
+                self._closed = True
+                if self._descriptor >= 0:
+                    os.close(self._descriptor)
+                    self._descriptor = -1
+
+    def _write(self) -> OSError | None:
+        """Hand pending bytes to the kernel, in one call when the disk takes them all."""
+        try:
+            if self._pending and self._descriptor < 0:
+                self._descriptor = self._open()
+            while self._pending:
+                del self._pending[: os.write(self._descriptor, self._pending)]
+        except OSError as error:
+            return error
+        return None
+
+    def _open(self) -> int:
+        if self._closed:
+            raise OSError("the journal is closed")
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            self._pending[:0] = b"\n"  # an earlier writer was killed in the middle of a line
+        return descriptor
+
+
+def _quoted(key: object) -> str:
+    if not isinstance(key, str):
+        raise UserMistake(f"metric name {key!r} must be a string")
+    return json.dumps(key.encode(errors="replace").decode()) + ":"
+
+
+def _number(key: object, value: object) -> float:
+    cause: Exception | None = None
+    if not isinstance(value, (str, bytes, bytearray)):
+        try:
+            return float(value)  # type: ignore[arg-type]  # numpy's and torch's scalars too
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            cause = error
+    raise UserMistake(f"metric {key!r} must be a number, got {repr(value)[:80]} ({type(value).__name__})") from cause
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+class Record(NamedTuple):
+    """One line of the journal: values of one step."""
+
+    time_ms: int
+    step: int
+    metrics: dict[str, float]
+
+
+class Chunk(NamedTuple):
+    """What was read of a journal file: its records, where to read on, and how many lines were no records."""
+
+    records: list[Record]
+    offset: int
+    broken: int
+
+
+class JournalFile(NamedTuple):
+    attempt: int
+    rank: int
+    path: Path
+
+
+def journal_files(folder: Path) -> list[JournalFile]:
+    """All journal files of a run, by attempt and rank."""
+    found = [(match, entry) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name))]
+    return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
+
+
+def read_records(path: Path, offset: int = 0, *, final: bool = False) -> tuple[list[Record], int]:
+    """Everything from `offset` on: the records, and the offset to go on from.
+
+    Lines that are no records are skipped with a warning. A last line without its end is left for the next call,
+    unless `final` says that nobody writes any more.
+    """
+    records: list[Record] = []
+    while True:
+        chunk = read_chunk(path, offset, final=final)
+        if chunk.offset == offset:
+            return records, offset
+        records += chunk.records
+        offset = chunk.offset
+
+
+def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
+    """As `read_records`, but at most CHUNK_BYTES of the file, so that memory stays bounded."""
+    data = _read(path, offset, CHUNK_BYTES)
+    end = data.rfind(b"\n") + 1
+    # No record is as long as a chunk: what has no end in it is garbage and is stepped over.
+    if (final and len(data) < CHUNK_BYTES) or (end == 0 and len(data) == CHUNK_BYTES):
+        end = len(data)
+    return _parse(path, offset, data[:end])
+
+
+def read_range(path: Path, offset: int, end: int) -> Chunk:
+    """The records between two offsets that `read_chunk` gave before."""
+    return _parse(path, offset, _read(path, offset, end - offset))
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+    except FileNotFoundError:
+        return b""
+
+
+def _parse(path: Path, offset: int, data: bytes) -> Chunk:
+    lines = [line for line in data.split(b"\n") if line]
+    records = [record for line in lines if (record := _record(line)) is not None]
+    broken = len(lines) - len(records)
+    if broken:
+        log.warning("%s: %d broken line(s) from byte %d on were skipped", path, broken, offset)
+    return Chunk(records, offset + len(data), broken)
+
+
+def _record(line: bytes) -> Record | None:
+    """The record in a line, or None for anything else that a disk, a crash or a stranger may have left there."""
+    try:
+        raw = json.loads(line)
+        time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
+        values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+        if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
+            return None
+        # What MLflow's columns hold; names with lone surrogates cannot be sent.
+        "".join(values).encode()
+        return Record(time_ms, step, values) if 0 <= time_ms < 2**63 and -(2**63) <= step < 2**63 else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None

@@ -1,0 +1,80 @@
+"""A run's config, environment and state as MLflow's parameters and tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from hpcdist.errors import TrackingError
+from hpcdist.rundir import RunDir, State, read_json
+from hpcdist.tracking.tail import clean_name
+from hpcdist.tracking.uri import redact_uri
+
+MAX_PARAM = 6000
+MAX_TAG = 8000
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """The run's resolved config as plain containers. Raises TrackingError when it cannot be read."""
+    try:
+        tree = yaml.safe_load(run.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise TrackingError(f"{run.config} cannot be read ({error}): a run cannot be shipped without it") from error
+    if not isinstance(tree, dict):
+        raise TrackingError(f"{run.config} holds no config: a run cannot be shipped without it")
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and texts of the leaves; text as it would stand in YAML, lists as JSON."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def params(config: Mapping[str, Any]) -> dict[str, str]:
+    """Every key of the config, without passwords, no longer than MLflow takes."""
+    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(config)}
+
+
+def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+    """What the run is: its name and source, its environment, the user's own tags."""
+    environment = read_json(run.environment) or {}
+    trainer = config.get("trainer") or {}
+    # `code` says where the code was copied from; what of it matters for review, the commit, stands beside it.
+    facts = {key: value for key, value in environment.items() if key != "code"}
+    tags = {f"hpcdist.{clean_name(key)}": text for key, text in flatten(facts)}
+    tags |= {
+        "hpcdist.folder": str(run.path),
+        "mlflow.runName": run.name,
+        "mlflow.source.name": " ".join(trainer.get("script") or [trainer.get("target", "hpcdist")]),
+        "mlflow.source.type": "LOCAL",
+    }
+    for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
+        if environment.get(key):
+            tags[tag] = str(environment[key])
+    own = (config.get("tracking") or {}).get("tags") or {}
+    tags |= {clean_name(key): text for key, text in flatten(own)}
+    return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+
+
+def state_tags(state: State) -> dict[str, str]:
+    """What became of the run."""
+    return {
+        "hpcdist.attempts": str(state.attempt),
+        "hpcdist.restarts": str(state.restarts),
+        "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.state": state.status,
+        "hpcdist.world_size": str(state.world_size),
+    }
+
+
+def _clean_text(text: str) -> str:
+    """Without passwords, and without the lone surrogates that stand for the bytes of odd file names."""
+    return redact_uri(text).encode(errors="replace").decode()

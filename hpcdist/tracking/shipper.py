@@ -1,0 +1,202 @@
+"""The process that ships a run folder to MLflow while the run goes on, and `hpcdist sync`, which ships what is left.
+
+    python -P -m hpcdist.tracking.shipper RUN_DIR          HPCDIST_TRACKING_URI in the environment
+
+It only reads what the ranks and the supervisor write. A dead server, a dead shipper, a dead supervisor delay points;
+none of them loses or doubles one: see `progress.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpcdist import lease, logs
+from hpcdist.errors import HpcdistError, TrackingError
+from hpcdist.rundir import ENDED, RunDir, State, read_json
+from hpcdist.tracking import labels
+from hpcdist.tracking.delivery import Shipper
+from hpcdist.tracking.uri import choose_uri, redact_uri
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+MAX_BACKOFF_S = 30.0
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+
+
+@contextmanager
+def _only_shipper(run: RunDir) -> Iterator[bool]:
+    """Whether this process is the run's only shipper, for as long as the block lasts."""
+    with open(run.journal / ".shipper.lock", "a") as file:
+        only = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            only = False
+        except OSError as error:
+            # Some network file systems have no locks; the lease keeps two supervisors apart all the same.
+            log.warning("no lock on %s (%s): do not ship it from elsewhere at the same time", run.name, error)
+        yield only
+
+
+def ship_forever(run: RunDir, uri: str, parent_pid: int) -> bool:
+    """Ship until the run has ended and MLflow has everything; returns whether it has.
+
+    SIGTERM and SIGINT only end a wait early. When the process `parent_pid`, the supervisor, is gone and the run has
+    not ended, MLflow is told so once, if it answers.
+    """
+    told = False
+    while True:
+        with _only_shipper(run) as only:
+            if only:
+                return _Loop(Shipper(run, uri), parent_pid).run()
+        if not told:
+            log.info("another shipper is at work on %s: waiting for its end", run.name)
+            told = True
+        if os.getppid() != parent_pid:
+            return False
+        signal.sigtimedwait(_SIGNALS, POLL_S)
+
+
+class _Loop:
+    def __init__(self, shipper: Shipper, parent_pid: int) -> None:
+        self._shipper = shipper
+        self._run = shipper.run
+        self._parent_pid = parent_pid
+        self._drain_s = float((shipper.config.get("tracking") or {}).get("drain_timeout_s", 60.0))
+        self._backoff_s = 0.0
+        self._drain_until: float | None = None
+
+    def run(self) -> bool:
+        next_try = 0.0
+        while True:
+            # In this order: a supervisor that has just ended the run is no dead supervisor.
+            orphaned = os.getppid() != self._parent_pid
+            state = self._run.read_state()
+            ended = state.status in ENDED
+            if orphaned and not ended:
+                return self._bury(state)
+            if ended and self._drain_until is None:
+                self._drain_until = time.monotonic() + self._drain_s
+                next_try = 0.0
+            if time.monotonic() >= next_try:
+                if self._try(state) and ended:
+                    return True
+                next_try = time.monotonic() + self._backoff_s
+            if self._drain_until is not None and time.monotonic() >= self._drain_until:
+                log.warning("gave up after %g s: `hpcdist sync %s` ships the rest", self._drain_s, self._run.name)
+                return False
+            if signal.sigtimedwait(_SIGNALS, min(POLL_S, self._backoff_s or POLL_S)) is not None:
+                next_try = 0.0
+
+    def _try(self, state: State) -> bool:
+        try:
+            self._shipper.ship_once(state)
+        except TrackingError as error:
+            if not self._backoff_s:
+                log.warning("%s; records wait in the journal", error)
+            self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
+            return False
+        if self._backoff_s:
+            log.warning("MLflow at %s takes records again: nothing was lost", redact_uri(self._shipper.uri))
+            self._backoff_s = 0.0
+        return True
+
+    def _bury(self, state: State) -> bool:
+        if lease.holder(self._run) is not None:
+            return False  # another supervisor has it already, and a shipper of its own
+        reason = f"the supervisor died without ending the run; `hpcdist resume {self._run.name}` goes on"
+        log.warning("%s", reason)
+        return self._try(replace(state, status="failed", reason=reason, ended=time.time()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What one `sync` did."""
+
+    num_points: int = 0  #: sent
+    num_repeated: int = 0  #: left out: MLflow had this step of the metric from an earlier attempt
+    num_broken: int = 0  #: lines of the journal that held no record
+    num_refused: int = 0  #: points that MLflow does not take
+    num_artifacts: int = 0  #: uploaded
+    closed: bool = False  #: the run's supervisor was dead: it is marked as failed now
+    busy: bool = False  #: another process ships this run at the moment; nothing was done
+
+    def __str__(self) -> str:
+        if self.busy:
+            return "another process ships it at this moment"
+        text = f"{self.num_points} points and {self.num_artifacts} artifacts shipped"
+        for number, what in (
+            (self.num_repeated, "points left out that an earlier attempt had logged"),
+            (self.num_refused, "points refused by MLflow"),
+            (self.num_broken, "broken lines skipped"),
+        ):
+            text += f", {number} {what}" if number else ""
+        return text + ("; its supervisor had died: marked as failed" if self.closed else "")
+
+
+def sync(run: RunDir, uri: str) -> SyncReport:
+    """Ship, in this process, all that MLflow does not have of a run; a run whose supervisor died is marked as failed.
+
+    Raises TrackingError when MLflow does not answer or refuses, and RunFolderError when a supervisor takes the run
+    at this moment.
+    """
+    with _only_shipper(run) as only:
+        if not only:
+            return SyncReport(busy=True)
+        closed = _close_if_dead(run)
+        shipper = Shipper(run, uri)
+        shipper.open_run()
+        before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))
+        num_points = shipper.ship_once()
+        after = shipper.progress
+        return SyncReport(
+            num_points=num_points,
+            num_repeated=after.num_repeated - before.num_repeated,
+            num_broken=after.num_broken - before.num_broken,
+            num_refused=after.num_refused - before.num_refused,
+            num_artifacts=len(after.artifacts.items() - before.artifacts.items()),
+            closed=closed,
+        )
+
+
+def _close_if_dead(run: RunDir) -> bool:
+    state = run.read_state()
+    left = read_json(run.lease)
+    # A run that is created and was never held waits for its start: nobody has died.
+    started = state.status == "running" or (state.status == "created" and left is not None)
+    if not started or lease.holder(run) is not None:
+        return False
+    with lease.hold(run):
+        last_sign = float(left["renewed"]) if left else time.time()
+        run.write_state(replace(state, status="failed", reason="its supervisor died", ended=last_sign))
+    return True
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Ship the run in folder `argv[0]` until it has ended; returns the exit code."""
+    # Named by the parent: one that dies before this line would otherwise never be missed.
+    parent_pid = int(env.get("HPCDIST_SUPERVISOR_PID") or os.getppid())
+    # Taken up by sigtimedwait: a batch system's SIGTERM means the ranks, whose last points are still to come.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    logs.configure()
+    try:
+        run = RunDir.open(Path(argv[0]))
+        configured = (labels.read_config(run).get("tracking") or {}).get("uri") or ""
+        return 0 if ship_forever(run, choose_uri(env, configured, run.path.parent.parent), parent_pid) else 1
+    except HpcdistError as error:
+        log.error("%s", error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

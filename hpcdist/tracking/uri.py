@@ -1,0 +1,40 @@
+"""Where MLflow is: which URI counts, and how it is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcdist.errors import TrackingError
+
+# Up to the last @ before a slash: a password may hold an @ of its own.
+_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
+
+
+def redact_uri(text: str) -> str:
+    """`text` with the password of every URI in it replaced: `http://user:***@host`."""
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
+def default_uri(runs_dir: Path) -> str:
+    """The sqlite database beside the runs."""
+    return f"sqlite:///{runs_dir.absolute()}/mlflow.db"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of a sqlite URI, None for any other URI."""
+    return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
+
+
+def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
+    """The URI to ship to: `HPCDIST_TRACKING_URI`, else what the config says, else `default_uri`.
+
+    Raises TrackingError when it has lost its password to redaction.
+    """
+    uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
+    if ":***@" in uri:
+        raise TrackingError(
+            f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"
+        )
+    return uri

@@ -1,0 +1,25 @@
+"""A run folder and a ready MLflow database for each test."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tracking_scene import Scene
+
+from hpcdist.tracking.mlflow_run import open_client
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Making the tables takes seconds, copying them nothing."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    open_client(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def scene(tmp_path: Path, empty_database: Path) -> Scene:
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return Scene(tmp_path)

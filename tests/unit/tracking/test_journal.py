@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.tracking import journal
+from hpcdist.tracking.journal import JournalWriter, journal_files, read_chunk, read_range, read_records
+
+
+def line(step: int, value: float = 0.5) -> bytes:
+    return json.dumps({"t": 1000 + step, "s": step, "m": {"loss": value}}).encode() + b"\n"
+
+
+def test_one_line_a_record_with_time_step_and_values(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, attempt=2, rank=3) as writer:
+        writer.log({"loss": 0.25, "samples": 7}, 12)
+        writer.log({"loss": math.nan, "up": math.inf, "down": -math.inf}, 13)
+    assert writer.path == tmp_path / "attempt-002.rank-00003.jsonl"
+    records, offset = read_records(writer.path)
+    assert [(record.step, len(record.metrics)) for record in records] == [(12, 2), (13, 3)]
+    assert records[0].metrics == {"loss": 0.25, "samples": 7.0}
+    assert math.isnan(records[1].metrics["loss"])
+    assert (records[1].metrics["up"], records[1].metrics["down"]) == (math.inf, -math.inf)
+    assert 1.6e12 < records[0].time_ms <= records[1].time_ms < 4e12
+    assert offset == writer.path.stat().st_size
+    assert writer.path.read_bytes().count(b"\n") == 2
+
+
+def test_a_rank_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        writer.flush()
+    assert journal_files(tmp_path) == []
+
+
+def test_values_of_other_number_types_are_taken(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"a": numpy.float32(0.5), "b": True, "c": 10**30}, numpy.int64(4))
+    assert read_records(writer.path)[0][0][1:] == (4, {"a": 0.5, "b": 1.0, "c": 1e30})
+
+
+def test_names_may_hold_anything(tmp_path: Path) -> None:
+    names = ['a"b', "c\nd", "größe", "\\", ""]
+    with JournalWriter(tmp_path) as writer:
+        writer.log(dict.fromkeys(names, 1.0), 0)
+        writer.log({"\ud800": 1.0}, 1)
+    records, _ = read_records(writer.path)
+    assert [list(record.metrics) for record in records] == [names, ["?"]]
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], 1j, 10**400])
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    with JournalWriter(tmp_path) as writer, pytest.raises(UserMistake, match="metric 'bad' must be a number, got"):
+        writer.log({"fine": 1.0, "bad": value}, 0)  # type: ignore[dict-item]
+    assert not writer.path.exists()
+
+
+def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        with pytest.raises(UserMistake, match="metric name 7 must be a string"):
+            writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
+        with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step is a whole number"):
+            writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
+
+
+def test_threads_share_a_writer(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        threads = [
+            threading.Thread(target=lambda key=key: [writer.log({key: 1.0}, step) for step in range(200)])  # type: ignore[misc]
+            for key in "abcd"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    records, _ = read_records(writer.path)
+    assert len(records) == 800
+
+
+class FullDisk:
+    """An os.write that takes `room` bytes and then refuses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+        self.room = room
+        self._write = os.write
+        monkeypatch.setattr(journal.os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes | bytearray) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(data[: self.room])
+        self.room -= len(part)
+        return self._write(descriptor, part)
+
+
+def test_a_full_disk_costs_one_warning_and_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(tmp_path)
+    disk = FullDisk(monkeypatch, room=70)
+    for step in range(4):
+        writer.log({"loss": 1.0}, step)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics wait in memory"]
+    records, offset = read_records(writer.path)
+    assert [record.step for record in records] == [0]
+    assert offset < writer.path.stat().st_size, "the torn line of a live writer is left alone"
+    with pytest.raises(
+        HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): make room"
+    ):
+        writer.flush()
+    disk.room = 10_000
+    writer.log({"loss": 1.0}, 4)
+    assert "nothing was lost" in caplog.records[-1].getMessage()
+    writer.close()
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_that_cannot_be_written_stops_flush_and_close_only(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path / "missing")
+    writer.log({"loss": 1.0}, 0)
+    for call in (writer.flush, writer.close):
+        with pytest.raises(HpcdistError, match=r"cannot be written \(No such file"):
+            call()
+
+
+def test_a_record_after_close_never_goes_into_a_stranger_s_file(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path)
+    writer.close()
+    writer.log({"loss": 1.0}, 0)
+    with pytest.raises(HpcdistError, match="the journal is closed"):
+        writer.flush()
+    assert not writer.path.exists()
+
+
+def test_flush_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        monkeypatch.setattr(journal.os, "fsync", synced.append)
+        writer.flush(durable=False)
+        assert synced == []
+        writer.flush()
+        assert len(synced) == 1
+
+        def broken(descriptor: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(journal.os, "fsync", broken)
+        with pytest.raises(HpcdistError, match="Input/output error"):
+            writer.flush()
+
+
+def test_a_torn_last_line_waits_until_it_is_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "attempt-001.rank-00000.jsonl"
+    path.write_bytes(line(1) + line(2)[:-9])
+    records, offset = read_records(path)
+    assert ([record.step for record in records], offset) == ([1], len(line(1)))
+    assert read_records(path, offset) == ([], offset)
+    assert read_records(path, offset, final=True) == ([], path.stat().st_size)
+    assert "1 broken line(s) from byte" in caplog.text
+    # A new writer of the same file begins a line of its own.
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 3)
+    assert [record.step for record in read_records(path)[0]] == [1, 3]
+
+
+def test_a_last_line_that_lacks_its_newline_only_is_a_record_once_final(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(line(1)[:-1])
+    assert read_records(path)[0] == []
+    assert [record.step for record in read_records(path, final=True)[0]] == [1]
+
+
+HOSTILE = [
+    b"{}",
+    b"null",
+    b"[1,2]",
+    b'"text"',
+    b"\0" * 40,
+    b"\xff\xfe\x00garbage",
+    b"[" * 5000,
+    b'{"t":1,"s":2}',
+    b'{"t":1,"s":2,"m":[]}',
+    b'{"t":1,"s":2,"m":{"a":"0.5"}}',
+    b'{"t":1,"s":2,"m":{"a":null}}',
+    b'{"t":1.5,"s":2,"m":{"a":1}}',
+    b'{"t":true,"s":2,"m":{"a":1}}',
+    b'{"t":-1,"s":2,"m":{"a":1}}',
+    b'{"t":1,"s":9223372036854775808,"m":{"a":1}}',
+    b'{"t":1,"s":2,"m":{"a":1' + b"0" * 400 + b"}}",
+    b'{"t":1,"s":2,"m":{"a":1' + b"0" * 9000 + b"}}",
+    b'{"t":1,"s":2,"m":{"\\ud800":1}}',
+    b'{"t":1,"s":2,"m":{"a":1}}{"t":1',
+]
+
+
+def test_hostile_bytes_cost_their_line_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    path = tmp_path / "x.jsonl"
+    for hostile in HOSTILE:
+        path.write_bytes(line(1) + hostile + b"\n" + line(2))
+        chunk = read_chunk(path, 0)
+        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), hostile
+        assert chunk.offset == path.stat().st_size
+
+
+def test_no_bytes_whatever_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    path = tmp_path / "x.jsonl"
+    draw = random.Random(0)
+    whole = b"".join(line(step) for step in range(20))
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 40)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        path.write_bytes(data[: draw.randrange(len(data))])
+        assert read_records(path, final=True)[1] == path.stat().st_size
+
+
+def test_garbage_without_an_end_is_stepped_over_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "CHUNK_BYTES", 100)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"x" * 250 + b"\n" + line(1))
+    assert read_chunk(path, 0).offset == 100
+    assert [record.step for record in read_records(path)[0]] == [1]
+
+
+def test_chunks_are_read_again_by_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "CHUNK_BYTES", 200)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"".join(line(step) for step in range(50)))
+    records, offset, num_chunks = [], 0, 0
+    while (chunk := read_chunk(path, offset)).offset > offset:
+        assert read_range(path, offset, chunk.offset) == chunk
+        records += chunk.records
+        offset, num_chunks = chunk.offset, num_chunks + 1
+    assert [record.step for record in records] == list(range(50))
+    assert num_chunks > 5
+
+
+def test_files_come_by_attempt_and_rank(tmp_path: Path) -> None:
+    for name in ("attempt-1000.rank-00000.jsonl", "attempt-002.rank-00001.jsonl", "attempt-002.rank-00000.jsonl"):
+        (tmp_path / name).touch()
+    for other in ("shipped.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
+        (tmp_path / other).touch()
+    assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
+    assert read_records(tmp_path / "absent.jsonl") == ([], 0)

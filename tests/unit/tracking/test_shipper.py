@@ -1,0 +1,200 @@
+"""The shipper's process and `sync`: servers, supervisors and shippers that come and go."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracking_scene import CONFIG, Scene
+
+from hpcdist import lease
+from hpcdist.errors import TrackingError
+from hpcdist.rundir import write_json
+from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
+
+# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+GONE = -1  # nobody's process id: a parent that has died
+
+
+def test_an_unreachable_server_is_one_sentence_without_the_password(scene: Scene) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(TrackingError, match=r"MLflow at http://me:\*\*\*@127") as caught:
+            sync(scene.run, uri)
+    assert "secret" not in str(caught.value)
+
+
+def test_sync_closes_a_run_whose_supervisor_died(scene: Scene) -> None:
+    scene.log([1, 2, 3])
+    scene.log([2, 4], attempt=2)
+    scene.file("journal/attempt-002.rank-00001.jsonl", "garbage")
+    renewed = time.time() - 500
+    write_json(
+        scene.run.lease,
+        {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": renewed, "acquired": 0},
+    )
+    report = sync(scene.run, scene.uri)
+    assert report == SyncReport(num_points=6, num_repeated=1, num_broken=1, num_artifacts=2, closed=True)
+    assert str(report) == (
+        "6 points and 2 artifacts shipped, 1 points left out that an earlier attempt had logged,"
+        " 1 broken lines skipped; its supervisor had died: marked as failed"
+    )
+    state = scene.run.read_state()
+    assert (state.status, state.reason, state.ended) == ("failed", "its supervisor died", renewed)
+    assert (scene.entity.info.status, scene.entity.info.end_time) == ("FAILED", int(renewed * 1000))
+    assert sync(scene.run, scene.uri) == SyncReport()
+
+
+def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
+    with lease.hold(scene.run):
+        assert not sync(scene.run, scene.uri).closed
+    scene.state(status="created", attempt=0)
+    assert not sync(scene.run, scene.uri).closed
+    with open(scene.run.journal / ".shipper.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        report = sync(scene.run, scene.uri)
+    assert report == SyncReport(busy=True)
+    assert str(report) == "another process ships it at this moment"
+
+
+def test_a_dead_supervisor_is_told_to_mlflow(scene: Scene) -> None:
+    scene.log([1, 2])
+    assert ship_forever(scene.run, scene.uri, GONE)
+    run = scene.entity
+    assert run.info.status == "FAILED"
+    assert run.data.tags["hpcdist.reason"].startswith("the supervisor died without ending the run; `hpcdist resume")
+    assert scene.steps() == [1, 2]
+    assert scene.run.read_state().status == "running", "the truth about a run is its supervisor's to write"
+
+
+def test_an_orphan_leaves_the_run_to_its_next_supervisor(scene: Scene) -> None:
+    with lease.hold(scene.run):
+        assert not ship_forever(scene.run, scene.uri, GONE)
+    assert not scene.run.mlflow.exists()
+
+
+def test_a_second_shipper_says_so_and_goes_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with open(scene.run.journal / ".shipper.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not ship_forever(scene.run, scene.uri, GONE)
+    assert "another shipper is at work on first" in caplog.text
+
+
+def test_a_file_system_without_locks_is_told_and_used(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.shipper().ship_once()
+    flock = fcntl.flock
+
+    def without(file: Any, flags: int) -> None:
+        if file.name.endswith(".shipper.lock"):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    scene.state(status="finished", ended=2e9)
+    assert ship_forever(scene.run, scene.uri, os.getppid())
+    assert "no lock on first" in caplog.text
+
+
+def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
+    scene.state(status="finished", ended=2e9)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert not ship_forever(scene.run, uri, os.getppid())
+    assert "`hpcdist sync first` ships the rest" in caplog.text
+
+
+def test_mistakes_of_the_command_end_it_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; from hpcdist.tracking.shipper import main; print(main([sys.argv[1]], {}), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert "holds no run" in done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real `mlflow server`, ready; it and its workers are killed at the end."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "store")]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with open(root / "server.log", "ab") as output:
+        process = subprocess.Popen(command, env=env, start_new_session=True, stdout=output, stderr=output)
+    try:
+        await_(lambda: answers(port), 60)
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def await_(condition: Any, timeout_s: float) -> None:
+    """Poll another process's work; nothing of it can be waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came"
+        signal.sigtimedwait([signal.SIGTERM], 0.1)
+
+
+@pytest.mark.timeout(180)
+def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(scene: Scene, tmp_path: Path) -> None:
+    port = free_port()
+    scene.uri = f"http://127.0.0.1:{port}"
+    shipped = scene.run.journal / "shipped.json"
+    scene.log(range(2000))
+    scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
+    command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(scene.run.path)]
+    env = {**os.environ, "HPCDIST_TRACKING_URI": scene.uri}
+    output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below, with the process)
+    with server(tmp_path, port):
+        process = subprocess.Popen(command, env=env, stderr=output)
+        await_(lambda: shipped.exists() and '"num_points": 2003' in shipped.read_text(), 60)
+        scene.log(range(2000, 3000))
+    scene.log(range(3000, 3500))
+    await_(lambda: b"records wait" in (tmp_path / "shipper.log").read_bytes(), 60)
+    scene.file("attempts/001/rank-00000.log", "a line\n")
+    with server(tmp_path, port):
+        scene.state(status="finished", ended=2e9)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        output.close()
+        assert scene.steps() == list(range(3500))
+        assert scene.entity.info.status == "FINISHED"
+        assert math.isnan(scene.entity.data.metrics["nan"])
+        assert scene.entity.data.metrics["up"] > 1e308
+        assert "logs/attempt-001/rank-00000.log" in scene.artifacts()
+    told = (tmp_path / "shipper.log").read_text()
+    assert told.count("records wait in the journal") == 1
+    assert told.count("takes records again") == 1
