@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import getpass
+import logging
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ import psutil
 from hpcdist.errors import RunFolderError
 from hpcdist.rundir import RunDir, read_json, write_json
 
+log = logging.getLogger(__name__)
 RENEW_S = 10.0
 #: A holder on another host that has not renewed for this long is taken for dead.
 STALE_S = 60.0
@@ -78,7 +80,11 @@ def hold(run: RunDir) -> Iterator[None]:
 
     def renew() -> None:
         while not ended.wait(RENEW_S):
-            write_json(run.lease, mine | {"renewed": time.time()})
+            try:
+                write_json(run.lease, mine | {"renewed": time.time()})
+            except OSError as error:
+                # A disk that is full now may have room in ten seconds; a thread that has ended renews nothing.
+                log.warning("the lease of run %s could not be renewed: %s", run.name, error)
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config import secrets_of, to_yaml
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.launch import snapshot
 from hpcdist.launch.plan import Plan
 from hpcdist.launch.supervisor import Reporter, Supervisor
@@ -38,8 +38,15 @@ def check_trainer(config: Config, cwd: Path) -> None:
             raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])
         return
     module, colon, _ = config.trainer.target.partition(":")
+    if not colon:
+        shipped = sorted(path.stem for path in (Path(__file__).parents[1] / "trainers").glob("[!_]*.py"))
+        if module not in shipped:
+            raise ConfigError(
+                [f"trainer: {module!r} is not one of {', '.join(shipped)}; one of your own is package.module:function"]
+            )
+        return
     top = module.partition(".")[0]
-    if colon and importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+    if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
 
 
@@ -58,10 +65,13 @@ def create_run(config: Config, cwd: Path) -> RunDir:
 def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str]) -> State:
     """Hold the run and see it through to its end; returns its last state.
 
-    Raises RunFolderError when another supervisor holds it.
+    Raises RunFolderError when another supervisor holds it, or when it is only half made.
     """
     with hold(run):
-        code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
+        facts = read_json(run.environment)
+        if facts is None:
+            raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+        code = snapshot.CodeState(**facts["code"])
         # Where the run was started is gone on another machine; the code is in the run folder anyway.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         return Supervisor(
@@ -70,7 +80,8 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
             plan,
             report,
             tracking_uri=choose_uri(env, config.tracking.uri, Path(config.runs_dir)),
-            env=env,
+            # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
+            env={**env, **secrets_of(config)},
             import_path=snapshot.import_path(code, run),
             cwd=cwd,
         ).run()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 from hpcdist.launch.local import Guard, LocalRanks
 from hpcdist.launch.plan import Plan, free_ports, rank_command
-from hpcdist.launch.policy import Failure, decide, first_failure
+from hpcdist.launch.policy import Decision, Failure, decide, first_failure
 from hpcdist.rundir import Attempt, RunDir, State, Status, read_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2
 #: After the first failure the others get this long to report theirs.
 PEER_GRACE_S = 3.0
+#: Logs and reports of an attempt must have a place; with less than this its failure could not even be told.
+ROOM_FOR_RESTART_BYTES = 2**20
 
 
 class Reporter(Protocol):
@@ -76,6 +79,7 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._num_interrupts = 0
         self._signalled: str | None = None
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> State:
         """Start attempts until the run is over; returns its last state, which is also in `state.json`."""
@@ -88,7 +92,10 @@ class Supervisor:
                 state = self._attempts(state, guard)
         finally:
             guard.close()
-        self._run.write_state(state)
+        try:
+            self._run.write_state(state)
+        except OSError as error:
+            self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
         self._drain(shipper)
         return state
 
@@ -110,6 +117,9 @@ class Supervisor:
             failures.append(failure)
             self._report.failure(failure, attempt.log(failure.rank))
             decision = decide(failures, self._config.launch.max_restarts, stop_asked=attempt.request.exists())
+            if decision.restart and shutil.disk_usage(self._run.path).free < ROOM_FOR_RESTART_BYTES:
+                full = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
+                decision = Decision(restart=False, reason=full)
             if not decision.restart:
                 return replace(
                     state,
@@ -188,11 +198,19 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self._num_interrupts += number == signal.SIGINT
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         self._signalled = f"{name} to the supervisor"
         if self._attempt is None:
             return
         action: Any = "cancel" if self._num_interrupts > 1 else "stop"
         self._attempt.ask(action, by=name, reason=self._signalled)
+
+    def _leave_terminal(self) -> None:
+        """Writing to a closed terminal fails, and a message nobody reads must not end the run."""
+        with open(os.devnull, "wb") as nowhere:
+            for descriptor in self._terminals:
+                os.dup2(nowhere.fileno(), descriptor)
 
     # --- MLflow
 
@@ -200,7 +218,8 @@ class Supervisor:
         with open(self._run.path / "shipper.log", "ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(self._run.path)],
-                env=self._env | {"HPCDIST_TRACKING_URI": self._tracking_uri},
+                env=self._env
+                | {"HPCDIST_TRACKING_URI": self._tracking_uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

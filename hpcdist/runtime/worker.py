@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -41,6 +42,7 @@ _PEER_LOST = (
     "remote process exited",
     "NCCL",
 )
+_RESERVE_BYTES = 16 * 1024
 
 
 class Outcome:
@@ -50,8 +52,13 @@ class Outcome:
         self._path = attempt.outcome(rank)
         self._rank = rank
         self.step: Callable[[], int | None] = lambda: None
+        # Given back before the report is written: a rank that fails on a full disk can still say so.
+        self._reserve = attempt.path / f".rank-{rank:05d}.reserve"
+        with suppress(OSError):  # full already: then the report must find room by itself
+            self._reserve.write_bytes(bytes(_RESERVE_BYTES))
 
     def write(self, outcome: Literal["done", "stopped", "failed", "rejected"], **details: Any) -> None:
+        self.close()
         write_json(
             self._path,
             {
@@ -63,6 +70,10 @@ class Outcome:
                 **details,
             },
         )
+
+    def close(self) -> None:
+        """Nothing more to report."""
+        self._reserve.unlink(missing_ok=True)
 
     def write_error(self, error: BaseException) -> int:
         """Report an exception and return the exit code that goes with it."""
@@ -113,6 +124,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
         ended, reason = _train(config, run, attempt, topology, outcome)
     if topology.rank == 0:
         outcome.write(ended, reason=reason)
+    outcome.close()
     return 0
 
 
@@ -151,7 +163,8 @@ def _train(
             device,
             backend,
             init_timeout_s=config.launch.init_timeout_s,
-            timeout_s=config.launch.hang_timeout_s,
+            # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
+            timeout_s=config.launch.hang_timeout_s + 60,
             on_expiry=expired,
         ) as groups,
         JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank) as journal,
