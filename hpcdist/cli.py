@@ -251,7 +251,7 @@ def sync(
             print(f"{found.name}: process {busy['pid']} on {busy['host']} ships it already")
             continue
         try:
-            config = load_run_config(found.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+            config = load_run_config(found.config, [], os.environ, require_secrets=False)
             report = ship(found, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
             print(f"{found.name}: {report}")
         except HpcdistError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,9 +42,12 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _build(_read_yaml(path), overrides, str(path))
 
 
-def load_run_config(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Config:
+def load_run_config(
+    path: Path, overrides: Sequence[str], env: Mapping[str, str], *, require_secrets: bool = True
+) -> Config:
     """Read a run folder's `config.yaml` again; its redacted values come from `env`.
 
+    Without `require_secrets`, what `env` does not hold stays `***`.
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
     tree = _read_yaml(path)
@@ -55,7 +59,7 @@ def load_run_config(path: Path, overrides: Sequence[str], env: Mapping[str, str]
             continue
         if name in env:
             _insert(tree, path_of_key, env[name] if isinstance(value, str) else json.loads(env[name]))
-        else:
+        elif require_secrets:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
@@ -230,9 +234,15 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     return config
 
 
+@functools.cache
+def _kinds() -> dict[str, str]:
+    """Type of every key, read from the schema's source once."""
+    return {path: kind for path, kind, _, _ in describe()}
+
+
 def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
-    known = {path: kind for path, kind, _, _ in describe()}
+    known = _kinds()
     if key in known:
         first = str(error).splitlines()[0]
         return f"{key} must be {known[key]}, got {value!r} ({first})"

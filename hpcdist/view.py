@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from hpcdist.config import redacted
 from hpcdist.errors import RunFolderError
@@ -36,7 +36,8 @@ def show_plan(
     console: Console, config: Config, plan: Plan, run_folder: Path, tracking_uri: str, *, verbose: bool
 ) -> None:
     """Print what is about to be started; `verbose` adds each rank's command and the variables it gets."""
-    trainer = " ".join(config.trainer.script) or config.trainer.target
+    shown = redacted(config)
+    trainer = " ".join(shown["trainer"]["script"]) or config.trainer.target
     last = plan.num_ranks - 1
     rows = {
         "trainer": trainer,
@@ -47,13 +48,18 @@ def show_plan(
         "MLflow": redact_uri(tracking_uri),
     }
     if verbose:
-        shown = redacted(config)["launch"]["env"]
         rows["command"] = shlex.join(rank_command(run_folder))
-        rows["variables"] = "\n".join(f"{name}={shown.get(name, value)}" for name, value in sorted(plan.env.items()))
-    table = Table.grid(padding=(0, 2))
+        env = plan.env | shown["launch"]["env"]
+        rows["variables"] = "\n".join(f"{name}={value}" for name, value in sorted(env.items()))
+    _print_rows(console, {name: escape(value) for name, value in rows.items()})
+
+
+def _print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    """Names and values in two columns. Not a table of rich: it would cut a long path to the width of a log."""
+    width = max(map(len, rows)) + 2
     for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/]", escape(value))
-    console.print(table, soft_wrap=True)
+        text = value.replace("\n", "\n" + " " * width)
+        console.print(f"[bold]{name:<{width}}[/]{text}", highlight=False, soft_wrap=True)
 
 
 class RunView:
@@ -159,7 +165,7 @@ def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
     if not runs:
         console.print(f"no runs under {runs_dir.absolute()}", highlight=False, soft_wrap=True)
         return
-    table = Table("run", "status", "step", "attempts", "created", "reason")
+    table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
     for run, state in sorted(((run, run.read_state()) for run in runs), key=lambda pair: pair[1].created):
         name = standing(run, state)
         step = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("step", "") if state.attempt else ""
@@ -198,10 +204,7 @@ def show_status(console: Console, run: RunDir) -> None:
     rows["checkpoints"] = ", ".join(saved) or "none yet"
     if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):
         rows["MLflow run"] = escape(str(mlflow["run_id"]))
-    table = Table.grid(padding=(0, 2))
-    for key, value in rows.items():
-        table.add_row(f"[bold]{key}[/]", value)
-    console.print(table, soft_wrap=True)
+    _print_rows(console, rows)
 
 
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
@@ -216,15 +219,16 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     position = 0
     waiting = Event()
     while True:
-        ended = not follow or standing(run, run.read_state()) in (*ENDED, "lost")
+        # Before the log is read: what is written later belongs to a later look.
+        state = run.read_state()
+        ended = not follow or standing(run, state) in (*ENDED, "lost")
         if path.is_file():
             with open(path, errors="replace") as file:
                 file.seek(position)
                 yield file.read()
                 position = file.tell()
-        newest = run.read_state().attempt
-        if attempt is None and newest > number:
-            number, position = newest, 0
+        if attempt is None and state.attempt > number:
+            number, position = number + 1, 0
             path = run.attempt(number).log(rank)
         elif ended:
             return

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2
 #: After the first failure the others get this long to report theirs.
 PEER_GRACE_S = 3.0
+#: Ranks that hang get this long to print their stacks.
+STACKS_S = 1.0
 #: Logs and reports of an attempt must have a place; with less than this its failure could not even be told.
 ROOM_FOR_RESTART_BYTES = 2**20
 
@@ -340,7 +342,9 @@ class Watch:
         if now - since < self._config.launch.hang_timeout_s:
             return None
         self._ranks.signal(signal.SIGUSR1)  # faulthandler prints the stacks into the logs
-        self._ranks.wait(1.0)
+        until = self._clock() + STACKS_S
+        while self._ranks.running and (left := until - self._clock()) > 0:
+            self._ranks.wait(left)
         return Failure(
             kind="hung",
             rank=rank,

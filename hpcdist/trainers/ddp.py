@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Position:
     step: int = 0  #: optimizer steps done in all
     epoch: int = 0
     step_in_epoch: int = 0
+    steps_per_epoch: int = 0  #: changes when a run goes on with another number of ranks or batch size
     evaluated_step: int = -1
     best: float | None = None
     num_evals_without_better: int = 0
@@ -65,13 +66,14 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     steps_per_epoch: int
-    total_steps: int
+    total_steps: int = 0  #: set once it is known where training goes on from
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, and leave checkpoints and the final model."""
     run = _set_up(ctx, cfg)
     at, meter = _restore(run)
+    run = replace(run, total_steps=_total_steps(run, at))
     while not (reason := _end_reason(run, at)):
         if not _train_epoch(run, at, meter):
             return  # stopped, and saved
@@ -106,7 +108,6 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
     ctx.seed_per_rank()
     batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
     steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.accumulate)
-    total_steps = cfg.stop.epochs * steps_per_epoch
     return Training(
         ctx=ctx,
         cfg=cfg,
@@ -115,8 +116,14 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
         optimizer=build_optimizer(model, cfg.optim),
         scaler=torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16"),
         steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps if cfg.stop.steps is None else min(total_steps, cfg.stop.steps),
     )
+
+
+def _total_steps(run: Training, at: Position) -> int:
+    """The step that training ends at: what is done, and what is left of the epochs from there."""
+    num_left = max(0, run.cfg.stop.epochs - at.epoch) * run.steps_per_epoch - at.step_in_epoch
+    total = at.step + max(0, num_left)
+    return total if run.cfg.stop.steps is None else min(total, run.cfg.stop.steps)
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -162,8 +169,9 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
         if at.step % cfg.tracking.log_every == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
-        # The save at the end of an epoch waits for its evaluation, unless the ranks leave before it.
-        if ctx.should_save(at.step) and (stop or at.step_in_epoch < run.steps_per_epoch):
+        # A save before an evaluation waits for it, unless the ranks leave before.
+        evaluates = at.step_in_epoch == run.steps_per_epoch or at.step == run.total_steps
+        if ctx.should_save(at.step) and (stop or not evaluates):
             _save(run, at, meter, {})
         if stop:
             return False
@@ -298,7 +306,7 @@ def _end_reason(run: Training, at: Position) -> str:
     if stop.patience is not None and at.num_evals_without_better >= stop.patience:
         return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
     if at.step >= run.total_steps:
-        return f"trained {at.step} steps, {at.step / run.steps_per_epoch:.4g} epochs"
+        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / run.steps_per_epoch:.4g} epochs"
     return ""
 
 
@@ -320,7 +328,7 @@ def _save(run: Training, at: Position, meter: Meter, metrics: dict[str, float]) 
 
 
 def _restore(run: Training) -> tuple[Position, Meter]:
-    at, meter = Position(), Meter(run.ctx.device)
+    at, meter = Position(steps_per_epoch=run.steps_per_epoch), Meter(run.ctx.device)
     saved = run.ctx.restore()
     if saved is None:
         return at, meter
@@ -330,4 +338,8 @@ def _restore(run: Training) -> tuple[Position, Meter]:
     if saved.local is not None:
         meter.loss_sum.copy_(saved.local["loss_sum"])
         meter.num_steps = saved.local["num_steps"]
-    return Position(**saved.trainer["position"]), meter
+    at = Position(**saved.trainer["position"])
+    # The same part of the epoch, where it has another number of steps now.
+    at.step_in_epoch = at.step_in_epoch * run.steps_per_epoch // at.steps_per_epoch
+    at.steps_per_epoch = run.steps_per_epoch
+    return at, meter
