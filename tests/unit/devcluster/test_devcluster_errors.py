@@ -1,0 +1,411 @@
+"""What the dev cluster refuses, and in which words; and the parts that can be tried without root."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hpcdist.devcluster import argv, cluster, commands, host, nodes, processes, provision, render, system
+from hpcdist.devcluster.settings import LINK, Layout, Settings
+from hpcdist.errors import DevClusterError
+
+Patch = pytest.MonkeyPatch
+TWO = Settings(num_nodes=2)
+
+
+@pytest.fixture
+def layout() -> Iterator[Layout]:
+    """A state folder of short name, as sockets need."""
+    folder = Path(tempfile.mkdtemp(prefix="dc", dir="/tmp"))
+    yield Layout(folder / "state")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_lock(layout: Layout, monkeypatch: Patch) -> None:
+    """A lock of these tests' own: a dev cluster may be going up beside them."""
+    monkeypatch.setattr(system, "LOCK", f"\0{layout.state}")
+
+
+@pytest.fixture
+def recorded(layout: Layout) -> Layout:
+    """The state folder of a cluster of two nodes that is not up."""
+    layout.state.mkdir()
+    layout.settings_file.write_text(TWO.to_json())
+    return layout
+
+
+@pytest.fixture
+def as_root(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+
+def own_namespace() -> processes.Namespace:
+    found = os.stat("/proc/self/ns/net")
+    return found.st_dev, found.st_ino
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_nodes": 0}, "--nodes must be at least 1, got 0"),
+        ({"cpus_per_node": 0}, "--cpus-per-node must be at least 1, got 0"),
+        ({"gpus_per_node": -1}, "--gpus-per-node must be at least 0, got -1"),
+        ({"memory_mb": 0}, "--memory-mb must be at least 1, got 0"),
+        ({"grace_time_s": -1}, "--grace-time-s must be from 0 to 65533, got -1"),
+        ({"subnet": "10.0.0.1/24"}, "--subnet must be like 10.213.77.0/24: 10.0.0.1/24 has host bits set"),
+        ({"subnet": "10.0.0.0/29", "num_nodes": 5}, "--subnet 10.0.0.0/29 has room for 4 nodes, not 5: widen it"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DevClusterError) as error:
+        Settings(**changes)
+    assert str(error.value) == message
+
+
+def test_addresses_fill_a_network_without_clash() -> None:
+    full = Settings(num_nodes=4, subnet="10.0.0.0/29")
+    assert list(full.addresses.values()) == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.6", "10.0.0.5"]
+
+
+@pytest.mark.parametrize("state", ["relative", "/with blank", '/a"b', "/a/../b"])
+def test_a_state_folder_of_a_name_that_slurm_conf_cannot_hold(state: str) -> None:
+    with pytest.raises(DevClusterError, match="--state must be an absolute path without blanks or quotes"):
+        Layout(Path(state))
+
+
+def test_a_state_folder_too_deep_for_sockets() -> None:
+    with pytest.raises(DevClusterError, match=r"--state must have at most 60 characters.* got 71"):
+        Layout(Path("/" + "a" * 70))
+
+
+def test_settings_are_read_back_unless_a_crash_has_cut_them(recorded: Layout) -> None:
+    assert cluster.recorded_settings(recorded) == TWO
+    assert cluster.require_settings(recorded) == TWO
+    recorded.settings_file.write_text(TWO.to_json()[:-5])
+    assert cluster.recorded_settings(recorded) is None
+    with pytest.raises(ValueError, match="not the settings of a dev cluster of this version"):
+        Settings.from_json(json.dumps({"num_nodes": 2}))
+
+
+def test_no_cluster_there(layout: Layout) -> None:
+    with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` makes one"):
+        cluster.require_settings(layout)
+    assert cluster.status(layout) == cluster.Status(None)
+    assert not cluster.status(layout).is_up
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layout: cluster.up(layout, {}, env={}),
+        cluster.down,
+        lambda layout: nodes.kill_node(layout, "n1"),
+        lambda layout: nodes.start_node(layout, "n1"),
+        lambda layout: nodes.slow_node(layout, "n1"),
+    ],
+)
+def test_what_needs_root_says_so(call: Callable[[Layout], object], layout: Layout, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(DevClusterError, match=r"needs root, .*: sudo \$\(which hpcdist\) devcluster "):
+        call(layout)
+
+
+def test_missing_commands_come_with_the_way_to_get_them(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host, "COMMANDS", ("sh", "no-such-command"))
+    with pytest.raises(DevClusterError, match=r"^no-such-command not found: `hpcdist devcluster up --install` .*munge"):
+        host.require_commands()
+
+
+def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> None:
+    """A real process of that name, whoever started it."""
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    shutil.copy(sleep, tmp_path / "slurmctld")
+    with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
+        try:
+            assert (daemon.pid, "slurmctld") in processes.foreign_slurm(layout)
+            with pytest.raises(DevClusterError, match="never stands beside another Slurm"):
+                host.refuse_beside_slurm(layout)
+        finally:
+            daemon.kill()
+
+
+def test_no_namespaces_allowed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host, "succeeds", lambda command: False)
+    with pytest.raises(DevClusterError, match=r"does not allow root to make network namespaces.*--privileged"):
+        host.require_namespaces()
+
+
+def test_a_state_folder_of_somebody_else(layout: Layout) -> None:
+    layout.state.mkdir()
+    (layout.state / "thesis.tex").touch()
+    with pytest.raises(DevClusterError, match="holds files that are not of a dev cluster"):
+        host.require_folder(layout)
+    assert (layout.state / "thesis.tex").exists()
+
+
+def test_a_state_folder_without_a_place(layout: Layout) -> None:
+    with pytest.raises(DevClusterError, match=r"there is no folder .*/nowhere to make it in"):
+        host.require_folder(Layout(layout.state.parent / "nowhere" / "state"))
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_a_state_folder_that_daemons_cannot_reach_or_trust(layout: Layout, mode: int) -> None:
+    layout.state.parent.chmod(mode)
+    with pytest.raises(DevClusterError, match="must be open to users munge and mysql, and writable by its owner alone"):
+        host.require_folder(layout)
+    layout.state.parent.chmod(0o755)
+    host.require_folder(layout)
+
+
+def test_names_that_hosts_has_already(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
+    host.HOSTS.write_text("10.0.0.1 n1\n")
+    with pytest.raises(DevClusterError, match="hosts already names n1"):
+        host.require_free_network(TWO, layout)
+
+
+def test_an_interface_of_another_cluster(layout: Layout, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host, "LINK", "lo")
+    monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
+    with pytest.raises(DevClusterError, match=r"interface lo is there already: .* with its own --state"):
+        host.require_free_network(TWO, layout)
+
+
+ROUTES: list[dict[str, str]] = [
+    {"dst": "default", "dev": "eth0"},
+    {"dst": "10.213.77.0/24", "dev": LINK},
+    {"dst": "127.0.0.1", "dev": "lo", "type": "local"},
+    {"dst": "192.168.0.0/16", "dev": "eth0"},
+]
+
+
+def test_overlapping_networks(layout: Layout, monkeypatch: Patch) -> None:
+    assert host.overlapping_route(json.dumps(ROUTES), TWO) is None
+    vpn = json.dumps([*ROUTES, {"dst": "10.0.0.0/8", "dev": "tun0"}])
+    assert host.overlapping_route(vpn, TWO) == "10.0.0.0/8 (tun0)"
+    assert host.overlapping_route(json.dumps([{"dst": "10.213.77.9", "type": "blackhole"}]), TWO) is not None
+    monkeypatch.setattr(host, "run", lambda command: vpn)
+    monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
+    monkeypatch.setattr(host, "Path", lambda name: layout.state / "no such interface")
+    with pytest.raises(DevClusterError, match=r"--subnet 10.213.77.0/24 overlaps 10.0.0.0/8 \(tun0\)"):
+        host.require_free_network(TWO, layout)
+
+
+def test_hosts_is_written_in_place(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
+    host.HOSTS.write_text("a long line that goes\n")
+    inode = host.HOSTS.stat().st_ino
+    host.write_hosts("short\n")
+    assert host.HOSTS.read_text() == "short\n"
+    assert host.HOSTS.stat().st_ino == inode
+
+
+@pytest.fixture
+def bare_machine(monkeypatch: Patch, tmp_path: Path) -> Path:
+    """A machine without the packages; returns the folder of its commands."""
+    monkeypatch.setattr(host, "COMMANDS", ("no-such-command",))
+    monkeypatch.setattr(host, "SITE_CONF", tmp_path / "slurm.conf")
+    monkeypatch.setattr(host, "POLICY", tmp_path / "policy-rc.d")
+    monkeypatch.setitem(argv.BARE_ENV, "PATH", str(tmp_path))
+    return tmp_path
+
+
+def put_command(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_nothing_is_installed_over_a_slurm_of_the_site(bare_machine: Path) -> None:
+    host.SITE_CONF.touch()
+    with pytest.raises(DevClusterError, match=r"slurm.conf shows a Slurm of this machine's own"):
+        host.install({})
+
+
+def test_install_knows_apt_alone(bare_machine: Path) -> None:
+    with pytest.raises(DevClusterError, match=r"--install knows apt-get alone: install slurmctld .* by this system's"):
+        host.install({})
+
+
+def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) -> None:
+    put_command(bare_machine / "apt-get", "exit 1")
+    put_command(host.POLICY, "exit 0")
+    with pytest.raises(DevClusterError, match=r"policy-rc.d lets packages start their services"):
+        host.install({})
+    assert host.POLICY.exists()
+
+
+def test_install_tries_again_and_tells_the_last_complaint(bare_machine: Path) -> None:
+    put_command(bare_machine / "apt-get", f"echo x >> {bare_machine}/tries; echo 'E: no network' >&2; exit 100")
+    with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed 3 times: E: no network"):
+        host.install({})
+    assert (bare_machine / "tries").read_text() == "x\n" * 3
+    assert not host.POLICY.exists()
+
+
+def test_install_holds_services_back_while_it_installs(bare_machine: Path) -> None:
+    seen = bare_machine / "seen"
+    script = f"{host.POLICY} slurmctld start; echo $6 $? >> {seen}; : > {bare_machine}/no-such-command"
+    put_command(bare_machine / "apt-get", f"{script}; /bin/chmod +x {bare_machine}/no-such-command")
+    host.install({})
+    assert seen.read_text() == "update 101\ninstall 101\n"
+    assert not host.POLICY.exists()
+
+
+def test_down_removes_the_policy_of_a_killed_install(bare_machine: Path) -> None:
+    host.POLICY.write_text("#!/bin/sh\nexit 101\n")
+    host.remove_left_policy()
+    assert host.POLICY.exists(), "somebody else's"
+    host.POLICY.write_text(host.DENY_STARTS)
+    host.remove_left_policy()
+    assert not host.POLICY.exists()
+
+
+def test_a_command_that_fails_is_told_with_its_last_line() -> None:
+    with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
+        system.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
+    with pytest.raises(DevClusterError, match=r"`false` failed: exit code 1$"):
+        system.run(["false"])
+    with pytest.raises(DevClusterError, match=r"^no-such-command not found: is the package"):
+        system.run(["no-such-command"])
+
+
+def test_a_command_that_does_not_end(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(system, "COMMAND_WITHIN_S", 0.05)
+    with pytest.raises(DevClusterError, match=r"`sleep 9` did not end within 0.05 s"):
+        system.run(["sleep", "9"])
+
+
+def test_commands_see_nothing_of_the_callers_slurm(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "SLURM" not in system.run(["env"])
+    assert "SLURM_CONF=/x\n" in system.run(["env"], env={"SLURM_CONF": "/x"})
+
+
+def test_one_command_at_a_time() -> None:
+    with system.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
+        system.exclusive().__enter__()
+    with system.exclusive():
+        pass
+
+
+def test_a_daemon_that_is_not_ready_in_time_is_told_with_its_last_words(recorded: Layout) -> None:
+    recorded.logs.mkdir()
+    recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")
+    with pytest.raises(DevClusterError, match=r"^it is silent within 0 s; .*slurmctld.out ends with: fatal: no such"):
+        system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 0)
+
+
+def test_a_daemon_that_ends_is_not_waited_for(recorded: Layout) -> None:
+    recorded.logs.mkdir()
+    recorded.run.mkdir()
+    recorded.output("slurmctld").touch()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    recorded.pid_file("slurmctld").write_text(str(ended.pid))
+    with pytest.raises(DevClusterError, match=r"^slurmctld ended at once; .* ends with: nothing"):
+        system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 60)
+
+
+def test_processes_of_a_namespace_are_found() -> None:
+    assert os.getpid() in processes.members([own_namespace()])
+    assert processes.members([(0, 0)]) == []
+
+
+def test_processes_that_outlive_sigkill_are_told(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(processes, "members", lambda namespaces: [2**22 + 1])  # no process can have this id
+    monkeypatch.setattr(processes, "KILL_WITHIN_S", 0.0)
+    with pytest.raises(DevClusterError, match=r"processes 4194305 do not end on SIGKILL"):
+        processes.kill_members([(0, 0)])
+
+
+def test_a_pid_file_of_another_process_deceives_nobody(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
+    recorded.run.mkdir()
+    recorded.pid_file("slurmctld").write_text(str(os.getpid()))
+    assert not processes.is_running(recorded, argv.slurmctld())
+    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"devcluster-head": own_namespace()})
+    assert processes.is_running(recorded, argv.slurmctld())
+
+
+def test_a_file_is_no_namespace(recorded: Layout) -> None:
+    recorded.namespaces.mkdir()
+    recorded.namespace("n1").touch()
+    assert processes.mounted_namespaces(recorded) == {}
+
+
+def test_a_namespace_that_stays_mounted_is_told(recorded: Layout, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
+    monkeypatch.setattr(provision, "succeeds", lambda command: False)
+    monkeypatch.setattr(provision, "LINK", "no-such-link")
+    monkeypatch.setattr(provision, "UNMOUNT_ATTEMPTS", 1)
+    with pytest.raises(DevClusterError, match=r"n1 in .*/netns cannot be unmounted: see `findmnt`"):
+        provision.remove_network(recorded)
+
+
+def test_another_shape_needs_a_down_first(recorded: Layout, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(processes, "members", lambda namespaces: [1])
+    assert cluster._settle(recorded, {"num_nodes": 2}) == TWO
+    with pytest.raises(DevClusterError, match=r"is up with --nodes 2, not 8: `hpcdist devcluster down` first"):
+        cluster._settle(recorded, {"num_nodes": 8})
+
+
+def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) -> None:
+    recorded.conf.mkdir()
+    assert cluster._settle(recorded, {"num_nodes": 8}) == dataclasses.replace(TWO, num_nodes=8)
+    assert cluster.recorded_settings(recorded) == Settings(num_nodes=8)
+    assert not recorded.conf.exists()
+
+
+def test_faults_need_a_node_that_is_there(recorded: Layout, as_root: None) -> None:
+    with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
+        nodes.kill_node(recorded, "n3")
+    with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not up: `hpcdist devcluster up`"):
+        nodes.start_node(recorded, "n1")
+
+
+@pytest.mark.parametrize(("option", "name"), [("--rate-mbit", "rate_mbit"), ("--delay-ms", "delay_ms")])
+def test_a_link_cannot_be_slower_than_nothing(option: str, name: str, recorded: Layout, as_root: None) -> None:
+    with pytest.raises(DevClusterError, match=f"{option} must be > 0, got 0"):
+        nodes.slow_node(recorded, "n1", **{name: 0.0})
+
+
+def test_a_kernel_without_netem_is_told(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
+    def complain(command: list[str]) -> str:
+        raise DevClusterError(said)
+
+    monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
+    monkeypatch.setattr(nodes, "run", complain)
+    said = "`tc` failed: Error: Specified qdisc kind is unknown."
+    with pytest.raises(DevClusterError, match=r"the kernel has no netem \(module sch_netem\)"):
+        nodes.slow_node(recorded, "n1", delay_ms=5)
+    said = "`tc` failed: something else"
+    with pytest.raises(DevClusterError, match="something else"):
+        nodes.slow_node(recorded, "n1", delay_ms=5)
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; import hpcdist.devcluster.commands; "
+        "heavy = ('torch', 'mlflow', 'omegaconf', 'hpcdist.devcluster.cluster'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_status_ends_with_1_where_no_cluster_is(layout: Layout) -> None:
+    done = CliRunner().invoke(commands.app, ["status", "--state", str(layout.state)], standalone_mode=False)
+    assert done.return_value == 1
+    assert done.output == f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one\n"

@@ -1,0 +1,549 @@
+"""The commands: what they print, leave behind and end with."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from hpcdist import cli
+from hpcdist.config import load_config
+from hpcdist.launch import start
+from hpcdist.lease import hold
+from hpcdist.rundir import RunDir, State, read_json
+
+COMMANDS = ("run", "resume", "runs", "status", "logs", "stop", "cancel", "config", "sync", "ui")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Runs a command in this process, in an empty folder, as the console script does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def call(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Result(ended.value.code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., RunDir]:
+    """A run folder in `runs/exp`, as a start leaves it."""
+
+    def make(name: str = "first", *overrides: str, **state: Any) -> RunDir:
+        path = tmp_path / "made.yaml"
+        path.write_text("experiment: exp\n")
+        config = load_config(path, [f"name={name}", f"runs_dir={tmp_path}/runs", *overrides])
+        run = start.create_run(config, tmp_path)
+        for _ in range(state.get("attempt", 0)):
+            run.new_attempt()
+        run.write_state(replace(run.read_state(), **state))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """No rank is started: `supervise` notes what it was given and returns the state in `ends`."""
+    seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
+
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+        seen.update(run=run, config=config, plan=plan, env=env)
+        state: State = seen["ends"]
+        return state
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    return seen  # type: ignore[return-value]
+
+
+def one_line(result: Result, code: int = 2) -> str:
+    """The message of a command that fails: one line, no traceback, nothing else on standard error."""
+    assert result.code == code
+    assert result.err.startswith("hpcdist: ")
+    assert result.err.count("\n") == 1
+    return result.err.removeprefix("hpcdist: ").rstrip()
+
+
+# --- help
+
+
+def test_help_lists_the_commands_and_hides_the_internal_ones(hpcdist: Cli) -> None:
+    result = hpcdist("--help")
+    assert (result.code, result.err) == (0, "")
+    assert [command for command in COMMANDS if f" {command} " not in result.out] == []
+    assert "worker" not in result.out
+    assert "supervise" not in result.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_an_example(hpcdist: Cli, command: str) -> None:
+    result = hpcdist(command, "--help")
+    assert result.code == 0
+    assert "Example" in result.out
+    assert f"hpcdist {command}" in result.out.partition("Example")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], {"torch", "mlflow", "omegaconf", "submitit", "psutil"}),
+        (["config", "ddp_digits"], {"torch", "mlflow", "submitit", "psutil"}),
+        (["run", "ddp_digits", "--dry-run"], {"torch", "mlflow", "submitit"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[str], heavy: set[str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print(sorted({heavy!r} & set(sys.modules)), file=sys.stderr))\n"
+        "from hpcdist.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ast.literal_eval(done.stderr) == []
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "ddp_digits", "optim.lr=-1"], "optim.lr must be > 0, got -1.0"),
+        (["run", "ddp_digits", "optim.lrr=1"], "optim.lrr is not a key: did you mean 'optim.lr'?"),
+        (["run", "ddp_digits", "nonsense"], "'nonsense' is no override: write key=value, as in optim.lr=0.01"),
+        (["run", "ddp_digit"], "ddp_digit: no such config file: did you mean 'ddp_digits'?"),
+        (["run", "ddp_digits", "trainer=dpp"], "trainer: 'dpp' is not one of "),
+        (["run", "ddp_digits", "launch.device=cuda"], "launch.device=cuda, but no GPU is visible here"),
+        (["config"], "which config? Shipped ones are "),
+        (["config", "ddp_digits", "seed=x"], "seed must be int, got 'x'"),
+        (["status", "nope"], "no run 'nope' under "),
+        (["resume", "nope"], "no run 'nope' under "),
+        (["supervise", "nope"], "nope holds no run"),
+        (["run", "ddp_digits", "tracking.uri=http://ada:***@mlflow"], "the password of http://ada:***@mlflow is not"),
+    ],
+)
+def test_a_mistake_is_one_line_without_a_traceback(hpcdist: Cli, arguments: list[str], message: str) -> None:
+    result = hpcdist(*arguments)
+    assert message in one_line(result, 1 if "tracking.uri" in arguments[-1] else 2)
+    assert os.listdir() == []
+
+
+def test_many_mistakes_are_a_list(hpcdist: Cli) -> None:
+    result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
+    assert result.code == 2
+    first, *lines = result.err.splitlines()
+    assert first.endswith("ddp_digits.yaml: 3 mistakes")
+    assert [line.split()[1] for line in lines] == ["nope", "optim.lr", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runn"], "No such command 'runn'"),
+        (["run"], "Missing argument 'CONFIG'"),
+        (["run", "ddp_digits", "--dryrun"], "No such option"),
+        (["logs", "first", "--rank", "x"], "Invalid value for '--rank'"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(hpcdist: Cli, arguments: list[str], message: str) -> None:
+    result = hpcdist(*arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_real_process_ends_with_the_same_message_and_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdist", "run", "ddp_digits", "optim.lr=-1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.endswith("configs/ddp_digits.yaml: optim.lr must be > 0, got -1.0\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(28, "No space left on device", "/runs/x"), 1, "hpcdist: No space left on device: /runs/x\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_comes_from_outside_ends_without_a_traceback(
+    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hpcdist.rundir.find_runs", fail)
+    result = hpcdist("runs")
+    assert (result.code, result.err) == (code, message)
+
+
+def test_a_bug_of_ours_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hpcdist.rundir.find_runs", lambda _: 1 // 0)
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "runs"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+# --- config
+
+
+def test_config_prints_what_would_run(hpcdist: Cli) -> None:
+    result = hpcdist("config", "ddp_digits", "optim.lr=0.01", "launch.env.API_KEY=s3cret", "params.lr=${optim.lr}")
+    assert (result.code, result.err) == (0, "")
+    shown = yaml.safe_load(result.out)
+    assert (shown["optim"]["lr"], shown["params"], shown["data"]["name"]) == (0.01, {"lr": 0.01}, "digits")
+    assert shown["launch"]["env"] == {"API_KEY": "***"}
+
+
+def test_the_schema_has_every_key_with_type_default_and_meaning(hpcdist: Cli) -> None:
+    result = hpcdist("config", "--schema")
+    assert result.code == 0
+    assert "optim.lr: float = 0.001\n    Peak learning rate.\n" in result.out
+    assert "launch.max_restarts: int = 3\n" in result.out
+
+
+# --- run
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing_behind(hpcdist: Cli, tmp_path: Path) -> None:
+    result = hpcdist("run", "ddp_digits", "name=first", "launch.env.API_KEY=s3cret", "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    rows = {line.split()[0]: line for line in result.out.splitlines()}
+    assert rows["trainer"].endswith("ddp")
+    assert rows["roles"].endswith("trainer → rank 0 … 1")
+    assert "2 × cpu, gloo, " in rows["devices"]
+    assert rows["run"].endswith(f"{tmp_path}/runs/digits/first")
+    assert rows["MLflow"].endswith(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    assert f"hpcdist.runtime.worker {tmp_path}/runs/digits/first" in rows["command"]
+    assert "API_KEY=***" in result.out
+    assert "s3cret" not in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_shows_the_plan_supervises_and_ends_with_the_reason(
+    hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]
+) -> None:
+    result = hpcdist("run", "ddp_digits", "name=first", "launch.ranks=3")
+    assert result.code == 0
+    assert result.out.startswith("trainer")
+    assert result.out.splitlines()[-1] == "finished: all epochs are done"
+    assert supervised["run"].path == tmp_path / "runs" / "digits" / "first"
+    assert supervised["plan"].num_ranks == 3
+    assert supervised["config"].launch.ranks == 3
+    assert supervised["run"].config.is_file()
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (State(status="finished"), 0),
+        (State(status="stopped"), 0),
+        (State(status="failed"), 1),
+        (State(status="failed", rejected=True), 2),
+        (State(status="cancelled"), 130),
+    ],
+    ids=lambda value: getattr(value, "status", None),
+)
+def test_the_exit_code_says_how_the_run_ended(
+    hpcdist: Cli, supervised: dict[str, Any], state: State, code: int
+) -> None:
+    supervised["ends"] = state
+    assert hpcdist("run", "ddp_digits").code == code
+
+
+def test_run_refuses_a_name_that_is_taken(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    make("first")
+    result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
+    assert one_line(result).endswith("choose another `name`, or go on with `hpcdist resume first`")
+    assert "run" not in supervised
+
+
+def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
+    (tmp_path / "file").touch()
+    result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
+    assert one_line(result) == (
+        f"run folder {tmp_path}/file/runs/digits/first cannot be made (Not a directory):"
+        " set `runs_dir` to a folder that you can write"
+    )
+
+
+def test_run_detached_says_how_to_follow(
+    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(start, "detach", lambda run, config, env: seen.append(run.name) or 4711)
+    result = hpcdist("run", "ddp_digits", "name=first", "--detach")
+    assert result.code == 0
+    assert result.out.splitlines()[-1] == (
+        "first runs in the background (process 4711): `hpcdist logs -f first` follows it"
+    )
+    assert seen == ["first"]
+    assert "run" not in supervised
+
+
+def test_supervise_sees_a_run_folder_through(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", "seed=7")
+    supervised["ends"] = State(status="failed", reason="so it is")
+    assert hpcdist("supervise", str(run.path)).code == 1
+    assert (supervised["run"].path, supervised["config"].seed) == (run.path, 7)
+
+
+def test_worker_is_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(arguments: list[str]) -> None:
+        assert arguments == ["/runs/exp/first"]
+        sys.exit(7)
+
+    monkeypatch.setitem(sys.modules, "hpcdist.runtime.worker", SimpleNamespace(main=work))
+    assert hpcdist("worker", "/runs/exp/first").code == 7
+
+
+# --- resume
+
+
+def test_resume_goes_on_with_the_runs_own_config(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", "seed=7", status="failed", attempt=1)
+    before = run.config.read_text()
+    assert hpcdist("resume", "fi").code == 0
+    assert supervised["run"].path == run.path
+    assert supervised["config"].seed == 7
+    assert run.config.read_text() == before
+    assert not run.lease.exists()
+
+
+def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    run = make("first", status="finished", attempt=1)
+    assert hpcdist("resume", "first", "stop.epochs=20").code == 0
+    assert supervised["config"].stop.epochs == 20
+    assert yaml.safe_load(run.config.read_text())["stop"]["epochs"] == 20
+
+
+def test_resume_refuses_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    make("first", status="finished", attempt=1)
+    message = one_line(hpcdist("resume", "first"))
+    assert message == "run first is finished: to train on, say how far, such as stop.epochs=20"
+    assert "run" not in supervised
+
+
+def test_resume_refuses_a_run_that_is_held_and_leaves_its_config_alone(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", status="running", attempt=1)
+    before = run.config.read_text()
+    with hold(run):
+        message = one_line(hpcdist("resume", "first", "seed=9"))
+    assert message.startswith(f"run first is held by process {os.getpid()} of ")
+    assert run.config.read_text() == before
+    assert "run" not in supervised
+
+
+@pytest.mark.parametrize("current", [False, True])
+def test_resume_runs_the_code_of_the_start_unless_told_otherwise(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path, current: bool
+) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("old")
+    run = make("first", "trainer=train:train", status="failed", attempt=1)
+    code.write_text("new")
+    assert hpcdist("resume", "first", *["--with-current-code"] * current).code == 0
+    assert (run.code / "train.py").read_text() == ("new" if current else "old")
+    command = (read_json(run.environment) or {})["command"]
+    assert ("--with-current-code" in command) == current
+
+
+def test_resume_wants_the_secrets_back(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
+    assert "launch.env.API_KEY was redacted when the run was written: set API_KEY in the environment" in one_line(
+        hpcdist("resume", "first")
+    )
+    monkeypatch.setenv("API_KEY", "s3cret")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    assert "s3cret" not in run.config.read_text()
+
+
+# --- looking at runs
+
+
+def test_runs_lists_them(hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    make("first", status="finished", attempt=1)
+    make("second", status="failed", attempt=1)
+    for arguments in (["runs"], ["runs", "--runs-dir", "./runs"]):
+        result = hpcdist(*arguments)
+        assert result.code == 0
+        assert result.out.index("exp/first") < result.out.index("exp/second")
+    assert hpcdist("runs", "--runs-dir", "elsewhere").out.startswith("no runs under ")
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", "elsewhere")
+    assert hpcdist("runs").out.startswith("no runs under ")
+
+
+def test_status_of_a_prefix(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+    run = make("first", status="failed", attempt=1, reason="so it is")
+    result = hpcdist("status", "fir")
+    assert result.code == 0
+    assert result.out.splitlines()[:2] == ["status       failed: so it is", f"folder       {run.path}"]
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
+def test_an_ambiguous_name_lists_what_it_means(
+    hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The real one imports mlflow, which takes seconds.
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
+    make("first")
+    make("fire")
+    assert one_line(hpcdist(command, "fir")) == (
+        "'fir' means 2 runs (exp/fire, exp/first): write more of the name, or the folder"
+    )
+
+
+def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+    run = make("first", status="finished", attempt=2)
+    for attempt, rank in ((1, 0), (2, 0), (2, 1)):
+        run.attempt(attempt).log(rank).write_text(f"attempt {attempt} rank {rank}\n")
+    assert hpcdist("logs", "first") == Result(0, "attempt 2 rank 0\n", "")
+    assert hpcdist("logs", "first", "-f", "--rank", "1").out == "attempt 2 rank 1\n"
+    assert hpcdist("logs", "first", "--attempt", "1").out == "attempt 1 rank 0\n"
+    assert one_line(hpcdist("logs", "first", "--rank", "2")).startswith("no log of rank 2 in attempt 2 of first (")
+
+
+# --- asking something of a run
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("stop", "asked first to save and stop; `hpcdist status first` shows how far it is\n"),
+        ("cancel", "asked first to end at once\n"),
+    ],
+)
+def test_a_request_is_left_in_the_last_attempt(
+    hpcdist: Cli, make: Callable[..., RunDir], command: str, said: str
+) -> None:
+    run = make("first", status="running", attempt=2)
+    with hold(run):
+        assert hpcdist(command, "first") == Result(0, said, "")
+    request = read_json(run.attempt(2).request) or {}
+    assert request["action"] == command
+    assert request["reason"] == f"`hpcdist {command}` by {request['by']}"
+    assert not run.attempt(1).request.exists()
+
+
+@pytest.mark.parametrize("command", ["stop", "cancel"])
+@pytest.mark.parametrize(
+    ("status", "attempt", "held"), [("running", 1, False), ("finished", 1, False), ("created", 0, True)]
+)
+def test_nothing_can_be_asked_of_a_run_that_is_not_running(
+    hpcdist: Cli, make: Callable[..., RunDir], command: str, status: str, attempt: int, held: bool
+) -> None:
+    run = make("first", status=status, attempt=attempt)
+    holding: AbstractContextManager[None] = hold(run) if held else nullcontext()
+    with holding:
+        message = one_line(hpcdist(command, "first"))
+    assert message.startswith("run first is not running")
+    assert repr(status) in message
+    assert list(run.path.rglob("request.json")) == []
+
+
+# --- MLflow
+
+
+def test_sync_ships_all_runs_but_those_that_ship_themselves(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hpcdist.errors import TrackingError
+
+    shipped: list[tuple[str, str]] = []
+
+    def ship(run: RunDir, uri: str) -> str:
+        if run.name == "down":
+            raise TrackingError("the server does not answer")
+        shipped.append((run.name, uri))
+        return "3 points shipped"
+
+    monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
+    make("first")
+    make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
+    busy = make("third")
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    with hold(busy):
+        assert hpcdist("sync", "first") == Result(0, "first: 3 points shipped\n", "")
+        result = hpcdist("sync")
+    assert result.code == 1
+    assert result.out.splitlines()[0] == "first: 3 points shipped"
+    assert result.out.splitlines()[1].startswith(f"third: process {os.getpid()} on ")
+    assert result.err == (
+        "second: the password of http://ada:***@mlflow is not kept in the run folder:"
+        " set HPCDIST_TRACKING_URI to the whole URI\n"
+    )
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://ada:s3cret@mlflow")
+    assert hpcdist("sync", "second").code == 0
+    assert shipped == [("first", uri), ("first", uri), ("second", "http://ada:s3cret@mlflow")]
+    make("down")
+    assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
+
+
+def test_ui_hands_over_to_mlflow_on_this_machine_alone(
+    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "true")
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
+    assert hpcdist("ui", "--port", "5001").code == 0
+    store = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    options = ["--backend-store-uri", store, "--host", "127.0.0.1", "--port", "5001"]
+    assert started == [[sys.executable, "-m", "mlflow", "ui", *options]]
+
+
+def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
+    assert hpcdist("ui", "--uri", "http://mlflow:5000").out == "the UI of that server is at http://mlflow:5000\n"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
+    assert hpcdist("ui").out == "the UI of that server is at https://other\n"

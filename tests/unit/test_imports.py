@@ -1,0 +1,167 @@
+"""Which module may import what: the layers of the design, held by a walk over every import statement.
+
+Imports inside functions and under TYPE_CHECKING count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+
+PACKAGE = Path(hpcdist.__file__).parent
+
+
+def imports_of(source: str, module: str) -> set[str]:
+    """Every module that a source imports; for `from a import b` both `a` and `a.b`, as `b` may be a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*above, *filter(None, [node.module])])
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            found |= {str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)}
+    return found
+
+
+def walk(package: Path) -> dict[str, set[str]]:
+    """Imports by module (`launch.local`, `cli`; a package's `__init__` by its folder's name)."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = imports_of(path.read_text(), ".".join(("hpcdist", *parts)))
+    return found
+
+
+IMPORTS = walk(PACKAGE)
+ROOMS = ("launch", "cluster", "tracking", "runtime", "trainers", "models", "data", "diagnose", "devcluster")
+GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "logs", "cluster", "models", "data")
+
+
+def of(*rooms: str) -> dict[str, set[str]]:
+    """The modules of some rooms (a room is a module or a folder)."""
+    return {name: imports for name, imports in IMPORTS.items() if within(name, *rooms)}
+
+
+def within(name: str, *rooms: str) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def users_of(*libraries: str) -> set[str]:
+    return {module for module, imports in IMPORTS.items() if any(within(name, *libraries) for name in imports)}
+
+
+def crossings(rooms: tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
+    targets = tuple(f"hpcdist.{room}" for room in forbidden)
+    return [f"{m} → {name}" for m, imports in of(*rooms).items() for name in sorted(imports) if within(name, *targets)]
+
+
+def foreign(imports: set[str]) -> set[str]:
+    """What is neither the standard library nor hpcdist."""
+    return {name for name in imports if name.partition(".")[0] not in {*sys.stdlib_module_names, "hpcdist", ""}}
+
+
+def own(imports: set[str]) -> set[str]:
+    return {".".join(name.split(".")[1:2]) for name in imports if name.startswith("hpcdist.")}
+
+
+def test_the_walk_sees_every_form_of_import() -> None:
+    source = """
+import a.b
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from c import d
+def f():
+    import e as g
+    from . import h
+    from ..i import j
+    importlib.import_module("k.l")
+"""
+    found = imports_of(source, "hpcdist.launch.local")
+    assert found >= {"a.b", "c", "c.d", "e", "hpcdist.launch.h", "hpcdist.i", "hpcdist.i.j", "k.l"}
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert {"cli", "launch.supervisor", "cluster", "trainers.ddp", "tracking.shipper"} <= set(IMPORTS)
+    assert "torch" in IMPORTS["trainers.ddp"]
+    assert {name.partition(".")[0] for name in IMPORTS if "." in name} <= set(ROOMS), "a room without rules"
+
+
+def test_omegaconf_ends_where_loading_ends() -> None:
+    assert users_of("omegaconf") == {"config"}
+
+
+def test_submitit_is_known_to_the_slurm_launcher_alone() -> None:
+    assert users_of("submitit") <= {"launch.slurm"}
+
+
+def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
+    assert {module for module in users_of("mlflow") if not within(module, "tracking")} <= {"runtime.export"}
+
+
+def test_a_login_node_needs_no_torch() -> None:
+    ground = ("config", "schema", "rundir", "lease", "logs", "errors")
+    rooms = ("cli", "view", "launch", "cluster", "tracking", "devcluster", *ground)
+    assert {module for module in users_of("torch", "torchvision") if within(module, *rooms)} == set()
+
+
+def test_what_a_login_node_imports_brings_no_torch_along() -> None:
+    """The imports themselves, with all that they import in turn."""
+    modules = list(of("cli", "view", "launch", "cluster", "tracking", "rundir", "lease", "config"))
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
+        "print([name for name in ('torch', 'torchvision') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_trainers_never_import_each_other() -> None:
+    assert crossings(("trainers",), ("trainers",)) == []
+
+
+@pytest.mark.parametrize(
+    ("rooms", "forbidden"),
+    [
+        (("models", "data"), ("runtime", "launch", "tracking", "trainers", "diagnose", "cluster", "cli", "view")),
+        (GROUND_FLOOR, ("runtime", "launch", "tracking", "trainers", "diagnose", "cli", "view")),
+        (("launch",), ("runtime", "trainers", "diagnose", "models", "data", "cli", "view")),
+        (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "view")),
+        (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "view")),
+        (("trainers",), ("launch", "diagnose", "cli", "view")),
+        (("view",), ("runtime", "trainers", "models", "data", "cli")),
+        (("devcluster",), ("launch", "runtime", "tracking", "trainers", "models", "data", "view")),
+    ],
+    ids=lambda rooms: "-".join(rooms[:2]),
+)
+def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...]) -> None:
+    assert crossings(rooms, forbidden) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "allowed"),
+    [
+        ("errors", set()),
+        ("schema", set()),
+        ("logs", set()),
+        ("cluster", {"errors", "cluster"}),
+        ("rundir", {"errors"}),
+        ("tracking.journal", {"errors"}),
+        ("launch.policy", set()),
+        ("launch.local", set()),
+    ],
+)
+def test_rooms_of_the_standard_library_alone(room: str, allowed: set[str]) -> None:
+    for module, imports in of(room).items():
+        assert foreign(imports) == set(), module
+        assert own(imports) <= allowed, module

@@ -1,0 +1,255 @@
+"""One supervisor at a time: real processes that want the same run."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcdist import lease
+from hpcdist.errors import RunFolderError
+from hpcdist.lease import hold, holder
+from hpcdist.rundir import RunDir, read_json, write_json
+
+#: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.
+CONTENDER = """
+import sys
+from pathlib import Path
+from hpcdist.errors import RunFolderError
+from hpcdist.lease import hold
+from hpcdist.rundir import RunDir
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with hold(RunDir(Path(sys.argv[1]))):
+        print("won", flush=True)
+        sys.stdin.read()
+except RunFolderError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    return RunDir.create(runs_dir / "exp" / "first")
+
+
+@pytest.fixture
+def contender(run: RunDir) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts processes that want the run; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONTENDER, str(run.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def write_lease(run: RunDir, **changes: Any) -> None:
+    mine = psutil.Process()
+    known = {"host": socket.gethostname(), "pid": mine.pid, "started": mine.create_time(), "user": "ada"}
+    times = {"acquired": time.time(), "renewed": time.time()}
+    write_json(run.lease, known | times | changes)
+
+
+def test_a_second_process_is_told_who_holds_the_run(
+    run: RunDir, contender: Callable[[], subprocess.Popen[str]]
+) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    with pytest.raises(RunFolderError) as caught, hold(run):
+        pytest.fail("held by two")
+    told = str(caught.value)
+    assert f"run first is held by process {first.pid} of {getpass.getuser()} on {socket.gethostname()} since" in told
+    assert told.endswith("wait for it, or end it with `hpcdist stop first`")
+    found = holder(run)
+    assert found is not None
+    assert found["pid"] == first.pid
+
+    assert first.stdin is not None
+    first.stdin.close()
+    assert first.wait() == 0
+    assert holder(run) is None
+    assert not run.lease.exists()
+    with hold(run):
+        pass
+
+
+def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    first.kill()
+    first.wait()
+    assert run.lease.exists()
+    assert holder(run) is None
+    with hold(run):
+        assert (read_json(run.lease) or {})["pid"] == os.getpid()
+
+
+def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    assert holder(run) is None
+
+
+def test_of_eight_processes_at_once_exactly_one_wins(
+    run: RunDir, contender: Callable[[], subprocess.Popen[str]]
+) -> None:
+    processes = [contender() for _ in range(8)]
+    for process in processes:
+        assert line_of(process) == "ready"
+    for process in processes:
+        go(process)
+    answers = [line_of(process) for process in processes]
+    (winner,) = [process.pid for process, answer in zip(processes, answers, strict=True) if answer == "won"]
+    assert sum(f"is held by process {winner} " in answer for answer in answers) == 7
+
+
+def test_looking_at_the_lease_and_taking_it_are_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two would see a free run if it could look before the other has written; so it must not."""
+    both_look = threading.Barrier(2)
+    look = lease.holder
+
+    def look_together(run: RunDir) -> dict[str, Any] | None:
+        found = look(run)
+        with suppress(threading.BrokenBarrierError):
+            both_look.wait(0.3)
+        return found
+
+    monkeypatch.setattr(lease, "holder", look_together)
+    answers: queue.Queue[str] = queue.Queue()
+    over = threading.Event()
+
+    def contend() -> None:
+        try:
+            with hold(run):
+                answers.put("won")
+                over.wait(20)
+        except RunFolderError:
+            answers.put("lost")
+
+    threads = [threading.Thread(target=contend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    said = {answers.get(timeout=20), answers.get(timeout=20)}
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert said == {"won", "lost"}
+
+
+def test_a_reused_process_id_is_another_process(run: RunDir) -> None:
+    write_lease(run)
+    assert holder(run) is not None
+    write_lease(run, started=psutil.Process().create_time() - 100)
+    assert holder(run) is None
+
+
+@pytest.mark.parametrize(
+    ("age_s", "alive"), [(0.0, True), (lease.STALE_S - 5, True), (lease.STALE_S + 5, False), (1e6, False)]
+)
+def test_a_holder_on_another_host_lives_by_its_renewals(run: RunDir, age_s: float, alive: bool) -> None:
+    write_lease(run, host="n2", pid=1, renewed=time.time() - age_s)
+    assert (holder(run) is not None) == alive
+    if alive:
+        with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
+            pytest.fail("held by two")
+    else:
+        with hold(run):
+            assert (read_json(run.lease) or {})["host"] == socket.gethostname()
+
+
+def test_a_torn_lease_is_free(run: RunDir) -> None:
+    run.lease.write_text('{"host": ')
+    assert holder(run) is None
+
+
+def test_a_lease_says_who_and_since_when_and_goes_with_an_error(run: RunDir) -> None:
+    before = time.time()
+    found: dict[str, Any] = {}
+
+    def fail() -> None:
+        found.update(read_json(run.lease) or {})
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), hold(run):
+        fail()
+    assert (found["host"], found["pid"], found["user"]) == (socket.gethostname(), os.getpid(), getpass.getuser())
+    assert before <= found["acquired"] <= found["renewed"] <= time.time()
+    assert not run.lease.exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "lease"] == []
+
+
+def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float], threading.Event]:
+    """Renew without a pause; the first `failing` renewals meet a full disk, and the event says that one went well."""
+    times: list[float] = []
+    renewed = threading.Event()
+
+    def write(path: Path, value: dict[str, Any]) -> None:
+        if threading.current_thread().name == "lease":
+            times.append(value["renewed"])
+            if len(times) <= failing:
+                raise OSError(28, "No space left on device")
+            renewed.set()
+        path.write_text(json.dumps(value))
+
+    monkeypatch.setattr(lease, "write_json", write)
+    monkeypatch.setattr(lease, "RENEW_S", 0.001)
+    return times, renewed
+
+
+def test_the_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, renewed = renewals(monkeypatch, failing=0)
+    with hold(run):
+        acquired = (read_json(run.lease) or {})["acquired"]
+        assert renewed.wait(10)
+    assert times[0] > acquired
+
+
+def test_a_full_disk_does_not_end_the_renewing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, renewed = renewals(monkeypatch, failing=2)
+    with caplog.at_level(logging.WARNING), hold(run):
+        assert renewed.wait(10)
+    assert caplog.messages == ["the lease of run first could not be renewed: [Errno 28] No space left on device"] * 2

@@ -1,0 +1,50 @@
+"""Rank and host in every line, and nothing said twice."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from hpcdist import logs
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("hpcdist")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(rank=3)
+    logs.configure(rank=3)
+    logging.getLogger("hpcdist.runtime").info("resumed at step %d", 7)
+    out, err = capsys.readouterr()
+    assert out == ""
+    host = re.escape(socket.gethostname())
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d INFO rank 3 on {host}: resumed at step 7\n", err)
+
+
+def test_elsewhere_a_line_is_just_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure()
+    logging.getLogger("hpcdist").warning("careful")
+    logging.getLogger("hpcdist").debug("not this")
+    logging.getLogger("someone.else").info("nor this")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING careful\n", capsys.readouterr().err)
+
+
+def test_warnings_become_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old API", stacklevel=1)
+    assert "WARNING rank 0 on" in capsys.readouterr().err

@@ -1,0 +1,428 @@
+"""A config file's way into a frozen Config, every mistake on that way, and back to YAML without secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpcdist.config import (
+    find_config,
+    load_config,
+    load_run_config,
+    redacted_argument,
+    secrets_of,
+    shipped_configs,
+    to_yaml,
+)
+from hpcdist.errors import ConfigError
+from hpcdist.schema import Config, describe
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problems(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    assert str(caught.value).startswith(f"{path}: ")
+    return caught.value.problems
+
+
+# --- what is right
+
+
+def test_defaults_yaml_and_overrides_win_in_this_order(write: Write) -> None:
+    config = load_config(write("optim:\n  lr: 0.5\n  momentum: 0.8\n"), ["optim.lr=3e-4", "stop.steps=7"])
+    assert (config.optim.lr, config.optim.momentum, config.optim.name) == (3e-4, 0.8, "adam")
+    assert config.stop.steps == 7
+
+
+def test_an_empty_file_is_all_defaults(write: Write) -> None:
+    config = load_config(write("# nothing\n"))
+    assert config.optim == Config().optim
+    assert config.launch == Config().launch
+
+
+def test_a_config_is_frozen(write: Write) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config(write("")).optim.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("optim.clip_norm=null", lambda config: config.optim.clip_norm is None),
+        ("optim.clip_norm=2", lambda config: config.optim.clip_norm == 2.0),
+        ("trainer=pkg.mod:train", lambda config: config.trainer.target == "pkg.mod:train"),
+        ("trainer.target=pkg.mod:train", lambda config: config.trainer.target == "pkg.mod:train"),
+        ("params.a.b=[1, x]", lambda config: config.params == {"a": {"b": [1, "x"]}}),
+        ("params.a={b: 1}", lambda config: config.params == {"a": {"b": 1}}),
+        ("params.a=b=c", lambda config: config.params == {"a": "b=c"}),
+        ("params.a='{unbalanced'", lambda config: config.params == {"a": "{unbalanced"}),
+        ("params.a={unbalanced", lambda config: config.params == {"a": "{unbalanced"}),
+        ("launch.env.NUMBER=1", lambda config: config.launch.env == {"NUMBER": "1"}),
+        ("tracking.tags={a.b: c}", lambda config: config.tracking.tags == {"a.b": "c"}),
+        ("data.image_size=32", lambda config: config.data.image_size == 32),
+    ],
+)
+def test_overrides_are_read_as_yaml(write: Write, override: str, read: Callable[[Config], bool]) -> None:
+    assert read(load_config(write("trainer: ddp\n"), [override]))
+
+
+def test_interpolation_reaches_params(write: Write) -> None:
+    config = load_config(write("params:\n  warm: ${optim.lr}\n"), ["optim.lr=0.25"])
+    assert config.params == {"warm": 0.25}
+
+
+def test_the_environment_fills_folders_and_uri(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCDIST_DATA_DIR", "/srv/data")
+    monkeypatch.setenv("HPCDIST_RUNS_DIR", "/srv/runs")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    config = load_config(write(""))
+    assert (config.data.root, config.runs_dir, config.tracking.uri) == (
+        "/srv/data",
+        "/srv/runs",
+        "http://mlflow:5000",
+    )
+
+
+def test_paths_become_absolute(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load_config(
+        write("trainer:\n  script: [train.py, --lr, '0.1']\n"),
+        ["runs_dir=~/runs", "data.root=data", "tracking.uri=sqlite:///db/mlflow.db"],
+    )
+    assert config.runs_dir == "/home/ada/runs"
+    assert config.data.root == str(tmp_path / "data")
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/db/mlflow.db"
+    assert config.trainer.script == [str(tmp_path / "train.py"), "--lr", "0.1"]
+
+
+def test_an_absolute_sqlite_uri_stays(write: Write) -> None:
+    assert load_config(write(""), ["tracking.uri=sqlite:////srv/x.db"]).tracking.uri == "sqlite:////srv/x.db"
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_every_shipped_config_loads_by_its_name(name: str) -> None:
+    assert load_config(name).experiment
+    assert find_config(name) == shipped_configs()[name]
+
+
+def test_a_file_wins_over_a_shipped_config_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ddp_digits").write_text("experiment: mine\n")
+    assert load_config("ddp_digits").experiment == "mine"
+
+
+def test_describe_lists_every_leaf_with_type_default_and_a_line() -> None:
+    def leaves(section: Any, prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            name = prefix + field.name
+            found |= leaves(value, f"{name}.") if dataclasses.is_dataclass(value) else {name}
+        return found
+
+    rows = describe()
+    assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
+    assert {row[0] for row in rows} == leaves(Config())
+    for path, kind, _, documentation in rows:
+        assert kind, path
+        assert documentation.strip(), path
+        assert "\n" not in documentation, path
+    assert ("optim.lr", "float", 0.001, "Peak learning rate.") in rows
+
+
+# --- every mistake is one line of key path, value, expectation and fix
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # An unknown key suggests the nearest one, at any level.
+        ("lr: 1", "lr is not a key: did you mean 'optim.lr'?"),
+        ("sed: 1", "sed is not a key: did you mean 'seed'?"),
+        ("modl: x", "modl is not a key: did you mean 'model'?"),
+        ("modle: {name: x}", "modle.name is not a key: did you mean 'model.name'?"),
+        ("optim: {lrr: 1}", "optim.lrr is not a key: did you mean 'optim.lr'?"),
+        ("launch: {hang_timeout: 1}", "launch.hang_timeout is not a key: did you mean 'launch.hang_timeout_s'?"),
+        ("seed: {x: 1}", "seed.x is not a key: did you mean 'seed'?"),
+        ("qqqqqq: 1", "qqqqqq is not a key: `hpcdist config --schema` lists all keys"),
+        # Wrong types.
+        ("seed: abc", "seed must be int, got 'abc' (Value 'abc' of type 'str' could not be converted to Integer)"),
+        ("optim: {lr: true}", "optim.lr must be float, got True"),
+        ("stop: {epochs: null}", "stop.epochs must be int, got None"),
+        ("data: {batch_size: 3.5}", "data.batch_size must be int, got 3.5"),
+        ("optim: {name: sgdd}", "optim.name must be Literal['adam', 'adamw', 'sgd'], got 'sgdd'"),
+        ("optim: 3", "optim is a section: give it keys, got 3"),
+        ("optim: null", "optim is a section: give it keys, got None"),
+        ("trainer: 3", "trainer is a section: give it keys, got 3"),
+        ("trainer: {script: train.py}", "trainer.script must be list[str], got 'train.py'"),
+        ("params: 3", "params must be dict[str, Any], got 3"),
+        ("launch: {env: {X: null}}", "launch.env must be dict[str, str], got None for launch.env.X"),
+        ("launch: {env: {X: [1]}}", "launch.env.X must be a string, got [1]"),
+        ("tracking: {tags: {X: [1]}}", "tracking.tags.X must be a string, got [1]"),
+        # Values out of range.
+        ("seed: -1", "seed must be >= 0, got -1"),
+        ("optim: {lr: -1}", "optim.lr must be > 0, got -1.0"),
+        ("optim: {lr: .nan}", "optim.lr must be > 0, got nan"),
+        ("optim: {weight_decay: .nan}", "optim.weight_decay must be >= 0, got nan"),
+        ("optim: {clip_norm: 0}", "optim.clip_norm must be > 0, got 0.0"),
+        ("optim: {accumulate: 0}", "optim.accumulate must be >= 1, got 0"),
+        ("schedule: {warmup_steps: -1}", "schedule.warmup_steps must be >= 0, got -1"),
+        ("data: {num_classes: 1}", "data.num_classes must be >= 2, got 1"),
+        ("stop: {patience: 0}", "stop.patience must be >= 1, got 0"),
+        ("checkpoint: {keep_last: 1}", "checkpoint.keep_last must be >= 2, got 1"),
+        ("checkpoint: {every_steps: 0}", "checkpoint.every_steps must be >= 1, got 0"),
+        ("tracking: {log_every: 0}", "tracking.log_every must be >= 1, got 0"),
+        ("launch: {max_restarts: -1}", "launch.max_restarts must be >= 0, got -1"),
+        ("launch: {hang_timeout_s: 0}", "launch.hang_timeout_s must be > 0, got 0.0"),
+        ("experiment: a/b", "experiment must be a plain folder name (letters, digits, '.', '_', '-'), got 'a/b'"),
+        ("experiment: ''", "experiment must not be empty"),
+        ("name: ..", "name must be a plain folder name (letters, digits, '.', '_', '-'), got '..'"),
+        ("trainer: 'a b:c'", "trainer.target must look like package.module:function, got 'a b:c'"),
+        ("trainer: 'a.:c'", "trainer.target must look like package.module:function, got 'a.:c'"),
+        # Interpolations.
+        ("params: {x: '${nope}'}", "params.x: Interpolation key 'nope' not found"),
+        ("name: ${nope}", "name: Interpolation key 'nope' not found"),
+        ("optim: {lr: '${nope}'}", "optim.lr: Interpolation key 'nope' not found"),
+        ("params: {x: '${oc.env:NO_SUCH}'}", "params.x: KeyError raised while resolving interpolation"),
+        # Keys that exclude each other.
+        (
+            "trainer: {target: 'a:b', script: [x.py]}",
+            "trainer.script and trainer.target exclude each other: remove one of them",
+        ),
+        (
+            "launch: {device: cpu, backend: nccl}",
+            "launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo",
+        ),
+        (
+            "{launch: {device: cpu}, precision: {dtype: fp16}}",
+            "precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16",
+        ),
+        (
+            "{launch: {device: cpu}, model: {sync_batch_norm: true}}",
+            "model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false",
+        ),
+    ],
+)
+def test_a_mistake_names_key_value_expectation_and_fix(write: Write, text: str, expected: str) -> None:
+    (problem,) = problems(write(text))
+    assert problem.startswith(expected)
+
+
+def test_all_mistakes_of_a_file_are_told_at_once(write: Write) -> None:
+    text = """
+        seed: x
+        experiment: a/b
+        optim: {lrr: 1, name: sgdd, momentum: -1}
+        data: {batch_size: 0, num_classes: 1}
+        launch: {env: {X: null}}
+        unheard_of: {a: 1}
+        params: {x: "${nope}"}
+    """
+    found = problems(write(text), "checkpoint.keep_last=0", "no-equals-sign", "optim.weight_decay=abc")
+    for key in (
+        "seed",
+        "experiment",
+        "optim.lrr",
+        "optim.name",
+        "optim.momentum",
+        "data.batch_size",
+        "data.num_classes",
+        "launch.env",
+        "unheard_of.a",
+        "params.x",
+        "checkpoint.keep_last",
+        "'no-equals-sign'",
+        "optim.weight_decay",
+    ):
+        assert [line for line in found if line.startswith((f"{key} ", f"{key}:"))], key
+    assert len(found) == 13
+
+
+def test_many_mistakes_read_as_a_list(write: Write) -> None:
+    path = write("seed: -1\nlr: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: 2 mistakes\n  - lr is not a key: did you mean 'optim.lr'?\n  - seed must be >= 0, got -1"
+    )
+
+
+@pytest.mark.parametrize("override", ["optim.lr", "=3", "--lr=3", ""])
+def test_an_override_without_a_key_or_a_value(write: Write, override: str) -> None:
+    assert problems(write(""), override) == (f"{override!r} is no override: write key=value, as in optim.lr=0.01",)
+
+
+def test_an_override_below_a_value(write: Write) -> None:
+    (problem,) = problems(write("optim: {lr: 1.0}"), "optim.lr.x=1")
+    assert problem == "optim.lr.x: a part of this path is a value already, not a section"
+
+
+def test_a_duplicate_key_is_told_with_its_line(write: Write) -> None:
+    (problem,) = problems(write("seed: 1\noptim:\n  lr: 1\n  lr: 2\n"))
+    assert "found duplicate key lr" in problem
+    assert "line 4" in problem
+    assert "\n" not in problem
+
+
+def test_a_syntax_error_is_told_with_its_line(write: Write) -> None:
+    (problem,) = problems(write("seed: 1\noptim: [1\nname: x\n"))
+    assert "did not find expected ',' or ']'" in problem
+    assert "line 3" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n- b\n", "must hold keys and values, holds a list"),
+        ("5\n", "cannot be read: Invalid loaded object type: int"),
+    ],
+)
+def test_a_file_without_keys(write: Write, text: str, expected: str) -> None:
+    assert problems(write(text)) == (expected,)
+
+
+def test_a_file_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes("name: größe".encode("latin-1"))
+    assert problems(path) == ("is not UTF-8 text",)
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("ddp_digit", "did you mean 'ddp_digits'?"),
+        ("/no/such/run.yaml", f"shipped configs are {', '.join(shipped_configs())}"),
+    ],
+)
+def test_a_missing_file_suggests_a_shipped_config(source: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match="no such config file") as caught:
+        load_config(source)
+    assert str(caught.value) == f"{source}: no such config file: {hint}"
+
+
+def test_a_run_folder_without_its_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.yaml: no such file$"):
+        load_run_config(tmp_path / "config.yaml", [], {})
+
+
+def test_an_unknown_model_of_a_shipped_trainer_suggests_the_nearest(write: Write) -> None:
+    (problem,) = problems(write("model: {name: resnet81}"))
+    assert problem.startswith("model.name")
+    assert "resnet18" in problem
+
+
+def test_a_trainer_of_ones_own_may_call_its_model_as_it_likes(write: Write) -> None:
+    assert load_config(write("{trainer: 'a:b', model: {name: mine}}")).model.name == "mine"
+
+
+# --- secrets
+
+
+SECRETS = """
+tracking:
+  uri: http://ada:p@ss-w0rd@mlflow:5000/x
+  tags: {mlflow.note.content: "see the wiki", team.token: tag-s3cret}
+launch:
+  env: {WANDB_API_KEY: env-s3cret, PLAIN: visible}
+params:
+  hf_token: param-s3cret
+  nested: {token: nested-s3cret}
+  my.password: dotted-s3cret
+  credentials: {user: ada, code: below-s3cret}
+  mirrors: ["ftp://bob:list-s3cret@mirror/", plain]
+  api_keys: [one-s3cret, two-s3cret]
+  tokenizer: visible-too
+  empty_secret: ""
+"""
+
+
+def test_no_secret_is_in_what_is_written(write: Write) -> None:
+    written = to_yaml(load_config(write(SECRETS)))
+    assert "s3cret" not in written
+    assert "w0rd" not in written
+    shown = yaml.safe_load(written)
+    assert shown["tracking"]["uri"] == "http://ada:***@mlflow:5000/x"
+    assert shown["tracking"]["tags"] == {"mlflow.note.content": "see the wiki", "team.token": "***"}
+    assert shown["launch"]["env"] == {"WANDB_API_KEY": "***", "PLAIN": "visible"}
+    assert shown["params"] == {
+        "hf_token": "***",
+        "nested": {"token": "***"},
+        "my.password": "***",
+        "credentials": {"user": "***", "code": "***"},
+        "mirrors": ["ftp://bob:***@mirror/", "plain"],
+        "api_keys": ["***", "***"],
+        "tokenizer": "visible-too",
+        "empty_secret": "",
+    }
+
+
+def test_the_environment_gives_secrets_back(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(SECRETS))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    env = secrets_of(config)
+    assert env["WANDB_API_KEY"] == "env-s3cret"
+    assert env["HPCDIST_TRACKING_URI"] == "http://ada:p@ss-w0rd@mlflow:5000/x"
+    assert load_run_config(path, [], {"HOME": "/", **env}) == config
+
+
+def test_a_missing_secret_says_which_variable_to_set(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(SECRETS))
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    env = secrets_of(config)
+    del env["WANDB_API_KEY"], env["HPCDIST_PARAMS_HF_TOKEN"]
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(path, [], env)
+    assert caught.value.problems == (
+        "launch.env.WANDB_API_KEY was redacted when the run was written: set WANDB_API_KEY in the environment",
+        "params.hf_token was redacted when the run was written: set HPCDIST_PARAMS_HF_TOKEN in the environment",
+    )
+    left = load_run_config(path, [], env, require_secrets=False)
+    assert (left.launch.env["WANDB_API_KEY"], left.params["hf_token"]) == ("***", "***")
+    assert left.params["nested"] == {"token": "nested-s3cret"}
+    config = load_run_config(path, ["launch.env.WANDB_API_KEY=new", "params.hf_token=new"], env)
+    assert (config.launch.env["WANDB_API_KEY"], config.params["hf_token"]) == ("new", "new")
+
+
+def test_a_config_survives_being_written_and_read(write: Write, tmp_path: Path) -> None:
+    config = load_config(write("params: {text: 'größe: 3', list: [1, {a: null}]}\n"), ["name=first", "seed=3"])
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_run_config(path, [], {}) == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("run", "run"),
+        ("--dry-run", "--dry-run"),
+        ("optim.lr=0.1", "optim.lr=0.1"),
+        ("params.tokenizer=gpt2", "params.tokenizer=gpt2"),
+        ("launch.env.API_TOKEN=abc", "launch.env.API_TOKEN=***"),
+        ("launch.env={API_TOKEN: abc}", "launch.env=***"),
+        ("tracking.uri=http://u:p@h", "tracking.uri=***"),
+        ("http://u:p@h/?a=b", "http://u:***@h/?a=b"),
+    ],
+)
+def test_secrets_on_the_command_line(argument: str, shown: str) -> None:
+    assert redacted_argument(argument) == shown
