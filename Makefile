@@ -25,6 +25,7 @@ check: install ## formatting, lint and types
 	$(BIN)/mypy
 
 test: install ## all tests but the heavy ones
+	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest
 
 faults: install ## heavy fault tests: kills at random moments, a whole run against an undisturbed one

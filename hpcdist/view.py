@@ -19,7 +19,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import holder
-from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.rundir import ENDED, Attempt, RunDir, State, find_runs, read_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
 
@@ -205,6 +205,19 @@ def show_status(console: Console, run: RunDir) -> None:
     if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):
         rows["MLflow run"] = escape(str(mlflow["run_id"]))
     _print_rows(console, rows)
+
+
+def training_links(runs_dir: Path, tracking_uri: str, port: int) -> list[str]:
+    """Where the UI shows each experiment of these runs; without the link it opens on a page for chats and traces."""
+    ids: dict[str, str] = {}
+    for run in find_runs(runs_dir):
+        known = read_json(run.mlflow) or {}
+        if known.get("experiment_id") and known.get("uri") == redact_uri(tracking_uri):
+            ids[run.experiment] = known["experiment_id"]
+    return [
+        f"{name}: http://127.0.0.1:{port}/#/experiments/{number}/runs?workflowType=machine_learning"
+        for name, number in sorted(ids.items())
+    ]
 
 
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:

@@ -21,10 +21,10 @@ retry() {
 # Debian and Ubuntu keep the venv module in a package of its own.
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   package=$("$python" -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")')
-  if [ "$(id -u)" = 0 ]; then sudo=""; else sudo="sudo -n"; fi
-  $sudo true 2>/dev/null || { echo "python's venv module is missing: sudo apt-get install $package" >&2; exit 2; }
-  retry $sudo apt-get update -q
-  retry $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$package"
+  if [ "$(id -u)" = 0 ]; then sudo=(); else sudo=(sudo -n); fi
+  "${sudo[@]}" true 2>/dev/null || { echo "python's venv module is missing: sudo apt-get install $package" >&2; exit 2; }
+  retry "${sudo[@]}" apt-get update -q
+  retry "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$package"
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo "installing hpcdist with [$extras] into $venv; torch alone is some 5 GB on disk, so this takes minutes" >&2

@@ -33,7 +33,7 @@ class NodeMonitor:
         self._began = began
         self._prefix = f"system/{node}/" if node else "system/"
         self._disk = disk
-        self._network = psutil.net_io_counters()
+        self._network = _network_bytes()
         self._gpus = _open_gpus()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
@@ -57,7 +57,7 @@ class NodeMonitor:
         """All metrics now; units are in their names (megabytes are 10⁶ bytes, as in MLflow)."""
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage(self._disk)
-        network = psutil.net_io_counters()
+        received, sent = _network_bytes()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "system_memory_usage_megabytes": memory.used / MB,
@@ -65,12 +65,18 @@ class NodeMonitor:
             "disk_usage_percentage": disk.percent,
             "disk_usage_megabytes": disk.used / MB,
             "disk_available_megabytes": disk.free / MB,
-            "network_receive_megabytes": (network.bytes_recv - self._network.bytes_recv) / MB,
-            "network_transmit_megabytes": (network.bytes_sent - self._network.bytes_sent) / MB,
+            "network_receive_megabytes": (received - self._network[0]) / MB,
+            "network_transmit_megabytes": (sent - self._network[1]) / MB,
         }
         for index, read in enumerate(self._gpus):
             values.update({f"gpu_{index}_{name}": value for name, value in read().items()})
         return {self._prefix + name: value for name, value in values.items()}
+
+
+def _network_bytes() -> tuple[int, int]:
+    """Bytes received and sent by this node so far. Traffic between its own ranks, on loopback, is none."""
+    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    return sum(card.bytes_recv for card in cards), sum(card.bytes_sent for card in cards)
 
 
 def _open_gpus() -> list[Callable[[], dict[str, float]]]:

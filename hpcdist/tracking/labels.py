@@ -48,7 +48,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     environment = read_json(run.environment) or {}
     trainer = config.get("trainer") or {}
     # `code` says where the code was copied from; what of it matters for review, the commit, stands beside it.
-    facts = {key: value for key, value in environment.items() if key != "code"}
+    facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
     tags = {f"hpcdist.{clean_name(key)}": text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
@@ -66,7 +66,10 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
 
 def state_tags(state: State) -> dict[str, str]:
     """What became of the run."""
+    sentence = f"{state.status}: {state.reason}" if state.reason else state.status
     return {
+        # The run's description: a tag's long text is cut to a few words where people look first.
+        "mlflow.note.content": _clean_text(sentence)[:MAX_TAG],
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
         "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],

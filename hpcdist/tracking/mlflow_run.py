@@ -153,8 +153,6 @@ class MlflowRun:
                 return self._client.create_experiment(
                     name,
                     artifact_location=self._artifact_location(name),
-                    # Without this the UI opens the experiment among chats and traces instead of training runs.
-                    tags={"mlflow.experimentKind": "custom_model_development"},
                 )
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":

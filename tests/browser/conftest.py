@@ -1,0 +1,62 @@
+"""Headless Chromium for tests of what a person sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
+#: A page takes a second or two, and several times that where others want the same processors.
+PATIENCE_MS = 30_000
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of the browser. Without one the test is skipped, or fails where HPCDIST_REQUIRE_BROWSER=1 says so."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        reason = "no Chromium here: `sudo apt-get install chromium` enables the tests of MLflow's UI"
+        if os.environ.get("HPCDIST_REQUIRE_BROWSER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> Iterator[Browser]:
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+
+
+@pytest.fixture(scope="session")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for pictures of what a person would have seen: HPCDIST_SCREENSHOTS, or a temporary one."""
+    named = os.environ.get("HPCDIST_SCREENSHOTS")
+    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """The page of somebody who has never been here; how it looked at the end of the test is kept as a picture."""
+    with browser.new_context(viewport={"width": 1600, "height": 1400}) as context:
+        context.set_default_timeout(PATIENCE_MS)
+        page = context.new_page()
+        yield page
+        page.screenshot(path=screenshots / f"{request.node.name}.png")

@@ -1,0 +1,249 @@
+"""Whoever opens MLflow's UI on Monday sees what really happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import HPCDIST, Runs, closed_port, finish, wait_for
+from playwright.sync_api import Locator, Page, expect
+
+from hpcdist.rundir import read_json
+
+#: 45 steps an epoch.
+MONDAY = ["data.batch_size=16", "stop.epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]
+FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
+STOPPED = ["trainer=counting:train", "params.until=100000"]
+#: A chart with its title and buttons.
+CARD = "experiment-view-compare-runs-card"
+
+
+@dataclass(frozen=True)
+class Weekend:
+    """Three runs, one finished, one failed, one stopped, and the address of the UI that shows them."""
+
+    runs: Runs
+    url: str
+    output: str  #: what `hpcdist run` printed of the one that finished
+
+    def page_of(self, name: str, tab: str = "") -> str:
+        """Address of a run's page, or of a tab of it."""
+        known = read_json(self.runs.run_dir(name).mlflow) or {}
+        return f"{self.url}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}/{tab}"
+
+    def series(self, name: str, metric: str) -> list[float]:
+        """A metric's values in the order of its steps, as the store has them."""
+        return [
+            value for _, value in sorted((step, value) for key, step, value in self.runs.points(name) if key == metric)
+        ]
+
+
+@pytest.fixture(scope="module")
+def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weekend]:
+    runs = Runs(tmp_path_factory.mktemp("weekend"))
+    runs.database = runs.folder / "mlflow.db"  # where `hpcdist run` and `hpcdist ui` have it by themselves
+    commit(runs.project)
+    with ExitStack() as stack:
+
+        def start(*words: str) -> subprocess.Popen[str]:
+            process = runs.start(*words)
+            stack.callback(process.kill)  # whoever gives up here leaves nothing behind
+            return process
+
+        monday = start("run", *config("monday", *MONDAY))
+        # A new database gets its tables from the first run; from then on all may use it.
+        wait_for(lambda: "run_id" in (read_json(runs.run_dir("monday").mlflow) or {}), "the first MLflow run")
+        answers = stack.enter_context(ui(runs, tmp_path_factory.mktemp("ui") / "ui.log"))
+        failing = start("run", *config("failing", *FAILING))
+        stopped = start("run", *config("stopped", *STOPPED))
+        wait_for(lambda: runs.attempt("stopped").beat(0).exists(), "a step of the run that is to be stopped")
+        for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (monday, 0)):
+            code, output = finish(process)
+            assert code == expected, output
+        yield Weekend(runs, answers(), output)
+
+
+def config(name: str, *overrides: str) -> list[str]:
+    often = ["tracking.log_every=2", "tracking.system_interval_s=1"]
+    return ["ddp_digits", f"name={name}", "launch.ranks=2", *often, *overrides]
+
+
+def commit(project: Path) -> None:
+    """Make the folder a git work tree with everything committed."""
+    git = ["git", "-C", str(project), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "as it was on Friday"]):
+        subprocess.run([*git, *words], check=True)
+
+
+@contextmanager
+def ui(runs: Runs, log: Path) -> Iterator[Callable[[], str]]:
+    """Start `hpcdist ui`; yields a function that returns its address once it answers."""
+    port = closed_port()
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [str(HPCDIST), "ui", "--port", str(port), "--runs-dir", str(runs.folder)],
+            env=runs.env(MLFLOW_WORKERS="1"),  # each of them imports MLflow: seconds on a busy machine
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def answers() -> str:
+        wait_for(is_up, "MLflow's UI to answer")
+        return url
+
+    try:
+        yield answers
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=30)
+
+
+def test_the_front_page_leads_to_every_run(page: Page, weekend: Weekend, screenshots: Path) -> None:
+    page.goto(weekend.url)
+    # Without this click MLflow takes the visitor for somebody with LLM traces; no tag of ours would change that.
+    page.get_by_role("button", name="Model training").click()
+    page.get_by_role("link", name="digits", exact=True).click()
+    for name in ("monday", "failing", "stopped"):
+        expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
+    page.screenshot(path=screenshots / "the_list_of_runs.png")
+    page.get_by_role("link", name="monday", exact=True).click()
+    expect(page.get_by_role("heading", name="monday", exact=True)).to_be_visible()
+    page.get_by_role("tab", name="Model metrics").click()
+    expect_curve(page, "train/loss", weekend.series("monday", "train/loss"))
+
+
+def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None:
+    page.goto(weekend.page_of("monday"))
+    expect_status(page, "Finished")
+    expect_tag(page, "hpcdist.state", "finished")
+    expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
+    expect_tag(page, "hpcdist.attempts", "1")
+    expect_tag(page, "hpcdist.world_size", "2")
+    expect_tag(page, "hpcdist.git_commit", head(weekend.runs.project))
+    expect_tag(page, "hpcdist.git_dirty", "false")
+    expect_tag(page, "team", "vision")
+    for row in ("data.batch_size 16", "optim.lr 0.002", "stop.epochs 2", "launch.ranks 2", "trainer.target ddp"):
+        expect(page.get_by_role("row", name=row, exact=True)).to_be_attached()
+    link = page.get_by_role("link", name="eval/accuracy", exact=True)
+    shown = page.get_by_role("row").filter(has=link).get_by_role("cell").last.inner_text()
+    printed = re.search(r"eval/accuracy\W+([\d.]+)", weekend.output)
+    assert printed, weekend.output
+    assert float(shown) == pytest.approx(float(printed[1]), rel=1e-5)
+    expect(page.get_by_role("heading", name="Logged models (1)")).to_be_attached()
+
+
+def test_model_metrics_are_drawn_as_they_were(page: Page, weekend: Weekend) -> None:
+    page.goto(weekend.page_of("monday", "model-metrics"))
+    for metric, num_points in (("train/loss", 45), ("train/lr", 45), ("eval/accuracy", 2), ("eval/loss", 2)):
+        values = weekend.series("monday", metric)
+        assert len(values) == num_points
+        expect_curve(page, metric, values)
+    show_all(page)
+
+
+def test_system_metrics_are_drawn_in_their_tab(page: Page, weekend: Weekend) -> None:
+    page.goto(weekend.page_of("monday", "system-metrics"))
+    for metric in ("system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"):
+        values = weekend.series("monday", metric)
+        assert len(values) >= 2
+        expect_curve(page, metric, values)
+    show_all(page)
+
+
+def test_artifacts_can_be_read(page: Page, weekend: Weekend, screenshots: Path) -> None:
+    run = weekend.runs.run_dir("monday")
+    page.goto(weekend.page_of("monday", "artifacts"))
+    for folder in ("checkpoints", "final", "logs", "attempt-001"):
+        page.get_by_text(folder, exact=True).click()
+    expect(page.get_by_text("manifest.json", exact=True)).to_be_visible()
+    page.get_by_text("rank-00000.log", exact=True).click()
+    expect(page.locator("code").first).to_contain_text(run.attempt(1).log(0).read_text().splitlines()[0])
+    page.screenshot(path=screenshots / "a_log_of_a_rank.png")
+    page.get_by_text("config.yaml", exact=True).click()
+    expect(page.locator("code").first).to_contain_text("batch_size: 16")
+    assert page.locator("code").first.inner_text().split() == run.config.read_text().split()
+
+
+def test_the_model_is_registered(page: Page, weekend: Weekend) -> None:
+    page.goto(f"{weekend.url}/#/models/weekend-model")
+    expect(page.get_by_role("heading", name="weekend-model")).to_be_visible()
+    page.get_by_role("link", name="Version 1", exact=True).click()
+    page.get_by_role("link", name="monday", exact=True).click()
+    expect(page.get_by_role("heading", name="monday", exact=True)).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "state", "reason"),
+    [
+        ("failing", "Failed", "failed", "failed with ValueError: a mistake in the user's own code at step"),
+        ("stopped", "Killed", "stopped", "stopped with everything saved (`hpcdist stop` by"),
+    ],
+    ids=["failing", "stopped"],
+)
+def test_a_run_that_did_not_finish(
+    page: Page, weekend: Weekend, name: str, status: str, state: str, reason: str
+) -> None:
+    page.goto(weekend.page_of(name))
+    expect_status(page, status)
+    expect_tag(page, "hpcdist.state", state)
+    # The page cuts a long tag; a click shows all of it.
+    tag(page, "hpcdist.reason").click()
+    expect(page.get_by_role("dialog")).to_contain_text(reason)
+    expect(page.get_by_role("dialog")).to_contain_text(weekend.runs.run_dir(name).read_state().reason)
+
+
+def expect_curve(page: Page, metric: str, values: list[float]) -> None:
+    """Expect a chart with a dot for each value, at the height of that value, and a line that joins them."""
+    # Charts far down are not there before one scrolls to them; a search brings each to the top.
+    page.get_by_placeholder("Search metric charts").fill(metric)
+    card = page.get_by_test_id(CARD).filter(has=page.get_by_title(metric, exact=True))
+    plot = card.locator(".js-plotly-plot")
+    dots = plot.locator(".scatterlayer .point")
+    expect(dots).to_have_count(len(values))
+    expect(dots.first).to_be_visible()
+    expect(plot.locator(".js-line").first).to_have_attribute("d", re.compile("^M.+L"))
+    assert plot.evaluate("plot => Array.from(plot.data[0].y)") == pytest.approx(values)
+
+
+def show_all(page: Page) -> None:
+    """Take the search back, and see a second chart drawn."""
+    page.get_by_placeholder("Search metric charts").clear()
+    expect(page.get_by_test_id(CARD).nth(1).locator(".scatterlayer .point").first).to_be_visible()
+
+
+def expect_status(page: Page, status: str) -> None:
+    """Expect the line `Status` under `About this run` to say this."""
+    expect(page.get_by_role("status").filter(has_text=re.compile(rf"^\s*{status}\s*$"))).to_be_visible()
+
+
+def tag(page: Page, key: str) -> Locator:
+    return page.get_by_role("status", name=key, exact=True)
+
+
+def expect_tag(page: Page, key: str, value: str) -> None:
+    expect(tag(page, key)).to_have_text(f"{key}: {value}")
+
+
+def head(project: Path) -> str:
+    """The commit that a work tree is at."""
+    command = ["git", "-C", str(project), "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
