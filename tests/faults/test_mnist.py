@@ -1,0 +1,133 @@
+"""Training on all of MNIST while rank, supervisor and tracking server are killed, against an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hpcdist_runs import EXACT, Descendants, Runs, assert_same, closed_port, finish, wait_for
+
+from hpcdist.rundir import read_json
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ddp_mnist.yaml"
+DATA = os.environ.get("HPCDIST_DATA_DIR", "")
+LAST_STEP = 2 * 469  # 60,000 images, two ranks, batches of 64
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(
+        not (Path(DATA) / "MNIST" / "raw").is_dir(),
+        reason="needs MNIST: HPCDIST_DATA_DIR=<folder with MNIST/raw> make faults",
+    ),
+]
+
+
+class Server:
+    """A real MLflow server that can be killed and started again."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._port = closed_port()
+        self.uri = f"http://127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        store = ["--backend-store-uri", f"sqlite:///{self._root}/mlflow.db"]
+        store += ["--artifacts-destination", f"{self._root}/artifacts"]
+        with open(self._root / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(self._port)],
+                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_for(self._answers, "the MLflow server to answer", timeout_s=120)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def kill(self) -> None:
+        """SIGKILL to it and its workers."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            assert self._process.wait(30) == -signal.SIGKILL
+            self._process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def step_of(runs: Runs, name: str, attempt: int) -> int:
+    return int((read_json(runs.attempt(name, attempt).beat(0)) or {}).get("step", 0))
+
+
+def wait_step(runs: Runs, name: str, attempt: int, step: int) -> None:
+    wait_for(lambda: step_of(runs, name, attempt) >= step, f"step {step} in attempt {attempt}", timeout_s=300)
+    assert step_of(runs, name, attempt) < LAST_STEP, "too late for a fault in the middle"
+
+
+def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server) -> None:
+    runs = Runs(tmp_path, experiment="mnist")
+
+    def arguments(name: str) -> list[str]:
+        return [str(CONFIG), f"name={name}", f"data.root={DATA}", f"tracking.uri={server.uri}", "launch.device=cpu"]
+
+    code, output = finish(runs.start("run", *arguments("control")), timeout_s=600)
+    assert code == 0, output
+    expected = runs.series("control")
+    assert {key for key, _ in expected} == set(EXACT)
+    assert expected["eval/accuracy", LAST_STEP] >= 0.985
+
+    name = "faulted"
+    folder = runs.run_dir(name).path
+    first = runs.start("run", *arguments(name))
+    wait_step(runs, name, 1, 120)
+    server.kill()
+    wait_step(runs, name, 1, 240)
+    ranks = [p for p in psutil.Process(first.pid).children(recursive=True) if "hpcdist.runtime.worker" in p.cmdline()]
+    rank_1 = next(process for process in ranks if process.environ()["HPCDIST_RANK"] == "1")
+    rank_1.kill()
+    wait_step(runs, name, 2, 520)
+    below = Descendants(first.pid)
+    first.kill()
+    below.wait_gone(60)  # the shipper may be waiting for an answer of the server
+    code, output = finish(first)
+    assert code == -signal.SIGKILL
+    assert "rank 1 on " in output
+    assert "was killed by SIGKILL" in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert "records wait in the journal" in (folder / "shipper.log").read_text()
+
+    second = runs.start("resume", name)
+    wait_step(runs, name, 3, 600)
+    server.start()
+    code, output = finish(second, timeout_s=600)
+    assert code == 0, output
+    assert "nothing was lost" in (folder / "shipper.log").read_text()
+    assert "hpcdist sync" not in output, "MLflow has everything by itself"
+
+    for attempt in (2, 3):
+        assert "resumed at step " in runs.attempt(name, attempt).log(0).read_text()
+    assert_same(runs.final_state(name), runs.final_state("control"))
+    assert runs.series(name) == expected
+    assert runs.mlflow_status(name) == "FINISHED"

@@ -1,0 +1,45 @@
+"""Tests here start processes: seconds each, so every start serves many assertions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import AUGMENTED, LAST_STEP, TRAINING, Runs
+
+
+@pytest.fixture(scope="session")
+def ready_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables and nothing in them."""
+    path = tmp_path_factory.mktemp("ready") / "mlflow.db"
+    # In a process of its own, since importing MLflow here would take seconds and its libraries' warnings.
+    code = "import sys; from hpcdist.tracking.mlflow_run import open_client; open_client(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
+    """One folder for the runs of all tests; each test gives its runs names of their own."""
+    return Runs(tmp_path_factory.mktemp("runs"), ready_database)
+
+
+def control(runs: Runs, name: str, *overrides: str, export: bool = False) -> str:
+    code, output = runs.command("run", *runs.config(name, *TRAINING, *overrides, export=export))
+    assert code == 0, output
+    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
+    return name
+
+
+@pytest.fixture(scope="session")
+def plain_control(runs: Runs) -> str:
+    """Name of a run that nothing happened to."""
+    return control(runs, "control", export=True)
+
+
+@pytest.fixture(scope="session")
+def augmented_control(runs: Runs) -> str:
+    """The same with augmented images."""
+    return control(runs, "control-augmented", *AUGMENTED)

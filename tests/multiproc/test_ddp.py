@@ -1,0 +1,350 @@
+"""The DDP trainer's pieces on two ranks, against one process that does the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from context_scene import ALONE, new_run, open_context
+from spawn import Rank, spawn_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from hpcdist.data.batches import PreloadedSplit
+from hpcdist.data.loading import ImageData
+from hpcdist.errors import ConfigError
+from hpcdist.models.image import SimpleCNN
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.checkpoint import load_weights
+from hpcdist.runtime.context import Context, seed_everything
+from hpcdist.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    StopConfig,
+    TrackingConfig,
+)
+from hpcdist.tracking.journal import read_records
+from hpcdist.trainers import ddp
+
+#: For a world of two; one rank that takes twice the batch sees the same samples in each step.
+DATA = DataConfig(name="synthetic", image_size=8, num_samples=67, num_classes=5, batch_size=8, eval_batch_size=4)
+SGD = OptimConfig(name="sgd", lr=0.1, momentum=0.0)
+SIZES = (1, 2, 3, 7, 8, 9, 23)
+
+
+def config(**sections: Any) -> Config:
+    return Config(**{"seed": 3, "data": DATA, "optim": SGD, **sections})
+
+
+def some_images(num: int) -> ImageData:
+    """A test set of `num` images, the same everywhere."""
+    generator = torch.Generator().manual_seed(num)
+    images = torch.randint(0, 256, (num, 1, 8, 8), dtype=torch.uint8, generator=generator)
+    split = PreloadedSplit(images, torch.randint(0, 5, (num,), generator=generator), mean=(0.5,), std=(0.25,))
+    return ImageData(train=split, test=split, num_classes=5, in_channels=1, image_size=8, mean=(0.5,), std=(0.25,))
+
+
+def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
+    seed_everything(11)
+    model = SimpleCNN(num_classes=5, in_channels=1, image_size=8)
+    found = {str(num): ddp.evaluate(ctx, model, some_images(num), config()) for num in SIZES}
+    assert model.training
+    return found
+
+
+def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
+    """Train some steps; what is left of it."""
+    run = ddp._set_up(ctx, cfg)
+    meter = ddp.Meter(ctx.device)
+    exchanges = []
+    if not run.model.static_graph:  # a hook would change what is optimised otherwise
+
+        def count(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+            exchanges.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        run.model.register_comm_hook(None, count)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    batches = run.data.train.batches(ddp._epoch_indices(run, 0), batch_size=cfg.data.batch_size, device=ctx.device)
+    moved = []
+    for step, micro_batches in enumerate(ddp.grouped(batches, cfg.optim.accumulate)):
+        if step == num_steps:
+            break
+        ddp._step(run, step, micro_batches, meter)
+        after = [parameter.detach().clone() for parameter in run.model.parameters()]
+        moved.append(math.sqrt(sum((a - b).square().sum().item() for a, b in zip(after, before, strict=True))))
+        before = after
+    return {
+        "model": {key: value.clone() for key, value in run.model.module.state_dict().items()},
+        "moved": moved,
+        "num_exchanges": len([index for index in exchanges if index == 0]),
+        "loss": meter.loss_sum.item(),
+        "num_steps": meter.num_steps,
+    }
+
+
+VARIANTS = {
+    "plain": config(),
+    "accumulated": config(data=dataclasses.replace(DATA, batch_size=2), optim=dataclasses.replace(SGD, accumulate=4)),
+    "clipped": config(optim=dataclasses.replace(SGD, clip_norm=0.01)),
+    "bf16": config(precision=PrecisionConfig(dtype="bf16")),
+    "channels_last": config(model=ModelConfig(channels_last=True)),
+    "warm-up": config(schedule=ScheduleConfig(warmup_steps=4)),
+}
+
+
+def two_ranks(here: Rank, path: Path) -> dict[str, Any]:
+    """All that takes a group, in one start of it."""
+    seen: dict[str, Any] = {}
+    with open_context(here, RunDir(path), config()) as ctx:
+        seen["evaluations"] = evaluations(ctx)
+
+        # Running statistics of the other ranks are not those of the checkpoint.
+        model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 5))
+        model[0].running_mean.fill_(here.rank)
+        ddp.evaluate(ctx, model, some_images(5), config())
+        seen["running mean"] = model[0].running_mean.item()
+
+        for name, cfg in VARIANTS.items():
+            seed_everything(cfg.seed)
+            seen[name] = trained(ctx, cfg)
+        ctx.close()
+    return seen
+
+
+def one_rank(here: Rank, path: Path) -> dict[str, Any]:
+    cfg = config(data=dataclasses.replace(DATA, batch_size=16))
+    with open_context(here, RunDir(path), cfg) as ctx:
+        seen = trained(ctx, cfg)
+        ctx.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn_ranks(two_ranks, 2, path=new_run(tmp_path_factory.mktemp("ddp")).path)
+
+
+def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    assert left.keys() == right.keys()
+    return all(torch.allclose(left[key], right[key], rtol=tolerance, atol=tolerance) for key in left)
+
+
+def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Also where the set divides neither by ranks nor by batches, or a rank has no sample at all."""
+    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+        expected = evaluations(ctx)
+        ctx.close()
+    for seen in pair:
+        for num, metrics in expected.items():
+            assert seen["evaluations"][num]["eval/accuracy"] == metrics["eval/accuracy"], num
+            assert seen["evaluations"][num]["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-6), num
+    assert pair[0]["evaluations"] == pair[1]["evaluations"]
+
+
+def test_evaluation_uses_the_statistics_that_are_saved(pair: list[dict[str, Any]]) -> None:
+    assert [seen["running mean"] for seen in pair] == [0.0, 0.0]
+
+
+def test_ranks_hold_the_same_weights(pair: list[dict[str, Any]]) -> None:
+    for name in VARIANTS:
+        for key, value in pair[0][name]["model"].items():
+            assert torch.equal(value, pair[1][name]["model"][key]), (name, key)
+
+
+def test_two_ranks_do_what_one_does_with_twice_the_batch(pair: list[dict[str, Any]], tmp_path: Path) -> None:
+    (alone,) = spawn_ranks(one_rank, 1, path=new_run(tmp_path).path)
+    assert close(pair[0]["plain"]["model"], alone["model"])
+    assert (pair[0]["plain"]["loss"] + pair[1]["plain"]["loss"]) / 2 == pytest.approx(alone["loss"], rel=1e-5)
+    assert pair[0]["plain"]["num_steps"] == 3
+
+
+def test_accumulated_micro_batches_equal_the_whole_batch(pair: list[dict[str, Any]]) -> None:
+    for seen in pair:
+        assert close(seen["accumulated"]["model"], seen["plain"]["model"])
+        assert seen["accumulated"]["loss"] == pytest.approx(seen["plain"]["loss"], rel=1e-5)
+        assert seen["accumulated"]["num_exchanges"] == 3, "one exchange a step, not one a micro-batch"
+
+
+def test_clipping_bounds_the_step(pair: list[dict[str, Any]]) -> None:
+    assert min(pair[0]["plain"]["moved"]) > 2 * 0.1 * 0.01
+    assert pair[0]["clipped"]["moved"] == pytest.approx([0.1 * 0.01] * 3, rel=1e-3)
+
+
+def test_warm_up_scales_the_first_steps(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["warm-up"]["moved"][0] == pytest.approx(pair[0]["plain"]["moved"][0] / 4, rel=1e-3)
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(pair: list[dict[str, Any]]) -> None:
+    plain, half = pair[0]["plain"]["model"], pair[0]["bf16"]["model"]
+    assert {value.dtype for value in half.values()} == {torch.float32}
+    assert not close(half, plain, 1e-6)
+    assert close(half, plain, 0.02)
+
+
+def test_channels_last_changes_nothing_but_the_layout(pair: list[dict[str, Any]]) -> None:
+    assert close(pair[0]["channels_last"]["model"], pair[0]["plain"]["model"])
+
+
+def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
+    """Without a forward pass, which would wait for a C++ compiler."""
+    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+        wrapped: list[nn.Module] = []
+        ctx.wrap = lambda module, **_: wrapped.append(module) or SimpleNamespace(parameters=module.parameters)  # type: ignore[method-assign]
+        ddp._set_up(ctx, config(model=ModelConfig(compile=True)))
+        ctx.close()
+    (module,) = wrapped
+    assert module._compiled_call_impl is not None
+    assert set(module.state_dict()) == set(SimpleCNN(num_classes=5, in_channels=3, image_size=8).state_dict())
+
+
+# --- whole trainings
+
+
+def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> str:
+    """Train on a run folder as the worker does; returns why training ended, or that it was stopped."""
+    with open_context(here, RunDir(path), cfg) as ctx:
+        ask_all = ctx.should_stop
+
+        def should_stop(step: int, total_steps: int | None = None) -> bool:
+            ctx._stop.agreed = step == stop_at
+            return ask_all(step, total_steps)
+
+        ctx.should_stop = should_stop  # type: ignore[method-assign]
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]
+        ddp.train(ctx, cfg)
+        ctx.close()
+        return ctx.end_reason or "stopped"
+
+
+def metrics_of(run: RunDir) -> dict[tuple[str, int], float]:
+    records = [record for file in sorted(run.journal.glob("*.jsonl")) for record in read_records(file)[0]]
+    return {(key, record.step): value for record in records for key, value in record.metrics.items()}
+
+
+def test_resuming_on_another_number_of_ranks_trains_the_epochs_that_are_left(tmp_path: Path) -> None:
+    """67 samples: 9 steps an epoch on one rank, 5 on two."""
+    run = new_run(tmp_path)
+    cfg = config(stop=StopConfig(epochs=3), tracking=TrackingConfig(log_every=1))
+    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg, stop_at=14) == ["stopped"]
+    assert max(step for _, step in metrics_of(run)) == 14
+    assert metrics_of(run)["train/epoch", 14] == pytest.approx(1 + 5 / 9)
+    reasons = spawn_ranks(fit, 2, path=run.path, cfg=cfg)
+    # 5 of 9 steps are 2 of 5: three are left of the second epoch, then five of the third.
+    assert reasons == ["trained 22 steps, 3 epochs"] * 2
+    metrics = metrics_of(run)
+    assert sorted(step for key, step in metrics if key == "eval/accuracy") == [9, 17, 22]
+    assert metrics["train/epoch", 17] == pytest.approx(2.0)
+    assert metrics["train/epoch", 22] == pytest.approx(3.0)
+
+
+def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None:
+    """Also where `checkpoint.every_steps` comes to the same step: else the best one could not be told."""
+    run = new_run(tmp_path)
+    cfg = config(stop=StopConfig(epochs=2, steps=15), checkpoint=CheckpointConfig(every_steps=3))
+    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
+    with open_context(ALONE, run, cfg) as ctx:
+        best = ctx._store.best()
+        ctx.close()
+    assert best is not None
+    assert best.step in (9, 15)
+    newest = ctx._store.latest()
+    assert newest is not None
+    assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
+
+
+# --- rules that need no rank
+
+
+def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
+    cfg = ScheduleConfig(name="cosine", warmup_steps=4, final_factor=0.1)
+    factors = [ddp.lr_factor(step, 14, cfg) for step in range(15)]
+    assert factors[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factors[9] == pytest.approx(0.1 + 0.9 / 2)
+    assert factors[14] == pytest.approx(0.1)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert ddp.lr_factor(99, 14, cfg) == pytest.approx(0.1), "never up again"
+    constant = ScheduleConfig(warmup_steps=2)
+    assert [ddp.lr_factor(step, 9, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert ddp.lr_factor(5, 5, ScheduleConfig(name="cosine", warmup_steps=5)) == 1.0
+
+
+def test_grouping_leaves_a_shorter_last_group() -> None:
+    batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
+    assert [[int(image) for image, _ in group] for group in ddp.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
+    assert list(ddp.grouped([], 2)) == []
+
+
+def judged(cfg: Config, values: list[float]) -> list[str]:
+    """Why training would be over after each of the evaluations."""
+    run: Any = SimpleNamespace(cfg=cfg, total_steps=100, steps_per_epoch=10)
+    at, reasons = ddp.Position(), []
+    for number, value in enumerate(values, start=1):
+        at.step, at.epoch = 10 * number, number
+        assert ddp._end_reason(run, at) == "", "never before the last step's evaluation"
+        ddp._note_evaluation(run, at, {"eval/loss": value, "eval/accuracy": value})
+        reasons.append(ddp._end_reason(run, at))
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("stop", "checkpoint", "values", "reason"),
+    [
+        (
+            StopConfig(threshold=0.8),
+            CheckpointConfig(),
+            [0.5, 0.79, 0.8],
+            "eval/accuracy reached 0.8 (stop.threshold=0.8)",
+        ),
+        (
+            StopConfig(threshold=0.3),
+            CheckpointConfig(best="eval/loss", best_mode="min"),
+            [0.5, 0.31, 0.3],
+            "eval/loss reached 0.3 (stop.threshold=0.3)",
+        ),
+        (StopConfig(patience=2), CheckpointConfig(), [0.5, 0.6, 0.6, 0.5], "no better eval/accuracy in 2 evaluations"),
+        (
+            StopConfig(patience=1),
+            CheckpointConfig(best="eval/loss", best_mode="min"),
+            [0.5, 0.4, 0.41],
+            "no better eval/loss in 1 evaluations",
+        ),
+        (StopConfig(epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
+    ],
+)
+def test_stop_rules(stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str) -> None:
+    *before, last = judged(Config(stop=stop, checkpoint=checkpoint), values)
+    assert before == [""] * len(before)
+    assert last.startswith(reason)
+
+
+def test_better_again_starts_the_patience_anew() -> None:
+    assert judged(Config(stop=StopConfig(patience=2)), [0.5, 0.4, 0.6, 0.5]) == ["", "", "", ""]
+
+
+def test_the_best_must_be_measured() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.best='f1' is not measured: use one of eval/loss"):
+        judged(Config(checkpoint=CheckpointConfig(best="f1")), [0.5])
+
+
+@pytest.mark.faults  # not a fault, but half a minute of compiling
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs: apt-get install g++"
+)
+def test_compiled_training_leaves_a_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    cfg = config(stop=StopConfig(steps=4), model=ModelConfig(compile=True))
+    assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 4 steps, 0.4444 epochs"]
+    weights = load_weights(run.checkpoints / "step-00000004")
+    SimpleCNN(num_classes=5, in_channels=3, image_size=8).load_state_dict(weights)

@@ -1,0 +1,185 @@
+"""The rendezvous: only with this job's ranks, with a clear end where they are not to be had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import Rank, quiet_env, spawn_ranks
+from torch.distributed import TCPStore
+
+from hpcdist.cluster.topology import Topology
+from hpcdist.config import to_yaml
+from hpcdist.errors import RendezvousError
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.process_group import deadline, open_store, process_groups
+from hpcdist.schema import Config, LaunchConfig
+
+CPU = torch.device("cpu")
+
+
+def place(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours") -> Topology:
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node_rank=0,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+        rpc_port=port + 1,
+        launcher="hpcdist",
+        job_id=job_id,
+        attempt=1,
+    )
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    """Accepts connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return port_of(listener)
+
+
+def test_a_port_that_is_taken_stops_rank_0_at_once(stranger: socket.socket) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        RendezvousError, match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(stranger)}: .*EADDRINUSE"
+    ):
+        open_store(place(port_of(stranger)), 60)
+    assert time.monotonic() - began < 10
+
+
+def test_nobody_listening_is_told_with_the_address() -> None:
+    port = unused_port()
+    with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at 127\.0\.0\.1:{port}: "):
+        open_store(place(port, rank=1), 1)
+
+
+def test_another_jobs_store_is_refused_by_its_token() -> None:
+    theirs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    theirs.set("hpcdist/job", place(1, job_id="theirs").token)
+    with pytest.raises(RendezvousError, match="belongs to job 'hpcdist/theirs/1', this is 'hpcdist/ours/1'"):
+        open_store(place(theirs.port, rank=1), 5)
+
+
+def test_a_store_without_a_token_is_another_programs() -> None:
+    theirs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    with pytest.raises(RendezvousError, match=rf"the store at 127\.0\.0\.1:{theirs.port} has no token of hpcdist"):
+        open_store(place(theirs.port, rank=1), 1)
+
+
+def test_the_deadline_fires_only_when_it_passes() -> None:
+    fired = threading.Event()
+    with deadline(30, fired.set):
+        pass
+    with pytest.raises(ValueError, match="inside"), deadline(30, fired.set):
+        raise ValueError("inside")
+    assert not fired.is_set()
+    with deadline(0.01, fired.set):
+        assert fired.wait(30)
+
+
+def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, stranger: socket.socket) -> None:
+    """Connected to a stranger, torch hangs in C++ for longer than its own timeout; the rank must not."""
+    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
+    run.config.write_text(to_yaml(Config(runs_dir=str(tmp_path / "runs"), launch=LaunchConfig(init_timeout_s=2.0))))
+    attempt = run.new_attempt()
+    ours = place(port_of(stranger), rank=1)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES")
+    variables = {f"HPCDIST_{name}": str(getattr(ours, name.lower())) for name in names}
+    variables |= {
+        "HPCDIST_MASTER_ADDR": ours.master_addr,
+        "HPCDIST_MASTER_PORT": str(ours.master_port),
+        "HPCDIST_RPC_PORT": str(ours.rpc_port),
+        "HPCDIST_JOB_ID": ours.job_id,
+        "HPCDIST_ATTEMPT": str(ours.attempt),
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hpcdist.runtime.worker", str(run.path)],
+        env={**quiet_env(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    where = f"127.0.0.1:{ours.master_port}"
+    told = f"rank 1 did not meet the others at {where} within launch.init_timeout_s=2 s: does another program listen"
+    assert done.returncode == 1, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    outcome = attempt.outcomes()[1]
+    assert outcome["outcome"] == "failed"
+    assert outcome["error"].startswith(told)
+    assert not outcome["peer_lost"]
+
+
+def test_a_world_of_one_needs_no_control_group() -> None:
+    topology = place(unused_port(), world_size=1)
+    with process_groups(
+        topology, CPU, "gloo", init_timeout_s=30, timeout_s=30, on_expiry=lambda: os.kill(os.getpid(), signal.SIGABRT)
+    ) as groups:
+        assert groups.control is None
+        assert dist.get_world_size() == 1
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 1.0
+    assert not dist.is_initialized()
+
+
+def meet(here: Rank, ports: list[int]) -> list[float]:
+    """Through hpcdist's own rendezvous, twice, as a restart does."""
+    dist.destroy_process_group()
+    sums = []
+    for attempt in (0, 1):
+        topology = place(ports[attempt], rank=here.rank, world_size=here.world_size, job_id=f"job-{attempt}")
+        with process_groups(topology, CPU, "gloo", init_timeout_s=30, timeout_s=30, on_expiry=_expired) as groups:
+            assert groups.control is not None
+            for group in (None, groups.control):
+                value = torch.tensor([float(here.rank + 1)])
+                dist.all_reduce(value, group=group)
+                sums.append(value.item())
+        assert not dist.is_initialized()
+    with (
+        pytest.raises(ValueError, match="ours"),
+        process_groups(
+            place(ports[2], rank=here.rank, world_size=here.world_size),
+            CPU,
+            "gloo",
+            init_timeout_s=30,
+            timeout_s=30,
+            on_expiry=_expired,
+        ),
+    ):
+        raise ValueError("ours")
+    assert dist.is_initialized(), "after an error nothing is torn down: peers may be dead"
+    return sums
+
+
+def _expired() -> None:
+    raise AssertionError("met too late")
+
+
+def test_ranks_meet_and_both_groups_carry() -> None:
+    assert spawn_ranks(meet, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2

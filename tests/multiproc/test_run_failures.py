@@ -1,0 +1,221 @@
+"""A hostile day, through the real command: each thing that goes wrong has one clear message and costs nothing more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
+
+from hpcdist.runtime.checkpoint import CheckpointStore
+
+COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
+#: MLflow does not matter to these: its process is not waited for.
+NO_WAIT = ["tracking.drain_timeout_s=0"]
+
+
+def test_a_mistake_that_only_ranks_can_see_is_not_retried(runs: Runs, tmp_path: Path) -> None:
+    name = "no-data"
+    missing = ["data.name=mnist", f"data.root={tmp_path / 'nowhere'}", "data.download=false"]
+    code, output = runs.command("run", *runs.config(name, *missing, *NO_WAIT))
+    assert code == 2, output
+    last = output.splitlines()[-1]
+    assert last.startswith("failed: rank 0 on ")
+    assert str(tmp_path / "nowhere") in last
+    assert "Traceback" not in output
+    assert "restart" not in output
+    state = runs.run_dir(name).read_state()
+    assert (state.status, state.rejected, state.attempt, state.restarts) == ("failed", True, 1, 0)
+
+
+def test_a_metric_that_is_never_measured_cannot_choose_the_best(runs: Runs) -> None:
+    name = "unknown-best"
+    code, output = runs.command("run", *runs.config(name, "checkpoint.best=eval/f1", "stop.steps=2", *NO_WAIT))
+    assert code == 2, output
+    wanted = "checkpoint.best='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
+    assert wanted in output.splitlines()[-1]
+    assert len(runs.run_dir(name).attempts()) == 1
+
+
+def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
+    name = "raises"
+    params = ["params.until=1000", "params.raise_at=25", "launch.ranks=3"]
+    code, output = runs.command("run", *runs.config(name, *COUNTING, *params, *NO_WAIT))
+    assert code == 1, output
+    lines = [line.rstrip() for line in output.splitlines()]
+    sentence = f"rank 2 on {os.uname().nodename} failed with ValueError: a mistake in the user's own code at step 24"
+    # Twice: the restart from step 20 runs into the very same thing, and so there is no third attempt.
+    assert lines.count(sentence) == 2, output
+    first = lines.index(sentence)
+    assert "    ValueError: a mistake in the user's own code" in lines[first : first + 10]
+    assert any('counting.py", line ' in line for line in lines[first : first + 10]), output
+    assert f"    whole log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
+    assert lines[-1] == f"failed: {sentence}, twice in a row: another restart would not help"
+    assert "resumed at step 20 from" in runs.attempt(name, 2).log(2).read_text()
+    # The others failed only because this one had gone, and are not blamed in any line.
+    assert not [line for line in lines if line.startswith(("rank 0", "rank 1"))]
+
+
+def test_a_rank_that_hangs_ends_the_attempt(runs: Runs) -> None:
+    name = "hangs"
+    options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=12", "launch.max_restarts=0"]
+    code, output = runs.command("run", *runs.config(name, *COUNTING, *options, *NO_WAIT))
+    assert code == 1, output
+    assert "made no progress for launch.hang_timeout_s=12 s (stacks of all ranks are in " in output.splitlines()[-1]
+    for rank in (0, 1):
+        assert "Current thread" in runs.attempt(name).log(rank).read_text()
+    stack = runs.attempt(name).log(1).read_text()
+    assert "in wait" in stack
+    assert 'counting.py", line ' in stack
+
+
+def test_mlflow_is_never_there(runs: Runs) -> None:
+    """The run ends well, says what to do, and that ships all of it, once."""
+    name = "no-mlflow"
+    away = f"tracking.uri=http://127.0.0.1:{closed_port()}"
+    options = ["params.until=40", "launch.ranks=1", "tracking.drain_timeout_s=2"]
+    code, output = runs.command("run", *runs.config(name, *COUNTING, *options, away))
+    assert code == 0, output
+    assert "finished: counted to 40" in output
+    assert "has not taken everything (see shipper.log); nothing is lost" in output
+    assert f"`hpcdist sync {name}` ships the rest" in output
+    assert "Traceback" not in (runs.run_dir(name).path / "shipper.log").read_text()
+
+    code, output = runs.command("sync", name)
+    assert code == 1, output
+    assert "MLflow at http://127.0.0.1" in output
+    assert "Traceback" not in output
+    elsewhere = f"sqlite:///{runs.database}"
+    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=elsewhere)
+    assert code == 0, output
+    series = runs.series(name)
+    assert series == {("train/loss", step): 1 / step for step in range(1, 41)}
+    assert runs.mlflow_status(name) == "FINISHED"
+    before = runs.points(name)
+    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=elsewhere)
+    assert code == 0, output
+    assert runs.points(name) == before
+
+
+def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
+    name = "detached"
+    config = runs.config(name, *COUNTING, "params.until=100000", *NO_WAIT)
+    code, output = runs.command("run", *config, "--detach")
+    assert code == 0, output
+    assert f"{name} runs in the background (process " in output
+    first = runs.holder_pid(name)
+    wait_for(lambda: runs.checkpoint_steps(name), "the first checkpoint")
+
+    code, output = runs.command("run", *config)
+    assert code == 2, output
+    assert "exists already" in output
+    assert f"hpcdist resume {name}" in output
+    code, output = runs.command("resume", name)
+    assert code == 2, output
+    assert f"hpcdist: run {name} is held by process {first} of " in output
+    assert "Traceback" not in output
+
+    code, output = runs.command("status", name)
+    assert code == 0, output
+    for part in ("running", f"held by      process {first} of", "rank 0       step ", "rank 1       step "):
+        assert part in output
+    code, output = runs.command("logs", name, "--rank", "1")
+    assert code == 0, output
+
+    code, output = runs.command("stop", name)
+    assert code == 0, output
+    wait_for(lambda: runs.run_dir(name).read_state().status == "stopped", "the run to stop")
+    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to leave")
+    stopped_at = runs.checkpoint_steps(name)[-1]
+    code, output = runs.command("stop", name)
+    assert code == 2, output
+    assert f"run {name} is not running: nobody holds it, and its last state is 'stopped'" in output
+
+    code, output = runs.command("resume", name, "--detach")
+    assert code == 0, output
+    wait_for(lambda: runs.checkpoint_steps(name)[-1] > stopped_at, "the run to go on")
+    assert f"resumed at step {stopped_at} from" in runs.command("logs", name)[1]
+    code, output = runs.command("cancel", name)
+    assert code == 0, output
+    wait_for(lambda: runs.run_dir(name).read_state().status == "cancelled", "the run to end")
+    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to leave")
+
+
+def test_ctrl_c_once_saves_and_twice_kills(runs: Runs) -> None:
+    name = "interrupted"
+    process = runs.start("run", *runs.config(name, *COUNTING, "params.until=100000", *NO_WAIT))
+    wait_for(lambda: runs.checkpoint_steps(name), "the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped: stopped with everything saved (SIGINT to the supervisor)" in output
+    stopped_at = runs.checkpoint_steps(name)[-1]
+
+    process = runs.start("resume", name, "params.hang_at=" + str(stopped_at + 2))
+    wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the second attempt")
+    attempt = runs.attempt(name, 2)
+    wait_for(lambda: attempt.log(1).exists() and "resumed at step" in attempt.log(1).read_text(), "the ranks to resume")
+    process.send_signal(signal.SIGINT)
+    wait_for(attempt.request.exists, "the first Ctrl-C to be taken")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "cancelled: cancelled (SIGINT to the supervisor)" in output
+
+
+# --- a full disk
+
+HOW_TO_MOUNT = "as root: sudo .venv/bin/python -m pytest tests/multiproc/test_run_failures.py -k full_disk"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, ready_database: Path) -> Iterator[Runs]:
+    """Runs on a file system of 32 MB."""
+    (tmp_path / "runs").mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "hpcdist-test", str(tmp_path / "runs")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip(f"no `mount` here; {HOW_TO_MOUNT}")
+    if done.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted ({done.stderr.strip()}); {HOW_TO_MOUNT}")
+    try:
+        yield Runs(tmp_path, ready_database)
+    finally:
+        subprocess.run(["umount", str(tmp_path / "runs")], check=True)
+
+
+def test_a_full_disk(small_disk: Runs, runs: Runs, plain_control: str) -> None:
+    name = "full-disk"
+    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HELD))
+    small_disk.wait_held(name)
+    wait_for(lambda: small_disk.checkpoint_steps(name)[-2:] == [40, 45], "two checkpoints")
+    filler = small_disk.folder / "filler"
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk.folder).free)
+    assert shutil.disk_usage(small_disk.folder).free == 0
+    small_disk.release(name)
+    code, output = finish(process)
+    assert code == 1, output
+    *_, last = output.splitlines()
+    # Whichever comes first: the checkpoint of step 60 or the metrics since step 45.
+    assert last.startswith(f"failed: rank 0 on {os.uname().nodename} failed with ")
+    assert "could not be written" in last or "cannot be written" in last
+    assert "No space left on device" in last
+    assert last.endswith(f"; no restart, since the disk of {small_disk.run_dir(name).path} is full")
+    assert "Traceback" not in output
+    store = CheckpointStore(small_disk.run_dir(name).checkpoints)
+    newest = store.latest()
+    assert newest is not None
+    assert newest.step == 45
+    assert store.skipped == []
+
+    filler.unlink()
+    code, output = small_disk.command("resume", name)
+    assert code == 0, output
+    assert_as_undisturbed(small_disk, name, plain_control, runs)

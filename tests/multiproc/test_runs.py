@@ -1,0 +1,120 @@
+"""Whole runs through the real command: whatever happens on the way, they end as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from hpcdist_runs import (
+    AUGMENTED,
+    HELD,
+    HOLD_AT,
+    LAST_STEP,
+    TRAINING,
+    Descendants,
+    Runs,
+    assert_as_undisturbed,
+    finish,
+    wait_for,
+)
+
+
+def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, plain_control: str) -> None:
+    series = runs.series(plain_control)
+    assert series["eval/accuracy", LAST_STEP] > 0.9
+    assert series["train/lr", LAST_STEP] < series["train/lr", 40]
+    assert (runs.run_dir(plain_control).model / "MLmodel").is_file()
+    assert any(key.startswith("system/") for key, _, _ in runs.points(plain_control))
+
+
+def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, plain_control: str) -> None:
+    name = "stopped"
+    process = runs.start("run", *runs.config(name, *TRAINING, *HELD))
+    runs.wait_held(name)
+    code, output = runs.command("stop", name)
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped: stopped with everything saved (`hpcdist stop` by" in output
+    at = runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= at < LAST_STEP, "stopped in the middle of the second epoch"
+    assert runs.mlflow_status(name) == "KILLED"
+
+    code, output = runs.command("resume", name)
+    assert code == 0, output
+    assert f"resumed at step {at} from" in runs.attempt(name, 2).log(0).read_text()
+    assert_as_undisturbed(runs, name, plain_control)
+    assert len(runs.run_dir(name).attempts()) == 2
+
+    code, output = runs.command("resume", name)
+    assert (code, "to train on, say how far" in output) == (2, True), output
+
+
+def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmented_control: str) -> None:
+    name = "truncated"
+    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
+    for pid in runs.wait_held(name):
+        os.kill(pid, signal.SIGUSR2)  # the other way to ask for a stop, here without the supervisor's knowledge
+    runs.release(name)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped with everything saved (a stop signal reached the ranks)" in output
+    *_, before, newest = runs.checkpoint_steps(name)
+    weights = runs.run_dir(name).checkpoints / f"step-{newest:08d}" / "model.pt"
+    os.truncate(weights, weights.stat().st_size // 2)
+
+    code, output = runs.command("resume", name)
+    assert code == 0, output
+    log = runs.attempt(name, 2).log(0).read_text()
+    assert f"skipping checkpoint {weights.parent}: model.pt has " in log
+    assert f"resumed at step {before} from" in log
+    assert_as_undisturbed(runs, name, augmented_control)
+
+
+def test_a_rank_is_killed(runs: Runs, augmented_control: str) -> None:
+    name = "rank-killed"
+    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
+    _, victim = runs.wait_held(name)
+    os.kill(victim, signal.SIGKILL)
+    runs.release(name)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "rank 1 on " in output
+    assert "was killed by SIGKILL (out of memory?) at step " in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    state = runs.run_dir(name).read_state()
+    assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
+    assert_as_undisturbed(runs, name, augmented_control)
+
+
+def test_the_supervisor_is_killed(runs: Runs, plain_control: str) -> None:
+    name = "supervisor-killed"
+    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, "params.grandchild=true"))
+    ranks = runs.wait_held(name)
+    below = Descendants(process.pid)
+    assert {process.pid for process in below.processes} >= set(ranks)
+    assert sum(command == "sleep 1000" for command in below.commands) == 2, below.commands
+    process.kill()
+    below.wait_gone(30)
+    assert finish(process)[0] == -signal.SIGKILL
+
+    code, output = runs.command("status", name)
+    assert code == 0, output
+    assert "lost" in output
+    assert "its supervisor has died: `hpcdist resume` goes on" in output
+    assert runs.mlflow_status(name) == "FAILED", "its shipper told MLflow before it left"
+    code, output = runs.command("resume", name)
+    assert code == 0, output
+    assert_as_undisturbed(runs, name, plain_control)
+    # No process of a user's trainer outlives a run that ended well, either.
+    wait_for(lambda: not _sleepers(runs), "the second attempt's grandchildren to be gone", timeout_s=10)
+
+
+def _sleepers(runs: Runs) -> list[int]:
+    import psutil
+
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cmdline"] == ["sleep", "1000"] and process.info["cwd"] == str(runs.project)
+    ]
