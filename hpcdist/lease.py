@@ -54,8 +54,10 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def hold(run: RunDir) -> Iterator[None]:
+def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[None]:
     """Hold the run's lease for as long as the block lasts, renewing it from a thread.
+
+    A lease that an earlier life of the same Slurm job has left is taken over: Slurm runs a job once at a time.
 
     Raises RunFolderError, naming the holder, when another process has it.
     """
@@ -64,12 +66,13 @@ def hold(run: RunDir) -> Iterator[None]:
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "user": getpass.getuser(),
+        "job_id": job_id,
         "acquired": time.time(),
         "renewed": time.time(),
     }
     with _exclusive(run.path / ".lease.lock"):
         other = holder(run)
-        if other is not None:
+        if other is not None and (job_id is None or other.get("job_id") != job_id):
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["acquired"]))
             raise RunFolderError(
                 f"run {run.name} is held by process {other['pid']} of {other['user']} on {other['host']} since {since}:"

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpcdist.launch.plan import Plan, free_ports, rank_command
+from hpcdist.rundir import Attempt, RunDir
+
 #: Reads `+pgid` and `-pgid` from a pipe that only the supervisor holds open. When the supervisor dies, whatever
 #: killed it, the pipe ends and the process groups still noted are killed, grandchildren included.
 _GUARD = """
@@ -54,6 +57,56 @@ class Guard:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+class LocalLauncher:
+    """Starts ranks on this machine. Use as a context manager: its guard lives as long.
+
+    Args:
+        env: what ranks inherit; the plan's variables come on top.
+        import_path: folders that ranks import code from, before all others.
+        cwd: the ranks' current folder.
+    """
+
+    def __init__(
+        self, run: RunDir, plan: Plan, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+    ) -> None:
+        self.num_ranks = plan.num_ranks
+        self._run = run
+        self._plan = plan
+        self._env = dict(env)
+        # The snapshot comes first in any case: a restart must run the code that was started.
+        theirs = plan.env.get("PYTHONPATH") or env.get("PYTHONPATH")
+        self._code = {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
+        self._cwd = cwd
+
+    def __enter__(self) -> LocalLauncher:
+        self._guard = Guard()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.close()
+
+    def broken(self) -> str:
+        """This machine stands, or nobody would ask."""
+        return ""
+
+    def start(self, attempt: Attempt) -> LocalRanks:
+        """Start every rank, with ports that nobody uses at this moment."""
+        job_id = f"{self._run.experiment}/{self._run.name}"
+        master_port, rpc_port = free_ports(job_id, attempt.number)
+        ranks = range(self.num_ranks)
+        places = [
+            self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=master_port, rpc_port=rpc_port)
+            for rank in ranks
+        ]
+        return LocalRanks(
+            rank_command(self._run.path),
+            [self._env | place | self._code for place in places],
+            [attempt.log(rank) for rank in ranks],
+            self._guard,
+            cwd=self._cwd,
+        )
 
 
 class LocalRanks:

@@ -53,9 +53,9 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     top = root or cwd
     is_users = bool(config.trainer.script) or ":" in config.trainer.target
-    copied = is_users or Path(hpcdist.__file__).resolve().is_relative_to(top.resolve())
+    files = _git_files(root) if root else _plain_files(cwd) if is_users else []
+    copied = is_users or Path(hpcdist.__file__).resolve() in files
     if copied:
-        files = _git_files(root) if root else _plain_files(cwd)
         runs_dir = Path(config.runs_dir).resolve()  # git, too, names its work tree without links
         _copy(top, [path for path in files if not path.is_relative_to(runs_dir)], run.code, config)
     return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied)

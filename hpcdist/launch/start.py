@@ -15,8 +15,10 @@ from pathlib import Path
 from hpcdist.config import secrets_of, to_yaml
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.launch import snapshot
+from hpcdist.launch.launcher import Reporter
+from hpcdist.launch.local import LocalLauncher
 from hpcdist.launch.plan import Plan
-from hpcdist.launch.supervisor import Reporter, Supervisor
+from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_atomic
 from hpcdist.schema import Config
@@ -50,12 +52,12 @@ def check_trainer(config: Config, cwd: Path) -> None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
 
 
-def create_run(config: Config, cwd: Path) -> RunDir:
+def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
     """Make the run folder with everything that a start, or a later resume, needs. Leaves nothing behind on errors."""
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
         write_atomic(run.config, to_yaml(config), durable=True)
-        snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher="local")
+        snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)
         raise
@@ -74,17 +76,12 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
         code = snapshot.CodeState(**facts["code"])
         # Where the run was started is gone on another machine; the code is in the run folder anyway.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-        return Supervisor(
-            run,
-            config,
-            plan,
-            report,
-            tracking_uri=choose_uri(env, config.tracking.uri, Path(config.runs_dir)),
-            # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
-            env={**env, **secrets_of(config)},
-            import_path=snapshot.import_path(code, run),
-            cwd=cwd,
-        ).run()
+        # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
+        env = {**env, **secrets_of(config)}
+        import_path = snapshot.import_path(code, run)
+        uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+        with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd) as launcher:
+            return Supervisor(run, config, launcher, report, tracking_uri=uri, env=env).run()
 
 
 def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
@@ -100,3 +97,14 @@ def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
             start_new_session=True,
         )
     return process.pid
+
+
+def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
+    """Let MLflow show a run that waits in the queue; returns a sentence. A server that is away is no reason to fail."""
+    from hpcdist.errors import TrackingError
+    from hpcdist.tracking.shipper import sync
+
+    try:
+        return str(sync(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir))))
+    except TrackingError as error:
+        return f"not in MLflow yet: {error}"

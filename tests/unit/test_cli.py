@@ -20,7 +20,7 @@ from hpcdist import cli
 from hpcdist.config import load_config
 from hpcdist.launch import start
 from hpcdist.lease import hold
-from hpcdist.rundir import RunDir, State, read_json
+from hpcdist.rundir import RunDir, State, read_json, write_json
 
 COMMANDS = ("run", "resume", "runs", "status", "logs", "stop", "cancel", "config", "sync", "ui")
 
@@ -535,10 +535,17 @@ def test_ui_hands_over_to_mlflow_on_this_machine_alone(
 ) -> None:
     started: list[list[str]] = []
     monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
-    assert hpcdist("ui", "--port", "5001").code == 0
     store = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    options = ["--backend-store-uri", store, "--host", "127.0.0.1", "--port", "5001"]
+    run = RunDir.create(tmp_path / "runs" / "exp" / "first")
+    run.config.write_text("{}")
+    write_json(run.mlflow, {"experiment_id": "7", "uri": store})
+    shown = hpcdist("ui", "--port", "5001")
+    assert shown.code == 0
+    assert shown.out == "exp: http://127.0.0.1:5001/#/experiments/7/runs?workflowType=machine_learning\n"
+    assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    options = ["--backend-store-uri", store, "--host", "127.0.0.1", "--port", "5001", "--workers", "1"]
     assert started == [[sys.executable, "-m", "mlflow", "ui", *options]]
 
 

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hpcdist.launch.local as local_module
 import hpcdist.launch.supervisor as supervisor_module
+import hpcdist.launch.watch as watch_module
+from hpcdist.launch.local import LocalLauncher
 from hpcdist.launch.plan import Plan
 from hpcdist.launch.policy import Failure
+from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.rundir import Attempt, RunDir, State
 from hpcdist.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
@@ -82,8 +86,8 @@ class Scene:
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
         self.import_path: list[str] = []
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
-        #: What stands in for the shipper; None starts the real one.
-        self.shipper: list[str] | None = ["true"]
+        #: What stands in for the shipper.
+        self.shipper = ["true"]
         self.num_ranks = 2
 
     def script(self, **attempts: list[list[list[Any]]]) -> None:
@@ -98,36 +102,31 @@ class Scene:
             launch=LaunchConfig(**self.launch),
             tracking=TrackingConfig(**self.tracking),
         )
+        self.config = config
         plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
-        return Supervisor(
-            self.run,
-            config,
-            plan,
-            self.report,
-            tracking_uri=self.tracking_uri,
-            env=self.env,
-            import_path=self.import_path,
-            cwd=self.run.path,
-        )
+        self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=self.import_path, cwd=self.run.path)
+        return Supervisor(self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env)
 
     def supervise(self, supervisor: Supervisor | None = None) -> State:
         """Run to the end with fake ranks, and return the last state, which must also be on disk."""
 
-        def start_shipper(_: Supervisor) -> subprocess.Popen[bytes]:
-            assert self.shipper is not None
-            return subprocess.Popen(self.shipper)
+        scene = self
 
+        class StubShipper(ShipperProcess):
+            def __init__(self, *_: object) -> None:
+                self._process = subprocess.Popen(scene.shipper)
+
+        supervisor = supervisor or self.supervisor()
         with (
-            mock.patch.object(supervisor_module, "LOOK_EVERY_S", 0.02),
-            mock.patch.object(supervisor_module, "PEER_GRACE_S", 0.3),
+            mock.patch.object(watch_module, "LOOK_EVERY_S", 0.02),
+            mock.patch.object(watch_module, "PEER_GRACE_S", 0.3),
             mock.patch.object(
-                supervisor_module, "rank_command", lambda run_dir: [sys.executable, "-S", str(FAKE_RANK), str(run_dir)]
+                local_module, "rank_command", lambda run_dir: [sys.executable, "-S", str(FAKE_RANK), str(run_dir)]
             ),
-            mock.patch.object(
-                Supervisor, "_start_shipper", start_shipper if self.shipper else Supervisor._start_shipper
-            ),
+            mock.patch.object(supervisor_module, "ShipperProcess", StubShipper),
+            self.launcher,
         ):
-            state = (supervisor or self.supervisor()).run()
+            state = supervisor.run()
         assert self.run.read_state() == state
         return state
 

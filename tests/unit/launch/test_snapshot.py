@@ -276,10 +276,10 @@ def test_a_shipped_trainer_needs_no_copy(project: Path, git: Git, run: RunDir) -
 def test_hpcdist_is_copied_where_it_is_being_worked_on(
     project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(project, hpcdist__x="1")
-    monkeypatch.setattr(hpcdist, "__file__", str(project / "hpcdist" / "__init__.py"))
+    write(project, hpcdist__main="1")
+    monkeypatch.setattr(hpcdist, "__file__", str(project / "hpcdist" / "main.py"))
     assert take(config(run, trainer=TrainerConfig()), run, project).copied is True
-    assert set(contents(run.code)) == {"hpcdist/x.py"}
+    assert set(contents(run.code)) == {"hpcdist/main.py"}
 
 
 def test_a_script_is_the_users_code(project: Path, run: RunDir) -> None:

@@ -152,12 +152,22 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     class Nothing:
-        def __init__(self, run: RunDir, config: Config, plan: Plan, report: object, **arguments: Any) -> None:
+        def __init__(self, run: RunDir, config: Config, launcher: object, report: object, **arguments: Any) -> None:
             seen.update(arguments, run=run, held=run.lease.exists())
 
         def run(self) -> State:
             return State(status="finished")
 
+    class NoRanks:
+        def __init__(self, run: RunDir, plan: Plan, **arguments: Any) -> None:
+            seen.update(arguments)
+
+        def __enter__(self) -> NoRanks:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(start, "LocalLauncher", NoRanks)
     monkeypatch.setattr(start, "Supervisor", Nothing)
     return seen
 

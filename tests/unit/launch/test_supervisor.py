@@ -19,6 +19,7 @@ import pytest
 from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
 
+from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.rundir import RunDir, read_json
 
 FOREVER: list[list[Any]] = [["forever", None]]
@@ -76,8 +77,8 @@ def test_progress_of_fake_ranks_is_passed_on_while_the_run_is_running(scene: Sce
 
 
 def test_fake_ranks_get_the_environment_the_code_and_their_place(scene: Scene) -> None:
-    scene.env |= {"PYTHONPATH": "/theirs", "MINE": "1", "SHARED": "caller"}
-    scene.launch = {"env": {"SHARED": "launch.env"}}
+    scene.env |= {"PYTHONPATH": "/callers", "MINE": "1", "SHARED": "caller"}
+    scene.launch = {"env": {"SHARED": "launch.env", "PYTHONPATH": "/theirs"}}
     scene.import_path = ["/code/sub", "/code"]
     scene.script(first=[[["environment", None], *DONE], [["environment", None]]])
     scene.supervise()
@@ -425,13 +426,9 @@ def test_the_shipper_gets_the_run_and_the_whole_uri(scene: Scene, monkeypatch: p
         '#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; cut -d " " -f 19 /proc/self/stat; echo err >&2; cat\n'
     )
     stub.chmod(0o700)
-    scene.script(first=[[*DONE], QUIETLY])
-    scene.shipper = None
-    scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
-    supervisor = scene.supervisor()
     monkeypatch.setattr(sys, "executable", str(stub))
-    shipper = supervisor._start_shipper()
-    assert shipper.wait() == 0
+    shipper = ShipperProcess(scene.run, "http://ada:s3cret@mlflow:5000", scene.env)
+    assert shipper.drain(60)
     monkeypatch.undo()
     assert (scene.run.path / "shipper.log").read_text().splitlines() == [
         f"-P -m hpcdist.tracking.shipper {scene.run.path}",

@@ -1,0 +1,57 @@
+"""What the supervisor asks of whatever starts ranks, and of whoever is told how it goes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcdist.launch.policy import Failure
+from hpcdist.rundir import Attempt
+
+
+class Ranks(Protocol):
+    """The ranks of one attempt. They are started when this exists."""
+
+    #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
+    exits: dict[int, int]
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a rank has ended or the time is over; `exits` then has the news."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks that still run."""
+        ...
+
+    def close(self) -> None:
+        """Kill what is left of the ranks, their children included, and release everything."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the ranks of a run, attempt after attempt, always in the same place."""
+
+    num_ranks: int
+
+    def start(self, attempt: Attempt) -> Ranks: ...
+
+    def broken(self) -> str:
+        """Asked after a failure: why ranks cannot be started here again, or nothing when they can."""
+        ...
+
+
+class Reporter(Protocol):
+    """Who is told while a run goes on; `view.py` has one for people."""
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
+    def progress(self, beat: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def output(self, text: str) -> None: ...
+    def failure(self, failure: Failure, log: Path) -> None: ...

@@ -1,0 +1,45 @@
+"""The shipper's process: started before the ranks, waited for after them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from hpcdist.rundir import RunDir
+
+
+class ShipperProcess:
+    """`hpcdist.tracking.shipper` on one run, as a child of low priority.
+
+    Args:
+        uri: where MLflow is, password included; it travels in the environment.
+        env: the environment to start from.
+    """
+
+    def __init__(self, run: RunDir, uri: str, env: Mapping[str, str]) -> None:
+        with open(run.path / "shipper.log", "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path)],
+                env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # The ranks come first, also while they are being started.
+                preexec_fn=_be_nice,
+            )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until MLflow has everything of a run that has ended, but not for ever; whether it has."""
+        try:
+            return self._process.wait(timeout_s) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return False
+
+
+def _be_nice() -> None:
+    os.nice(10)
