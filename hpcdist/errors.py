@@ -61,3 +61,7 @@ class RendezvousError(HpcdistError):
 
 class TrackingError(HpcdistError):
     """The tracking server refused or did not answer. Never raised in a training process."""
+
+
+class DevClusterError(UserMistake):
+    """The dev cluster cannot be made, changed or reached here; says what it needs."""

@@ -139,6 +139,7 @@ def test_trainers_never_import_each_other() -> None:
         (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "view")),
         (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "view")),
         (("trainers",), ("launch", "diagnose", "cli", "view")),
+        (("devcluster",), ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "view")),
         (("view",), ("runtime", "trainers", "models", "data", "cli")),
         (("devcluster",), ("launch", "runtime", "tracking", "trainers", "models", "data", "view")),
     ],
@@ -158,10 +159,16 @@ def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...
         ("rundir", {"errors"}),
         ("tracking.journal", {"errors"}),
         ("launch.policy", set()),
-        ("launch.local", set()),
+        ("launch.local", {"launch", "rundir"}),
     ],
 )
 def test_rooms_of_the_standard_library_alone(room: str, allowed: set[str]) -> None:
     for module, imports in of(room).items():
         assert foreign(imports) == set(), module
         assert own(imports) <= allowed, module
+
+
+def test_the_dev_cluster_needs_the_command_lines_library_alone() -> None:
+    for module, imports in of("devcluster").items():
+        assert foreign(imports) == ({"typer"} if module == "devcluster.commands" else set()), module
+        assert own(imports) <= {"errors", "rundir", "devcluster"}, module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -356,15 +355,18 @@ def test_a_namespace_that_stays_mounted_is_told(recorded: Layout, monkeypatch: P
 
 def test_another_shape_needs_a_down_first(recorded: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(processes, "members", lambda namespaces: [1])
-    assert cluster._settle(recorded, {"num_nodes": 2}) == TWO
+    assert cluster._choose(recorded, {"num_nodes": 2}) == TWO
+    assert cluster._choose(recorded, {}) == TWO
     with pytest.raises(DevClusterError, match=r"is up with --nodes 2, not 8: `hpcdist devcluster down` first"):
-        cluster._settle(recorded, {"num_nodes": 8})
+        cluster._choose(recorded, {"num_nodes": 8})
 
 
 def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) -> None:
     recorded.conf.mkdir()
-    assert cluster._settle(recorded, {"num_nodes": 8}) == dataclasses.replace(TWO, num_nodes=8)
-    assert cluster.recorded_settings(recorded) == Settings(num_nodes=8)
+    eight = cluster._choose(recorded, {"num_nodes": 8})
+    assert eight == Settings(num_nodes=8)
+    provision.begin(eight, recorded)
+    assert cluster.recorded_settings(recorded) == eight
     assert not recorded.conf.exists()
 
 

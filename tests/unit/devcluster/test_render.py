@@ -244,10 +244,7 @@ def test_a_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: 
 
 
 def test_status_in_words() -> None:
-    nodes = (
-        NodeStatus("n1", "10.213.77.1", "idle", "none"),
-        NodeStatus("n2", "10.213.77.2", "down*", "Not responding"),
-    )
+    idle, dead = NodeStatus("n1", "10.213.77.1", "idle", "none"), NodeStatus("n2", "10.213.77.2", "down*", "no answer")
     assert list(describe(Status(TWO, (idle, dead), dead=("slurmd-n2",), controller_answers=True), LAYOUT)) == [
         "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing",
         "node  address          state       reason",

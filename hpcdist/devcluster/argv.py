@@ -1,0 +1,165 @@
+"""Every command that a dev cluster runs, as pure functions: argument lists, and batches for `ip -batch -`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.devcluster.settings import HEAD, HOST, LINK, Layout, Settings
+
+PACKAGES = ("slurmctld", "slurmd", "slurmdbd", "slurm-client", "munge", "mariadb-server", "iproute2")
+SERVICES = ("munge", "mariadb", "slurmctld", "slurmd", "slurmdbd")
+COMMANDS = (
+    *("slurmctld", "slurmd", "slurmdbd", "scontrol", "sinfo", "srun", "sacctmgr", "munged", "munge"),
+    *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
+    *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
+)
+"""What must be found before a cluster can be made."""
+
+BARE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+"""What every command gets: a caller inside a Slurm job, or beside another Slurm, brings variables that mislead."""
+
+BRIDGE = "br0"
+HOST_PORT = "host"
+"""The bridge's end of the link to this machine."""
+
+#: `ip netns exec` would remount /sys, and the cgroup mounts below it with it; nsenter leaves the mounts alone.
+_ENTER = 'hostname "$0" && exec "$@"'
+_DAEMON = 'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A process that lives as long as the cluster does."""
+
+    name: str
+    """Unique; names its log and its pid file."""
+    node: str
+    """Whose network namespace and host name it has."""
+    argv: tuple[str, ...]
+
+
+def namespace(path: Path) -> list[str]:
+    """Make a network namespace and mount it on a file that exists."""
+    return ["unshare", f"--net={path}", "true"]
+
+
+def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
+    """A command in the network namespace of a node or the head."""
+    return ["nsenter", f"--net={layout.namespace(name)}", *argv]
+
+
+def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
+    """A command that sees itself on a node: its network and its host name."""
+    return inside(layout, name, ["unshare", "--uts", "sh", "-c", _ENTER, name, *argv])
+
+
+def daemon(layout: Layout, what: Daemon) -> list[str]:
+    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file."""
+    shell = ["sh", "-c", _DAEMON, what.node, str(layout.pid_file(what.name)), *what.argv]
+    return ["setsid", "--fork", *inside(layout, what.node, ["unshare", "--uts", *shell])]
+
+
+def munged(layout: Layout) -> Daemon:
+    files = (
+        *("--socket", str(layout.munge_socket), "--key-file", str(layout.munge_key)),
+        *("--pid-file", str(layout.munge / "pid"), "--seed-file", str(layout.munge / "seed")),
+    )
+    user = ("setpriv", "--reuid=munge", "--regid=munge", "--init-groups")
+    return Daemon("munged", HEAD, (*user, "munged", "--foreground", "--num-threads=10", *files))
+
+
+def mariadbd(layout: Layout) -> Daemon:
+    """Small, and without syncs: a database that `down` deletes need not survive a power cut."""
+    files = (
+        f"--datadir={layout.database}",
+        f"--socket={layout.database_socket}",
+        f"--pid-file={layout.database_socket.parent}/pid",
+        f"--init-file={layout.database_init}",
+    )
+    small = ("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=8M", "--innodb-lock-wait-timeout=900")
+    quick = ("--innodb-flush-log-at-trx-commit=0", "--innodb-flush-method=nosync", "--skip-innodb-doublewrite")
+    argv = ("mariadbd", "--no-defaults", "--user=mysql", "--skip-networking", *files, *small, *quick)
+    return Daemon("mariadbd", HEAD, argv)
+
+
+def slurmdbd() -> Daemon:
+    return Daemon("slurmdbd", HEAD, ("slurmdbd", "-D"))
+
+
+def slurmctld() -> Daemon:
+    return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
+
+
+def slurmd(node: str) -> Daemon:
+    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", "-N", node))
+
+
+def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
+    """All of a cluster's, in the order in which they start."""
+    return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *map(slurmd, settings.nodes)]
+
+
+def daemon_env(layout: Layout) -> dict[str, str]:
+    """All that daemons get: nothing of the caller's environment reaches them, or a job through them."""
+    return {
+        **BARE_ENV,
+        "SLURM_CONF": str(layout.slurm_conf),
+        # slurmdbd's configuration has no key for the socket; MariaDB's client library asks this variable.
+        "MYSQL_UNIX_PORT": str(layout.database_socket),
+    }
+
+
+def install_database(folder: Path) -> list[str]:
+    """Make the system tables of an empty MariaDB in a folder of user mysql."""
+    options = ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
+    return ["mariadb-install-db", "--no-defaults", f"--datadir={folder}", "--user=mysql", *options]
+
+
+def head_batch(settings: Settings, layout: Layout) -> str:
+    """Links of the head: a bridge with its own address, and a port for this machine and for each node.
+
+    The bridge stands in the head's namespace, not on the host, where a firewall for bridged packets
+    (Docker's, say) would drop what nodes send each other.
+    """
+    ports = [
+        line
+        for node in settings.nodes
+        for line in (
+            f"link add {node} type veth peer name eth0 netns {layout.namespace(node)}",
+            f"link set {node} master {BRIDGE} up",
+        )
+    ]
+    own = [
+        "link set lo up",
+        f"link add {BRIDGE} type bridge",
+        f"addr add {settings.with_prefix(HEAD)} dev {BRIDGE}",
+        f"link set {BRIDGE} up",
+        f"link set {HOST_PORT} master {BRIDGE} up",
+    ]
+    return "\n".join([*own, *ports, ""])
+
+
+def host_batch(settings: Settings, layout: Layout) -> str:
+    """The one link of this machine, into the head's bridge."""
+    return (
+        f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
+        f"addr add {settings.with_prefix(HOST)} dev {LINK}\n"
+        f"link set {LINK} up\n"
+    )
+
+
+def node_batch(settings: Settings, node: str) -> str:
+    """Addresses of a node. No default route: a name that only DNS knows fails at once instead of after seconds."""
+    return f"link set lo up\naddr add {settings.with_prefix(node)} dev eth0\nlink set eth0 up\n"
+
+
+def slow_link(rate_mbit: float | None, delay_ms: float | None) -> list[str]:
+    """Arguments of `tc qdisc replace dev … root` for one direction of a link.
+
+    A mere rate takes tbf, which more kernels have than netem.
+    """
+    if delay_ms is None:
+        return ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]
+    rate = [] if rate_mbit is None else ["rate", f"{rate_mbit:g}mbit"]
+    return ["netem", "delay", f"{delay_ms:g}ms", *rate]

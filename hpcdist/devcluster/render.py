@@ -1,0 +1,141 @@
+"""The texts of a dev cluster's configuration, as pure functions of its settings and layout."""
+
+from __future__ import annotations
+
+import re
+
+from hpcdist.devcluster.settings import (
+    ACCOUNTING_PORT,
+    CONTROLLER_PORT,
+    HEAD,
+    NODE_PORT,
+    Layout,
+    Settings,
+)
+
+CLUSTER = "hpcdist"
+BEGIN = "# >>> hpcdist devcluster: removed by `hpcdist devcluster down`"
+END = "# <<< hpcdist devcluster"
+
+
+def slurm_conf(settings: Settings, layout: Layout) -> str:
+    """slurm.conf of the whole cluster: stock behaviour, but for short time-outs and a quick scheduler."""
+    nodes = node_range(settings)
+    head = settings.addresses[HEAD]
+    gpus = f" Gres=gpu:{settings.gpus_per_node}" if settings.gpus_per_node else ""
+    return f"""\
+# Written by `hpcdist devcluster up`; changes are lost.
+ClusterName={CLUSTER}
+SlurmUser=root
+SlurmctldHost={HEAD}({head})
+SlurmctldPort={CONTROLLER_PORT}
+SlurmdPort={NODE_PORT}
+CommunicationParameters=NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={layout.munge_socket}
+StateSaveLocation={layout.controller}
+SlurmdSpoolDir={layout.spool}/%n
+SlurmctldPidFile={layout.run}/slurm-slurmctld.pid
+SlurmdPidFile={layout.run}/slurm-slurmd-%n.pid
+SlurmctldLogFile={layout.logs}/slurmctld.log
+SlurmdLogFile={layout.logs}/slurmd-%n.log
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# Nodes may claim more than this machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=5
+SchedulerParameters=sched_interval=1,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={head}
+AccountingStoragePort={ACCOUNTING_PORT}
+AccountingStoragePass={layout.munge_socket}
+AccountingStorageEnforce=associations
+AccountingStorageTRES=gres/gpu
+NodeName={nodes} CPUs={settings.cpus_per_node} RealMemory={settings.memory_mb}{gpus}
+PartitionName=main Nodes={nodes} Default=YES PriorityTier=1 GraceTime={settings.grace_time_s} \
+DefaultTime=01:00:00 MaxTime=1-00:00:00
+PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:00:00 MaxTime=1-00:00:00
+"""
+
+
+def gres_conf(settings: Settings, layout: Layout) -> str:
+    """gres.conf: each GPU is a device file of our own. Empty without GPUs."""
+    if not settings.gpus_per_node:
+        return ""
+    last = settings.gpus_per_node - 1
+    numbers = f"[0-{last}]" if last else "0"
+    return f"NodeName={node_range(settings)} Name=gpu File={layout.gpus}/gpu{numbers}\n"
+
+
+def cgroup_conf() -> str:
+    """cgroup.conf: nothing here uses cgroups, and the plugin of v1 touches none until something does.
+
+    The default, autodetect, stops slurmd where no cgroup file system is mounted, and asks systemd over D-Bus
+    for a scope where it is of v2.
+    """
+    return "CgroupPlugin=cgroup/v1\n"
+
+
+def slurmdbd_conf(settings: Settings, layout: Layout, password: str) -> str:
+    """slurmdbd.conf; holds the database's password (an empty one is a parse error)."""
+    return f"""\
+AuthType=auth/munge
+AuthInfo=socket={layout.munge_socket}
+DbdHost={HEAD}
+DbdAddr={settings.addresses[HEAD]}
+DbdPort={ACCOUNTING_PORT}
+CommunicationParameters=NoInAddrAny
+SlurmUser=root
+PidFile={layout.run}/slurm-slurmdbd.pid
+LogFile={layout.logs}/slurmdbd.log
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=slurm
+StoragePass={password}
+StorageLoc=slurm
+"""
+
+
+def database_sql(password: str) -> str:
+    """SQL that makes Slurm's database and its user where they are missing."""
+    return f"""\
+CREATE DATABASE IF NOT EXISTS slurm;
+CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY '{password}';
+GRANT ALL ON slurm.* TO slurm@localhost;
+"""
+
+
+def node_range(settings: Settings) -> str:
+    return f"n[1-{settings.num_nodes}]" if settings.num_nodes > 1 else "n1"
+
+
+def with_hosts_block(text: str, settings: Settings) -> str:
+    """/etc/hosts with the cluster's names in a marked block at its end; a block that is there is replaced."""
+    lines = [BEGIN, *(f"{address} {name}" for name, address in settings.addresses.items()), END]
+    return without_hosts_block(text) + "\n" + "\n".join(lines) + "\n"
+
+
+def without_hosts_block(text: str) -> str:
+    """/etc/hosts as it was before the block came, to the byte, also where its last line had no end."""
+
+    def join(match: re.Match[str]) -> str:
+        # The first line break is ours, unless someone has appended to a file that needed it.
+        between = match.start() > 0 and match.end() < len(text) and text[match.start() - 1] != "\n"
+        return "\n" if between else ""
+
+    return re.sub(rf"\n?^{re.escape(BEGIN)}$.*?^{re.escape(END)}$\n?", join, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def taken_names(text: str, settings: Settings) -> list[str]:
+    """The cluster's names that /etc/hosts gives to somebody else already."""
+    words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text).splitlines())
+    taken = {name for names in words for name in names}
+    return [name for name in settings.addresses if name in taken]

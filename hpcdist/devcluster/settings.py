@@ -1,0 +1,187 @@
+"""What a dev cluster is made of, and where on this machine it lives: values alone, nothing is touched here."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import DevClusterError
+
+DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
+HEAD = "devcluster-head"
+"""Host name of the namespace in which the controller, the accounting and the bridge stand."""
+HOST = "devcluster-host"
+"""What the nodes call the machine that carries the cluster: a tracking server on it is reached by this name."""
+LINK = "hpcdist0"
+"""The one interface that the cluster adds to the machine's own."""
+ACCOUNT = "devcluster"
+CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
+RESERVED_ADDRESSES = 4  # the network itself, broadcast, head and host
+#: Sockets of Slurm, munge and MariaDB lie below the state folder, and a socket's path has at most 107 characters.
+MAX_STATE_LENGTH = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Shape of a cluster. Raises DevClusterError for a shape that cannot be."""
+
+    num_nodes: int = 4
+    cpus_per_node: int = 8
+    """What a node claims to have; may be more than the machine has."""
+    gpus_per_node: int = 2
+    """Fake ones: Slurm counts and assigns them, and nothing computes on them."""
+    memory_mb: int = 32768
+    """What a node claims to have, in MiB; nothing enforces it."""
+    grace_time_s: int = 0
+    """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
+    subnet: str = "10.213.77.0/24"
+    """Private IPv4 network of the nodes, one that nothing else on this machine uses."""
+
+    def __post_init__(self) -> None:
+        for name, least in {"num_nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "memory_mb": 1}.items():
+            if getattr(self, name) < least:
+                raise DevClusterError(f"{option(name)} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.grace_time_s < 65534:  # Slurm's own limit
+            raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
+        try:
+            network = ipaddress.IPv4Network(self.subnet)
+        except ValueError as error:
+            raise DevClusterError(f"--subnet must be like 10.213.77.0/24: {error}") from None
+        if self.num_nodes > network.num_addresses - RESERVED_ADDRESSES:
+            room = max(network.num_addresses - RESERVED_ADDRESSES, 0)
+            raise DevClusterError(f"--subnet {self.subnet} has room for {room} nodes, not {self.num_nodes}: widen it")
+
+    @cached_property
+    def network(self) -> ipaddress.IPv4Network:
+        return ipaddress.IPv4Network(self.subnet)
+
+    @cached_property
+    def addresses(self) -> dict[str, str]:
+        """Address of every name, nodes first: n1 … nN, then the head and the host, at the network's end."""
+        named = {f"n{number}": str(self.network[number]) for number in range(1, self.num_nodes + 1)}
+        return {**named, HEAD: str(self.network[-2]), HOST: str(self.network[-3])}
+
+    @property
+    def nodes(self) -> list[str]:
+        return [f"n{number}" for number in range(1, self.num_nodes + 1)]
+
+    def with_prefix(self, name: str) -> str:
+        """Return a name's address with the network's prefix length, as `ip` wants it."""
+        return f"{self.addresses[name]}/{self.network.prefixlen}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Raises ValueError for a text that a crash has cut, or that another version has written."""
+        found: Any = json.loads(text)
+        if not isinstance(found, dict) or set(found) != {field.name for field in fields(cls)}:
+            raise ValueError("not the settings of a dev cluster of this version")
+        return cls(**found)
+
+
+def option(name: str) -> str:
+    """The command-line option that sets a field of Settings."""
+    return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every path of a cluster, all below its state folder. Raises DevClusterError for a folder that cannot serve."""
+
+    state: Path = DEFAULT_STATE
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(self.state)) or ".." in self.state.parts:
+            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(self.state)!r}")
+        if len(str(self.state)) > MAX_STATE_LENGTH:
+            raise DevClusterError(
+                f"--state must have at most {MAX_STATE_LENGTH} characters, as paths of sockets are short,"
+                f" got {len(str(self.state))}: {self.state}"
+            )
+
+    @property
+    def settings_file(self) -> Path:
+        """Written first and removed last: marks the folder as ours."""
+        return self.state / "devcluster.json"
+
+    @property
+    def conf(self) -> Path:
+        return self.state / "conf"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.conf / "slurm.conf"
+
+    @property
+    def munge(self) -> Path:
+        return self.state / "munge"
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.munge / "socket"
+
+    @property
+    def munge_key(self) -> Path:
+        return self.munge / "key"
+
+    @property
+    def database(self) -> Path:
+        """MariaDB's data folder."""
+        return self.state / "mariadb"
+
+    @property
+    def database_socket(self) -> Path:
+        return self.state / "mariadb-run" / "socket"
+
+    @property
+    def database_init(self) -> Path:
+        """SQL that MariaDB runs at each start."""
+        return self.state / "mariadb-run" / "init.sql"
+
+    @property
+    def gpus(self) -> Path:
+        """Folder of the fake GPUs' device files, gpu0 and so on."""
+        return self.state / "gpus"
+
+    @property
+    def spool(self) -> Path:
+        return self.state / "spool"
+
+    @property
+    def controller(self) -> Path:
+        return self.state / "slurmctld"
+
+    @property
+    def network_ready(self) -> Path:
+        """There once all namespaces and links have been made."""
+        return self.state / "network-ready"
+
+    @property
+    def namespaces(self) -> Path:
+        return self.state / "netns"
+
+    def namespace(self, name: str) -> Path:
+        """Where the network namespace of a node, or of the head, is mounted."""
+        return self.namespaces / name
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "log"
+
+    def output(self, daemon: str) -> Path:
+        """What a daemon says on stdout and stderr. Slurm's daemons also write a .log beside it, with times."""
+        return self.logs / f"{daemon}.out"
+
+    @property
+    def run(self) -> Path:
+        return self.state / "run"
+
+    def pid_file(self, daemon: str) -> Path:
+        return self.run / f"{daemon}.pid"

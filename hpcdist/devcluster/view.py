@@ -1,0 +1,34 @@
+"""A dev cluster's state in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcdist.devcluster.cluster import Status
+from hpcdist.devcluster.settings import HOST, Layout
+
+
+def describe(status: Status, layout: Layout) -> Iterator[str]:
+    """Lines of `hpcdist devcluster status`."""
+    settings = status.settings
+    if settings is None:
+        yield f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one"
+        return
+    if status.dead:
+        yield f"not running: {', '.join(status.dead)}; `hpcdist devcluster up` starts what is missing"
+    if not status.controller_answers:
+        yield f"slurmctld does not answer: see {layout.logs}/slurmctld.log"
+        return
+    yield f"{'node':<6}{'address':<17}{'state':<12}reason"
+    for node in status.nodes:
+        yield f"{node.name:<6}{node.address:<17}{node.state:<12}{node.reason}"
+    gpus = f"{settings.gpus_per_node} fake GPUs"
+    yield f"each node claims {settings.cpus_per_node} CPUs, {gpus}, {settings.memory_mb} MiB"
+    yield (
+        f"partitions: main (default), high (preempts jobs of main: they are requeued, GraceTime"
+        f" {settings.grace_time_s} s)"
+    )
+    yield f"the nodes reach this machine as {HOST} ({settings.addresses[HOST]}); logs are in {layout.logs}"
+    yield "use it:"
+    yield f"  export SLURM_CONF={layout.slurm_conf}"
+    yield f"  srun --nodes={settings.num_nodes} hostname"

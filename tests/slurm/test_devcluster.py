@@ -1,0 +1,276 @@
+"""The dev cluster itself: that it is a Slurm like any other, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import DevCluster
+
+from hpcdist.devcluster import argv, cluster, host, nodes, processes, render
+from hpcdist.devcluster.settings import HOST, LINK
+
+NAMES = ["n1", "n2", "n3", "n4"]
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
+    yield
+    devcluster.cancel_all()
+
+
+def daemon_ids(devcluster: DevCluster) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in devcluster.layout.run.glob("*.pid") if "slurm-" not in path.name}
+
+
+def test_ranks_have_hosts_and_addresses_of_their_own(devcluster: DevCluster) -> None:
+    script = "echo $SLURM_PROCID $(hostname) $(hostname -i) $SLURM_NODEID/$SLURM_NNODES"
+    lines = devcluster.run("srun", "--nodes=3", "--ntasks-per-node=2", "sh", "-c", script).splitlines()
+    assert sorted(lines) == [
+        f"{rank} n{rank // 2 + 1} {devcluster.settings.addresses[f'n{rank // 2 + 1}']} {rank // 2}/3"
+        for rank in range(6)
+    ]
+
+
+def test_names_resolve_both_ways_on_the_host_and_on_nodes(devcluster: DevCluster) -> None:
+    for name, address in devcluster.settings.addresses.items():
+        assert devcluster.run("getent", "hosts", name).split() == [address, name]
+        assert devcluster.run("srun", "--nodes=1", "getent", "hosts", address).split() == [address, name]
+
+
+def test_up_is_idempotent(devcluster: DevCluster) -> None:
+    before = daemon_ids(devcluster)
+    assert len(before) == 8
+    done = devcluster.hpcdist("devcluster", "up", "--nodes", "4")
+    assert done.returncode == 0, done.stderr
+    assert daemon_ids(devcluster) == before
+
+
+def test_another_shape_is_refused_in_one_line(devcluster: DevCluster) -> None:
+    done = devcluster.hpcdist("devcluster", "up", "--nodes", "5")
+    assert done.returncode == 2
+    assert done.stderr == "hpcdist: a dev cluster is up with --nodes 4, not 5: `hpcdist devcluster down` first\n"
+
+
+def test_status_shows_nodes_partitions_and_how_to_use_it(devcluster: DevCluster) -> None:
+    done = devcluster.hpcdist("devcluster", "status")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:5]] == [
+        [name, devcluster.settings.addresses[name], "idle"] for name in NAMES
+    ]
+    assert "partitions: main (default), high" in done.stdout
+    assert f"export SLURM_CONF={devcluster.layout.slurm_conf}\n" in done.stdout
+
+
+def test_sacct_remembers_jobs(devcluster: DevCluster) -> None:
+    good = devcluster.sbatch("srun true", "--nodes=2", "--gpus-per-node=1")
+    bad = devcluster.sbatch("exit 3")
+    ended = ("COMPLETED", "FAILED")
+
+    def record() -> list[str]:
+        fields = "JobID,State,ExitCode,Account,AllocNodes,AllocTRES"
+        return devcluster.run("sacct", "-XnP", f"--jobs={good},{bad}", f"--format={fields}").splitlines()
+
+    devcluster.until(lambda: sum(line.split("|")[1] in ended for line in record()) == 2, "both jobs are on record")
+    assert record() == [
+        f"{good}|COMPLETED|0:0|root|2|billing=2,cpu=2,gres/gpu=2,node=2",
+        f"{bad}|FAILED|3:0|root|1|billing=1,cpu=1,node=1",
+    ]
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [(1, "0"), (2, "0,1")])
+def test_fake_gpus_are_visible(devcluster: DevCluster, gpus: int, visible: str) -> None:
+    command = ("srun", "--nodes=2", f"--gpus-per-node={gpus}", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
+    assert sorted(devcluster.run(*command).splitlines()) == [f"n1 {visible}", f"n2 {visible}"]
+
+
+def test_without_asking_no_gpu_is_visible(devcluster: DevCluster) -> None:
+    assert devcluster.run("srun", "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-none}") == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--partition=nowhere", "Invalid partition name specified"),
+        ("--account=nobody", "Invalid account or account/partition combination specified"),
+    ],
+)
+def test_wrong_requests_are_refused_as_on_a_real_cluster(devcluster: DevCluster, flag: str, message: str) -> None:
+    command = ["sbatch", flag, "--wrap=true"]
+    done = subprocess.run(command, env=devcluster.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_high_preempts_main_which_is_requeued_and_runs_again(devcluster: DevCluster, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    script = "trap 'echo TERM' TERM; echo start $SLURM_RESTART_COUNT; for i in $(seq 600); do sleep 0.1; done"
+    low = devcluster.sbatch(script, "--partition=main", "--nodes=4", "--exclusive", "--requeue", output=output)
+    devcluster.until(lambda: output.exists() and output.read_text() == "start\n", "the first attempt runs")
+    high = devcluster.sbatch("true", "--partition=high", "--nodes=4", "--exclusive")
+    devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    devcluster.until(lambda: devcluster.job(low)["JobState"] == "PENDING", "the job of main waits again")
+    assert devcluster.job(low)["Restarts"] == "1"
+    devcluster.run("scontrol", "update", f"JobId={low}", "StartTime=now")
+    devcluster.until(lambda: "start 1\n" in output.read_text(), "the second attempt runs")
+    assert "TERM\n" in output.read_text()
+
+
+@pytest.mark.faults
+def test_grace_time_lets_a_preempted_job_live_on(devcluster: DevCluster, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    script = "trap 'date +%s' TERM; echo start; while :; do sleep 0.1; done"
+    cluster.set_grace_time(devcluster.layout, 4)
+    try:
+        low = devcluster.sbatch(script, "--partition=main", "--nodes=4", "--exclusive", "--requeue", output=output)
+        devcluster.until(lambda: output.exists() and output.read_text() == "start\n", "the first attempt runs")
+        high = devcluster.sbatch("date +%s", "--partition=high", "--nodes=4", "--exclusive", output=tmp_path / "high")
+        devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    finally:
+        cluster.set_grace_time(devcluster.layout, 0)
+    told = int(next(line for line in output.read_text().splitlines() if line.isdigit()))
+    assert int((tmp_path / "high").read_text()) - told >= 3, f"job {low} was told and ended at once"
+
+
+@pytest.mark.faults
+def test_a_dead_node_is_noticed_and_comes_back(devcluster: DevCluster) -> None:
+    def state() -> str:
+        return next(node.state for node in cluster.status(devcluster.layout).nodes if node.name == "n4")
+
+    job = devcluster.sbatch("sleep 600", "--nodelist=n4", "--no-requeue")
+    devcluster.until(lambda: devcluster.job(job)["JobState"] == "RUNNING", "the job runs")
+    done = devcluster.hpcdist("devcluster", "node", "kill", "n4")
+    assert done.returncode == 0, done.stderr
+    assert processes.node_members(devcluster.layout, devcluster.settings)["n4"] == []
+    assert cluster.status(devcluster.layout).dead == ("slurmd-n4",)
+    devcluster.until(lambda: state() == "down*", "Slurm has noticed", within_s=90)
+    assert devcluster.job(job)["JobState"] == "NODE_FAIL"
+    done = devcluster.hpcdist("devcluster", "node", "start", "n4")
+    assert done.returncode == 0, done.stderr
+    assert state() == "idle"
+    assert devcluster.run("srun", "--nodelist=n4", "hostname") == "n4\n"
+
+
+def send_to_node(devcluster: DevCluster, name: str, num_bytes: int) -> float:
+    """Seconds that `num_bytes` take from this machine to a node."""
+    receive = (
+        "import socket; s = socket.create_server(('', 9999)); print(flush=True); c, _ = s.accept()\n"
+        f"n = {num_bytes}\nwhile n: n -= len(c.recv(65536))\nc.send(b'x')"
+    )
+    send = (
+        "import socket, sys, time; s = socket.create_connection((sys.argv[1], 9999)); start = time.monotonic()\n"
+        f"s.sendall(bytes({num_bytes})); s.recv(1); print(time.monotonic() - start)"
+    )
+    command = argv.on_node(devcluster.layout, name, [sys.executable, "-c", receive])
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        return float(devcluster.run(sys.executable, "-c", send, devcluster.settings.addresses[name]))
+
+
+def test_a_link_is_slowed_and_restored(devcluster: DevCluster) -> None:
+    nodes.slow_node(devcluster.layout, "n2", rate_mbit=2)
+    try:
+        slow_s = send_to_node(devcluster, "n2", 600_000)
+        other_s = send_to_node(devcluster, "n3", 600_000)
+    finally:
+        nodes.slow_node(devcluster.layout, "n2")
+    full_s = send_to_node(devcluster, "n2", 600_000)
+    assert slow_s > 1.5  # 600 kB less the burst, at 2 Mbit/s
+    assert full_s < slow_s / 2
+    assert other_s < slow_s / 2
+
+
+def test_nodes_reach_services_of_this_machine(devcluster: DevCluster) -> None:
+    """As a tracking server would be: by name, from a node."""
+    script = f"import socket; socket.create_connection(('{HOST}', int(__import__('sys').argv[1]))).send(b'hello')"
+    serve = (
+        "import socket; s = socket.create_server(('', 0)); print(s.getsockname()[1], flush=True)\n"
+        "c, peer = s.accept(); print(c.recv(9).decode(), peer[0])"
+    )
+    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        devcluster.run("srun", "--nodelist=n3", sys.executable, "-c", script, port)
+        assert server.stdout.read() == f"hello {devcluster.settings.addresses['n3']}\n"
+
+
+def test_killed_daemons_come_back_with_up_and_the_job_lives_on(devcluster: DevCluster) -> None:
+    job = devcluster.sbatch("sleep 600", "--nodelist=n1", "--job-name=survivor")
+    devcluster.until(lambda: devcluster.job(job)["JobState"] == "RUNNING", "the job runs")
+    saved = devcluster.layout.controller / "job_state"  # written some seconds later
+    devcluster.until(lambda: saved.exists() and b"survivor" in saved.read_bytes(), "slurmctld has saved the job")
+    before = daemon_ids(devcluster)
+    names = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd-n1")
+    for name in names:
+        os.kill(int(before[name]), signal.SIGKILL)
+    devcluster.until(lambda: set(cluster.status(devcluster.layout).dead) == set(names), "the daemons are dead")
+    assert devcluster.hpcdist("devcluster", "status").returncode == 1
+    cluster.up(devcluster.layout, {}, env={})
+    assert devcluster.job(job)["JobState"] == "RUNNING"
+    assert cluster.status(devcluster.layout).is_up
+
+
+def left_behind(devcluster: DevCluster) -> list[str]:
+    """What is still on this machine of a cluster that was taken down."""
+    layout = devcluster.layout
+    found = [str(layout.state)] if layout.state.exists() else []
+    found += [f"link {name}" for name in os.listdir("/sys/class/net") if name in (LINK, *NAMES)]
+    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(layout.state) in line]
+    found += ["hosts"] if host.HOSTS.read_text() != devcluster.hosts_before else []
+    state = str(layout.state).encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command, env = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:
+            continue
+        # SLURM_CONF alone tells nothing: whoever started these tests may have it set.
+        if state in command or b"MYSQL_UNIX_PORT=" + state in env or b"SLURMD_NODENAME=n" in env:
+            found.append(command.decode(errors="replace"))
+    return found
+
+
+def test_down_leaves_nothing_behind_also_under_running_jobs(devcluster: DevCluster) -> None:
+    job = devcluster.sbatch("srun sleep 600", "--nodes=4", "--ntasks-per-node=2")
+    devcluster.until(lambda: "RUNNING" in devcluster.run("sacct", "-nPj", f"{job}.0", "-oState"), "the step runs")
+    assert left_behind(devcluster) != []
+    done = devcluster.hpcdist("devcluster", "down")
+    try:
+        assert done.returncode == 0, done.stderr
+        assert left_behind(devcluster) == []
+        status = devcluster.hpcdist("devcluster", "status")
+        assert (status.returncode, status.stdout.split(":")[0]) == (1, f"no dev cluster in {devcluster.layout.state}")
+        again = devcluster.hpcdist("devcluster", "down")
+        assert again.returncode == 0, again.stderr
+    finally:
+        cluster.up(devcluster.layout, {"num_nodes": 4}, env={})
+    assert sorted(devcluster.run("srun", "--nodes=4", "hostname").split()) == NAMES
+
+
+def test_down_cleans_up_after_a_killed_up_and_killed_daemons(devcluster: DevCluster) -> None:
+    layout = devcluster.layout
+    for pid in daemon_ids(devcluster).values():
+        os.kill(int(pid), signal.SIGKILL)
+    cluster.down(layout)
+    try:
+        assert left_behind(devcluster) == []
+        unfinished = layout.database.with_name("mariadb-new")
+        with subprocess.Popen([sys.executable, "-m", "hpcdist", "devcluster", "up"]) as up:
+            deadline = time.monotonic() + 60
+            while not unfinished.exists():
+                assert time.monotonic() < deadline, "up has not come to the database"
+                time.sleep(0.01)
+            up.kill()
+        assert left_behind(devcluster) != []
+        assert render.BEGIN not in host.HOSTS.read_text(), "killed in the middle"
+        cluster.down(layout)
+        assert left_behind(devcluster) == []
+    finally:
+        cluster.up(layout, {"num_nodes": 4}, env={})
+    assert devcluster.run("srun", "--nodes=1", "hostname") == "n1\n"
