@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from hpcdist.devcluster.commands import app as devcluster_app
 from hpcdist.errors import HpcdistError, UserMistake
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(devcluster_app)
 
 RunsDir = Annotated[
     Path, typer.Option("--runs-dir", envvar="HPCDIST_RUNS_DIR", help="Folder that holds the runs.", show_default=True)
@@ -88,6 +90,44 @@ def run(
     if dry_run:
         return 0
     return _begin(start.create_run(loaded, Path.cwd()), loaded, detach=detach)
+
+
+@app.command()
+def submit(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="Path of a YAML file, or a shipped config's name.")],
+    overrides: Overrides = None,
+    cluster: Annotated[str | None, typer.Option(help="Profile of the site: a path, or one that is shipped.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the srun line.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Ask Slurm when it would start; submit nothing.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show queue state, then progress, until the end.")] = False,
+) -> int:
+    """Send a run to Slurm.
+
+    Examples:
+
+        hpcdist submit ddp_mnist --cluster devcluster --follow
+
+        hpcdist submit mnist.yaml --cluster ~/mysite.yaml cluster.nodes=4 --dry-run
+    """
+    from hpcdist.config import load_config
+    from hpcdist.launch import slurm, start
+    from hpcdist.rundir import RunDir
+    from hpcdist.view import follow_job
+
+    loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
+    start.check_trainer(loaded, Path.cwd())
+    if dry_run:
+        script, step = slurm.render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name))
+        print(f"{script}\n# then, in the batch step:\n# {step}")
+        return 0
+    print(slurm.check(loaded))
+    if test:
+        return 0
+    found = start.create_run(loaded, Path.cwd(), launcher="slurm")
+    job_id = slurm.submit(loaded, found)
+    print(f"{found.name} is job {job_id}: `hpcdist status {found.name}` and `hpcdist logs -f {found.name}` follow it")
+    start.ship_now(found, loaded, os.environ)
+    return _exit_code(follow_job(_console(), found, loaded)) if follow else 0
 
 
 @app.command()
@@ -275,13 +315,18 @@ def ui(
         hpcdist ui --port 5001 --runs-dir /shared/me/runs
     """
     from hpcdist.tracking.uri import choose_uri
+    from hpcdist.view import training_links
 
     where = uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if where.startswith("http"):
         print(f"the UI of that server is at {where}")
         return
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # seven helper processes that a look does not need
+    for link in training_links(runs_dir, where, port):
+        print(link)
+    # Helper processes and workers that a look at one's own runs does not need, and no word to anyone else.
+    os.environ |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     command = ["-m", "mlflow", "ui", "--backend-store-uri", where, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1"]
     os.execv(sys.executable, [sys.executable, *command])
 
 

@@ -28,18 +28,24 @@ _SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|
 _URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 
 
-def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> Config:
     """Read a config and apply `key=value` overrides.
 
     Args:
         source: path of a YAML file, or the name of a shipped config (`ddp_digits`).
+        cluster: path or name of a site's profile, which stands under the config's own `cluster` section.
         overrides: `section.key=value`; the value is read as YAML.
 
     Returns the frozen config with interpolations resolved and paths absolute.
     Raises ConfigError with one line for every mistake found.
     """
     path = find_config(source)
-    return _build(_read_yaml(path), overrides, str(path))
+    tree = _read_yaml(path)
+    if cluster is not None:
+        profile = _read_yaml(find_config(cluster, "cluster"))
+        own = tree.get("cluster") or {}
+        tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
+    return _build(tree, overrides, str(path))
 
 
 def load_run_config(
@@ -66,12 +72,12 @@ def load_run_config(
     return _build(tree, overrides, str(path))
 
 
-def find_config(source: str | Path) -> Path:
-    """The file that `source` means: a path, or the name of a shipped config."""
+def find_config(source: str | Path, folder: str = "") -> Path:
+    """The file that `source` means: a path, or the name of a shipped config in `folder` of them."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
-    shipped = shipped_configs()
+    shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
     near = difflib.get_close_matches(str(source), shipped, n=1)
@@ -79,11 +85,11 @@ def find_config(source: str | Path) -> Path:
     raise ConfigError([f"no such config file: {hint}"], str(source))
 
 
-def shipped_configs() -> dict[str, Path]:
+def shipped_configs(folder: str = "") -> dict[str, Path]:
     """Name and path of every config that comes with hpcdist."""
     package = Path(__file__).resolve().parent
-    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted((configs / folder).glob("*.yaml"))}
 
 
 def to_yaml(config: Config) -> str:

@@ -1,7 +1,7 @@
 """The run folder: where everything about a run lives, and who holds it.
 
     runs/<experiment>/<run>/
-        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
         checkpoints/step-00000100/               see runtime/checkpoint.py
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
 
-Status = Literal["created", "running", "stopped", "finished", "failed", "cancelled"]
+Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
 

@@ -26,9 +26,15 @@ from hpcdist.tracking.uri import redact_uri
 PLAIN_EVERY_S = 5.0
 TRACEBACK_LINES = 8
 LOOK_EVERY_S = 0.3
-_COLOURS = {"finished": "green", "running": "cyan", "created": "cyan", "stopped": "yellow", "lost": "red"} | {
+_COLOURS = {
+    "created": "cyan",
+    "queued": "cyan",
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
     "failed": "red",
     "cancelled": "red",
+    "lost": "red",
 }
 
 
@@ -157,7 +163,7 @@ def standing(run: RunDir, state: State) -> str:
     """A run's status as people should read it: one that nobody holds any more is not running."""
     if state.status in ENDED or holder(run) is not None:
         return state.status
-    return "lost" if state.attempt else state.status
+    return "lost" if state.status == "running" else state.status
 
 
 def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
@@ -247,3 +253,23 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
             return
         else:
             waiting.wait(LOOK_EVERY_S)
+
+
+def follow_job(console: Console, run: RunDir, config: Config) -> State:
+    """Show a Slurm run's state while it waits, then its progress, until it is over; returns its last state."""
+    waiting = Event()
+    said = ""
+    with RunView(console) as view:
+        while True:
+            state = run.read_state()
+            name = standing(run, state)
+            if state.status in ENDED or name == "lost":
+                break
+            sentence = f"{name}: {state.reason}" if state.reason else name
+            if sentence != said:
+                view.note(said := sentence)
+            if state.attempt and (beat := read_json(run.attempt(state.attempt).beat(0))) is not None:
+                view.progress(beat)
+            waiting.wait(LOOK_EVERY_S)
+    show_end(console, run, state, config)
+    return state

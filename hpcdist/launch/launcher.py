@@ -22,6 +22,10 @@ class Ranks(Protocol):
         """The ranks that have not ended."""
         ...
 
+    def host_of(self, rank: int) -> str:
+        """The host that a rank runs or ran on, as far as it is known here."""
+        ...
+
     def wait(self, timeout_s: float) -> None:
         """Return when a rank has ended or the time is over; `exits` then has the news."""
         ...

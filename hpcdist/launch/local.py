@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from hpcdist.rundir import Attempt, RunDir
 #: killed it, the pipe ends and the process groups still noted are killed, grandchildren included.
 _GUARD = """
 import os, signal, sys
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)  # Slurm sends SIGTERM to everything that a job has started
 groups = set()
 for line in sys.stdin:
     (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
@@ -50,12 +53,15 @@ class Guard:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        # Without its guard a run is less safe, not over.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -155,6 +161,10 @@ class LocalRanks:
     @property
     def running(self) -> list[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self.exits]
+
+    def host_of(self, rank: int) -> str:
+        """All of them are here."""
+        return socket.gethostname()
 
     def wait(self, timeout_s: float) -> None:
         """Return when a rank has ended or the time is over; `exits` then has the news."""

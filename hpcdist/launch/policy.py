@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ def first_failure(
     exits: Mapping[int, int],
     outcomes: Mapping[int, Mapping[str, Any]],
     steps: Mapping[int, int | None],
-    host: str,
+    host_of: Callable[[int], str],
 ) -> Failure | None:
     """The failure that the others followed from, or None when every rank ended well.
 
@@ -50,7 +50,7 @@ def first_failure(
         exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
         outcomes: what ranks wrote of their end.
         steps: last step that each rank was seen at.
-        host: name of the host of ranks that wrote nothing.
+        host_of: names the host of a rank that wrote nothing.
 
     A rank that lost its peer is a consequence. Of the causes, the one that came first counts; a rank that was
     killed from outside or vanished wrote no time, so the order of the exits decides.
@@ -72,13 +72,13 @@ def first_failure(
         elif code < 0:
             name = _NAMES.get(-code, f"signal {-code}")
             error = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            causes.append(Failure(kind="killed", rank=rank, host=host, step=steps.get(rank), error=error))
+            causes.append(Failure(kind="killed", rank=rank, host=host_of(rank), step=steps.get(rank), error=error))
         elif code != 0:
             causes.append(
                 Failure(
                     kind="vanished",
                     rank=rank,
-                    host=host,
+                    host=host_of(rank),
                     step=steps.get(rank),
                     error=f"ended with exit code {code} without a report",
                 )

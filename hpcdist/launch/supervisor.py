@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -143,15 +142,15 @@ class Supervisor:
         if watch.stop_asked and self._config.trainer.script and not hung:
             # A plain script that SIGTERM ends has done what it was asked to.
             exits = {rank: 0 if code == -signal.SIGTERM else code for rank, code in exits.items()}
-            failure = first_failure(exits, outcomes, watch.steps(), socket.gethostname())
+            failure = first_failure(exits, outcomes, watch.steps(), ranks.host_of)
             return "stopped", failure
-        failure = hung or first_failure(exits, outcomes, watch.steps(), socket.gethostname())
+        failure = hung or first_failure(exits, outcomes, watch.steps(), ranks.host_of)
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:
             failure = Failure(
                 kind="vanished",
                 rank=0,
-                host=socket.gethostname(),
+                host=ranks.host_of(0),
                 step=watch.steps().get(0),
                 error="ended with exit code 0 without a report",
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Callable
 
@@ -106,7 +105,7 @@ class Watch:
         return Failure(
             kind="hung",
             rank=rank,
-            host=socket.gethostname(),
+            host=self._ranks.host_of(rank),
             step=self.steps()[rank],
             error=f"did not save and leave within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s",
         )
@@ -129,7 +128,7 @@ class Watch:
         return Failure(
             kind="hung",
             rank=rank,
-            host=socket.gethostname(),
+            host=self._ranks.host_of(rank),
             step=self.steps()[rank],
             error=f"made no progress for launch.hang_timeout_s={self._config.launch.hang_timeout_s:g} s"
             f" (stacks of all ranks are in {self._attempt.path})",

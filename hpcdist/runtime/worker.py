@@ -29,6 +29,7 @@ from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
 from hpcdist.rundir import Attempt, RunDir, write_json
+from hpcdist.runtime import network
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.schema import Config
@@ -135,6 +136,9 @@ def _train(
     # Before torch, whose import takes a second in which a signal may come.
     flag = StopFlag()
     flag.install()
+
+    if topology.launcher == "slurm":
+        os.environ.update(network.interface_env(topology.master_addr, os.environ))
 
     from hpcdist.runtime.context import Context, Heartbeat, seed_everything
     from hpcdist.runtime.device import place

@@ -15,7 +15,14 @@ from hpcdist.tracking.tail import Tail
 
 LOGS_EVERY_S = 60.0
 #: MLflow has no state for a run that was stopped and will go on: the tag `hpcdist.state` tells.
-_MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+_MLFLOW_STATUS = {
+    "created": "SCHEDULED",
+    "queued": "SCHEDULED",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+    "stopped": "KILLED",
+}
 
 
 class Shipper:
@@ -148,6 +155,6 @@ class Shipper:
         known = f"{status} {state.attempt}"
         if self.progress.status != known:
             ended = state.ended if state.ended is not None else time.time()
-            self.open_run().set_status(status, None if status == "RUNNING" else int(ended * 1000))
+            self.open_run().set_status(status, int(ended * 1000) if state.status in ENDED else None)
             self.progress.status = known
             self.progress.save(self._saved)

@@ -55,13 +55,13 @@ def peer_lost(rank: int) -> dict[str, Any]:
 def test_the_failure_that_the_others_followed_from(
     exits: dict[int, int], outcomes: dict[int, dict[str, Any]], expected: tuple[Any, ...] | None
 ) -> None:
-    found = first_failure(exits, outcomes, {0: 30, 1: 31}, "here")
+    found = first_failure(exits, outcomes, {0: 30, 1: 31}, lambda rank: "here")
     seen = None if found is None else (found.kind, found.rank, found.host, found.step, found.error)
     assert seen == expected
 
 
 def test_a_failure_carries_its_traceback() -> None:
-    found = first_failure({0: 1}, {0: failed()}, {}, "here")
+    found = first_failure({0: 1}, {0: failed()}, {}, lambda rank: "here")
     assert found is not None
     assert found.traceback == ("Traceback\n", "ValueError: nan\n")
 

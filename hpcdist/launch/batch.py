@@ -1,0 +1,114 @@
+"""The supervisor in a job's batch step: what submitit calls on the first node of the allocation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist import logs
+from hpcdist.config import load_run_config, secrets_of
+from hpcdist.launch import snapshot
+from hpcdist.launch.job import Job
+from hpcdist.launch.policy import Failure
+from hpcdist.launch.step import StepLauncher
+from hpcdist.launch.supervisor import Supervisor
+from hpcdist.lease import hold
+from hpcdist.rundir import Attempt, RunDir, State, read_json
+from hpcdist.tracking.uri import choose_uri
+
+log = logging.getLogger(__name__)
+TIME_LIMIT = "time limit"
+
+
+class JobLog:
+    """Tells the job's log how the run goes. Progress is in the heartbeats, for whoever follows."""
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        """Nothing: a line a second for weeks is no use to anyone."""
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)
+
+    def output(self, text: str) -> None:
+        """Nothing: what a plain script prints is in its rank's log."""
+
+    def failure(self, failure: Failure, path: Path) -> None:
+        log.error("%s (whole log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
+
+
+def supervise_in_job(run_dir: str) -> str:
+    """Supervise a run from inside its Slurm job; returns the last state's sentence.
+
+    Called anew, with the same pickle, each time that Slurm starts the job again. Raises HpcdistError when the run
+    is held by another job or ended as failed, which makes Slurm show the job as failed.
+    """
+    # submitit has set handlers of its own: it would leave SIGTERM alone and requeue at SIGUSR2 by itself.
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
+    # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    logs.configure()
+    run = RunDir.open(Path(run_dir))
+    job = Job.here(os.environ)
+    with hold(run, job_id=job.id):
+        state = _supervise(run, job)
+    return f"{state.status}: {state.reason}"
+
+
+def _supervise(run: RunDir, job: Job) -> State:
+    config = load_run_config(run.config, [], os.environ)
+    env = {**os.environ, **secrets_of(config), **config.cluster.env}
+    code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
+    cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
+    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    launcher = StepLauncher(run, config.cluster, env=env, import_path=snapshot.import_path(code, run), cwd=cwd)
+    lead_s = config.cluster.signal_lead_s
+    with launcher:
+        state = Supervisor(
+            run,
+            config,
+            launcher,
+            JobLog(),
+            # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
+            tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
+            env=env,
+            stop_at=(job.end_time - lead_s, TIME_LIMIT) if job.end_time is not None else None,
+        ).run()
+    return _after(run, job, state, launcher, config.cluster.max_requeues)
+
+
+def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requeues: int) -> State:
+    """Queue the job again where that is how the run goes on."""
+    request = read_json(run.attempt(state.attempt).request) or {}
+    if request.get("by") == "SIGTERM" and state.status in ("stopped", "failed") and job.will_run_again():
+        # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
+        return _queued(run, state)
+    # Ahead of the time limit Slurm may be quicker to signal the ranks than the supervisor is to ask them.
+    timed_out = state.status == "stopped" and request.get("by", TIME_LIMIT) == TIME_LIMIT
+    if not (timed_out or launcher.lost_nodes):
+        log.info("%s: %s", state.status, state.reason)
+        return state
+    if job.restart_count >= max_requeues:
+        state = replace(
+            state, status="failed", reason=f"{state.reason}; cluster.max_requeues={max_requeues} is used up"
+        )
+        run.write_state(state)
+        return state
+    state = _queued(run, state)
+    job.requeue()
+    return state
+
+
+def _queued(run: RunDir, state: State) -> State:
+    state = replace(state, status="queued", ended=None)
+    run.write_state(state)
+    log.info("queued again: %s", state.reason)
+    return state

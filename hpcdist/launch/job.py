@@ -1,0 +1,65 @@
+"""What Slurm says of the job that this process stands in, and asking it to queue the job again."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcdist.errors import HpcdistError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A running job."""
+
+    id: str
+    restart_count: int
+    end_time: float | None  #: seconds since the epoch; None without a time limit
+
+    @classmethod
+    def here(cls, env: Mapping[str, str]) -> Job:
+        """The job around this process. Raises HpcdistError when there is none or `scontrol` does not answer."""
+        job_id = env.get("SLURM_JOB_ID")
+        if not job_id:
+            raise HpcdistError("SLURM_JOB_ID is not set: this is for the inside of a Slurm job")
+        facts = parse_facts(_scontrol("show", "job", "--oneliner", job_id))
+        return cls(id=job_id, restart_count=int(facts.get("Restarts", "0")), end_time=parse_time(facts.get("EndTime")))
+
+    def will_run_again(self) -> bool:
+        """Whether Slurm has put the job back into the queue by itself: a preemption, a lost node, not a cancellation."""
+        facts = parse_facts(_scontrol("show", "job", "--oneliner", self.id))
+        return int(facts.get("Restarts", "0")) > self.restart_count
+
+    def requeue(self) -> None:
+        """Put the job back into the queue; it may be there already, which is just as well."""
+        try:
+            _scontrol("requeue", self.id)
+        except HpcdistError as error:
+            # Of two requeues at once one wins, and the other is told that the job is pending.
+            if "pending execution" not in str(error).lower():
+                raise
+
+
+def parse_facts(line: str) -> dict[str, str]:
+    """`Key=value` words as `scontrol --oneliner` prints them; a value with spaces is cut at the first."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def parse_time(text: str | None) -> float | None:
+    """Slurm's local time (`2026-11-20T07:05:00`) in seconds since the epoch; None for Unknown and the like."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _scontrol(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise HpcdistError(f"scontrol {' '.join(arguments)}: {error}") from error
+    if done.returncode != 0:
+        raise HpcdistError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

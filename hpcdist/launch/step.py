@@ -1,0 +1,216 @@
+"""Ranks as the tasks of one srun step, inside an allocation that exists already."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcdist.cluster.nodelist import expand
+from hpcdist.launch.local import Guard
+from hpcdist.launch.plan import rank_command
+from hpcdist.rundir import Attempt, RunDir
+from hpcdist.schema import ClusterConfig
+
+#: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
+_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Out Of Memory": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+}
+#: A node that does not answer a step in this time is taken for lost. Slurm's own messages time out after 10 s.
+ROLL_CALL_S = 20.0
+
+
+def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """The step that runs every rank once.
+
+    A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
+    taken them over from sbatch since Slurm 22.05.
+    """
+    flags = {
+        "job-name": f"attempt-{attempt.number:03d}",
+        "nodes": cluster.nodes,
+        "ntasks": cluster.nodes * cluster.tasks_per_node,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "cpus-per-task": cluster.cpus_per_task,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "kill-on-bad-exit": 1,
+        "input": "none",
+        "open-mode": "append",
+        # One file per task, its number padded as in Attempt.log.
+        "output": str(attempt.path / "rank-%5t.log"),
+        **cluster.srun,
+    }
+    return ["srun", *(f"--{name}={value}" for name, value in flags.items() if value is not None), *command]
+
+
+def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
+    """Host and exit code (negative: signal) of every task that srun reports as ended badly, in its order."""
+    found: dict[int, tuple[str, int]] = {}
+    for match in _TASK_ENDED.finditer(messages):
+        how = match["how"].strip()
+        code = _EXIT_CODE.match(how)
+        number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
+        value = int(code[1]) if code else -number if number is not None else 1
+        for task in expand(f"t[{match['ranks']}]"):
+            found.setdefault(int(task[1:]), (match["host"], value))
+    return found
+
+
+class StepRanks:
+    """The ranks of one attempt, as one srun process."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        num_ranks: int,
+        attempt: Attempt,
+        guard: Guard,
+        *,
+        cwd: Path,
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._attempt = attempt
+        self._guard = guard
+        self._messages = attempt.path / "srun.log"
+        self.exits: dict[int, int] = {}
+        self._hosts: dict[int, str] = {}
+        with open(self._messages, "ab") as file:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        guard.watch(self._process.pid)
+        self._descriptor = os.pidfd_open(self._process.pid)
+
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank not in self.exits]
+
+    def host_of(self, rank: int) -> str:
+        """What srun said when the rank ended badly; before that only the allocation is known."""
+        return self._hosts.get(rank, os.environ["SLURM_JOB_NODELIST"])
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the step has ended or the time is over.
+
+        srun goes on waiting for the tasks of a dead node, so what it and the ranks have said so far counts as well.
+        """
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        ended = bool(poll.poll(timeout_s * 1000))
+        for rank, (host, code) in ended_tasks(self._messages.read_text(errors="replace")).items():
+            self._hosts[rank] = host
+            self.exits.setdefault(rank, code)
+        self._count_failures()
+        if ended:
+            code = self._process.wait()
+            if code != 0 and not any(self.exits.values()):
+                self.exits.setdefault(0, code)
+            for rank in self.running:
+                self.exits[rank] = 0
+
+    def _count_failures(self) -> None:
+        outcomes = self._attempt.outcomes()
+        for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
+            if outcome["outcome"] in ("failed", "rejected"):
+                self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every task that still runs."""
+        self._scancel(f"--signal={number.name.removeprefix('SIG')}")
+
+    def close(self) -> None:
+        """End the step on every node that answers, and srun with it."""
+        if self._process.poll() is None:
+            # Killing srun alone would leave its tasks running.
+            self._scancel("--signal=KILL")
+            try:
+                self._process.wait(ROLL_CALL_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._guard.forget(self._process.pid)
+        os.close(self._descriptor)
+
+    def _scancel(self, *flags: str) -> None:
+        job = os.environ["SLURM_JOB_ID"]
+        steps = subprocess.run(
+            ["squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i %j"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        for line in steps.splitlines():
+            step, _, name = line.strip().partition(" ")
+            if name == f"attempt-{self._attempt.number:03d}":
+                subprocess.run(["scancel", *flags, step], check=False)
+
+
+class StepLauncher:
+    """Starts ranks with srun in the allocation that this process stands in. Use as a context manager.
+
+    Args:
+        env: what ranks inherit.
+        import_path: folders that ranks import code from, before all others.
+        cwd: the ranks' current folder.
+    """
+
+    def __init__(
+        self, run: RunDir, cluster: ClusterConfig, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+    ) -> None:
+        self.num_ranks = cluster.nodes * cluster.tasks_per_node
+        #: Nodes of the allocation that did not answer the last roll call.
+        self.lost_nodes: list[str] = []
+        self._run = run
+        self._cluster = cluster
+        inherited = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
+        self._env = {**env, "PYTHONPATH": os.pathsep.join([*import_path, *inherited])}
+        self._cwd = cwd
+
+    def __enter__(self) -> StepLauncher:
+        self._guard = Guard()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.close()
+
+    def start(self, attempt: Attempt) -> StepRanks:
+        command = srun_command(self._cluster, attempt, rank_command(self._run.path))
+        env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
+        return StepRanks(command, env, self.num_ranks, attempt, self._guard, cwd=self._cwd)
+
+    def broken(self) -> str:
+        """Call the roll: a sentence about nodes that do not answer any more, empty when all do."""
+        nodes = expand(self._env["SLURM_JOB_NODELIST"])
+        step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+        try:
+            answer = subprocess.run(
+                [*step, "--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"],
+                capture_output=True,
+                text=True,
+                env=self._env,
+                timeout=ROLL_CALL_S,
+                check=False,
+            ).stdout
+        except subprocess.TimeoutExpired as late:
+            answer = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        here = set(answer.split())
+        self.lost_nodes = [node for node in nodes if node not in here]
+        return f"lost {', '.join(self.lost_nodes)}" if self.lost_nodes else ""

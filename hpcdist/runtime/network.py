@@ -1,0 +1,37 @@
+"""Which network interface leads to the master."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from hpcdist.errors import TopologyError
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that pin gloo, NCCL and TensorPipe to the interface that routes to the master; what is set stays.
+
+    Left to themselves they look their own host name up, which may be slow or lead to an interface that the other
+    nodes cannot reach. Raises TopologyError when the master's name cannot be resolved or reached.
+    """
+    missing = [name for name in INTERFACE_VARIABLES if not env.get(name)]
+    if not missing:
+        return {}
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
+            probe.connect((socket.gethostbyname(master_addr), 9))
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise TopologyError(
+            f"the master {master_addr!r} cannot be reached from {socket.gethostname()} ({error}): does its name resolve"
+            " on every node? HPCDIST_MASTER_ADDR can name an address instead"
+        ) from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == address for entry in addresses):
+            return dict.fromkeys(missing, name)
+    return {}
