@@ -255,7 +255,7 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
             waiting.wait(LOOK_EVERY_S)
 
 
-def follow_job(console: Console, run: RunDir, config: Config) -> State:
+def follow_job(console: Console, run: RunDir) -> State:
     """Show a Slurm run's state while it waits, then its progress, until it is over; returns its last state."""
     waiting = Event()
     said = ""
@@ -271,5 +271,4 @@ def follow_job(console: Console, run: RunDir, config: Config) -> State:
             if state.attempt and (beat := read_json(run.attempt(state.attempt).beat(0))) is not None:
                 view.progress(beat)
             waiting.wait(LOOK_EVERY_S)
-    show_end(console, run, state, config)
     return state

@@ -28,7 +28,7 @@ class Job:
         return cls(id=job_id, restart_count=int(facts.get("Restarts", "0")), end_time=parse_time(facts.get("EndTime")))
 
     def will_run_again(self) -> bool:
-        """Whether Slurm has put the job back into the queue by itself: a preemption, a lost node, not a cancellation."""
+        """Whether Slurm has put the job back into the queue: a preemption or a lost node, not a cancellation."""
         facts = parse_facts(_scontrol("show", "job", "--oneliner", self.id))
         return int(facts.get("Restarts", "0")) > self.restart_count
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,17 @@ def check(config: Config) -> str:
 def submit(config: Config, run: RunDir) -> str:
     """Submit a run that is made; returns the job id, which `slurm.json` in its folder keeps."""
     from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError
 
+    before = run.read_state()
+    # First, since the job may start before this process goes on.
+    run.write_state(replace(before, status="queued", reason="", ended=None))
     executor = SlurmExecutor(run.path / "submitit")
     executor.update_parameters(**sbatch_parameters(config, run))
-    job = executor.submit(supervise_in_job, str(run.path))
+    try:
+        job = executor.submit(supervise_in_job, str(run.path))
+    except FailedJobError as error:
+        run.write_state(before)
+        raise UserMistake(f"Slurm refused the job: {' '.join(str(error).split())}") from error
     write_json(run.path / "slurm.json", {"job_id": job.job_id})
     return str(job.job_id)

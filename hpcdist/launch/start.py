@@ -8,16 +8,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config import secrets_of, to_yaml
-from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.errors import ConfigError, RunFolderError, TrackingError
 from hpcdist.launch import snapshot
 from hpcdist.launch.launcher import Reporter
 from hpcdist.launch.local import LocalLauncher
 from hpcdist.launch.plan import Plan
+from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_atomic
@@ -100,11 +102,23 @@ def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Let MLflow show a run that waits in the queue; returns a sentence. A server that is away is no reason to fail."""
-    from hpcdist.errors import TrackingError
+    """Let MLflow show a run that waits in the queue; a sentence. A server that is away is no reason to fail."""
     from hpcdist.tracking.shipper import sync
 
     try:
-        return str(sync(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir))))
+        return f"MLflow: {sync(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir)))}"
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
+
+
+@contextmanager
+def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> Iterator[None]:
+    """Ship a Slurm run from this host while the block lasts, unless its job does so itself (to a server)."""
+    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    if uri.startswith(("http://", "https://")):
+        ship_now(run, config, env)
+        yield
+        return
+    shipper = ShipperProcess(run, uri, env)
+    yield
+    shipper.drain(config.tracking.drain_timeout_s)

@@ -43,7 +43,7 @@ def walk(package: Path) -> dict[str, set[str]]:
 
 
 IMPORTS = walk(PACKAGE)
-ROOMS = ("launch", "cluster", "tracking", "runtime", "trainers", "models", "data", "diagnose", "devcluster")
+ROOMS = ("commands", "launch", "cluster", "tracking", "runtime", "trainers", "models", "data", "diagnose", "devcluster")
 GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "logs", "cluster", "models", "data")
 
 
@@ -110,13 +110,13 @@ def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
 
 def test_a_login_node_needs_no_torch() -> None:
     ground = ("config", "schema", "rundir", "lease", "logs", "errors")
-    rooms = ("cli", "view", "launch", "cluster", "tracking", "devcluster", *ground)
+    rooms = ("cli", "commands", "view", "launch", "cluster", "tracking", "devcluster", *ground)
     assert {module for module in users_of("torch", "torchvision") if within(module, *rooms)} == set()
 
 
 def test_what_a_login_node_imports_brings_no_torch_along() -> None:
     """The imports themselves, with all that they import in turn."""
-    modules = list(of("cli", "view", "launch", "cluster", "tracking", "rundir", "lease", "config"))
+    modules = list(of("cli", "commands", "view", "launch", "cluster", "tracking", "rundir", "lease", "config"))
     code = (
         "import importlib, sys\n"
         f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
@@ -133,14 +133,20 @@ def test_trainers_never_import_each_other() -> None:
 @pytest.mark.parametrize(
     ("rooms", "forbidden"),
     [
-        (("models", "data"), ("runtime", "launch", "tracking", "trainers", "diagnose", "cluster", "cli", "view")),
-        (GROUND_FLOOR, ("runtime", "launch", "tracking", "trainers", "diagnose", "cli", "view")),
-        (("launch",), ("runtime", "trainers", "diagnose", "models", "data", "cli", "view")),
-        (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "view")),
-        (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "view")),
-        (("trainers",), ("launch", "diagnose", "cli", "view")),
-        (("devcluster",), ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "view")),
-        (("view",), ("runtime", "trainers", "models", "data", "cli")),
+        (
+            ("models", "data"),
+            ("runtime", "launch", "tracking", "trainers", "diagnose", "cluster", "cli", "commands", "view"),
+        ),
+        (GROUND_FLOOR, ("runtime", "launch", "tracking", "trainers", "diagnose", "cli", "commands", "view")),
+        (("launch",), ("runtime", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
+        (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
+        (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
+        (("trainers",), ("launch", "diagnose", "cli", "commands", "view")),
+        (
+            ("devcluster",),
+            ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "commands", "view"),
+        ),
+        (("view",), ("runtime", "trainers", "models", "data", "cli", "commands")),
         (("devcluster",), ("launch", "runtime", "tracking", "trainers", "models", "data", "view")),
     ],
     ids=lambda rooms: "-".join(rooms[:2]),

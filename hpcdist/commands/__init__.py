@@ -1,0 +1,1 @@
+"""The commands, by what they are for: `launching` starts runs, `managing` looks after those that are there."""

@@ -1,0 +1,181 @@
+"""Commands that start runs: here, in the background, on Slurm, anew or from where they stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.commands.options import RUNS, ConfigName, Detach, Overrides, RunName, RunsDir, console
+from hpcdist.errors import UserMistake
+
+if TYPE_CHECKING:
+    from hpcdist.rundir import RunDir, State
+    from hpcdist.schema import Config
+
+app = typer.Typer()
+
+
+@app.command()
+def run(
+    config: ConfigName,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    detach: Detach = False,
+) -> int:
+    """Start a run on this machine.
+
+    Examples:
+
+        hpcdist run ddp_digits
+
+        hpcdist run configs/ddp_mnist.yaml data.root=~/data optim.lr=0.01 launch.ranks=4
+
+        hpcdist run ddp_mnist --detach
+    """
+    from hpcdist.config import load_config
+    from hpcdist.launch import start
+    from hpcdist.launch.plan import Machine, make_plan
+    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.view import show_plan
+
+    loaded = start.with_name(load_config(config, overrides or []))
+    start.check_trainer(loaded, Path.cwd())
+    plan = make_plan(loaded, Machine.inspect(os.environ))
+    uri = choose_uri(os.environ, loaded.tracking.uri, Path(loaded.runs_dir))
+    path = Path(loaded.runs_dir) / loaded.experiment / loaded.name
+    show_plan(console(), loaded, plan, path, uri, verbose=dry_run)
+    if dry_run:
+        return 0
+    return _begin(start.create_run(loaded, Path.cwd()), loaded, detach=detach)
+
+
+@app.command()
+def submit(
+    config: ConfigName,
+    overrides: Overrides = None,
+    cluster: Annotated[str | None, typer.Option(help="Profile of the site: a path, or one that is shipped.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the srun line.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Ask Slurm when it would start; submit nothing.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show queue state, then progress, until the end.")] = False,
+) -> int:
+    """Send a run to Slurm.
+
+    Examples:
+
+        hpcdist submit ddp_mnist --cluster devcluster --follow
+
+        hpcdist submit mnist.yaml --cluster ~/mysite.yaml cluster.nodes=4 --dry-run
+    """
+    from hpcdist.config import load_config
+    from hpcdist.launch import slurm, start
+    from hpcdist.rundir import RunDir
+
+    loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
+    start.check_trainer(loaded, Path.cwd())
+    if dry_run:
+        script, step = slurm.render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name))
+        print(f"{script}\n# then, in the batch step:\n# {step}")
+        return 0
+    print(slurm.check(loaded))
+    if test:
+        return 0
+    return _queue(start.create_run(loaded, Path.cwd(), launcher="slurm"), loaded, follow=follow)
+
+
+@app.command()
+def resume(
+    run: RunName,
+    overrides: Overrides = None,
+    with_current_code: Annotated[
+        bool, typer.Option("--with-current-code", help="Take the code as it is now, not as it was at the start.")
+    ] = False,
+    detach: Detach = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Go on from the newest valid checkpoint, in the same MLflow run.
+
+    Examples:
+
+        hpcdist resume ddp-2026
+
+        hpcdist resume runs/digits/first stop.epochs=20 --with-current-code
+    """
+    from hpcdist.config import load_run_config, to_yaml
+    from hpcdist.launch import snapshot
+    from hpcdist.lease import hold
+    from hpcdist.rundir import resolve_run, write_atomic
+
+    found = resolve_run(run, runs_dir)
+    config = load_run_config(found.config, overrides or [], os.environ)
+    if found.read_state().status == "finished" and not overrides:
+        raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")
+    with hold(found):
+        write_atomic(found.config, to_yaml(config), durable=True)
+        if with_current_code:
+            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
+    if (found.path / "slurm.json").exists():
+        return _queue(found, config, follow=not detach)
+    return _begin(found, config, detach=detach)
+
+
+@app.command(hidden=True)
+def worker(run_dir: Path) -> None:
+    """Run one rank of a run folder; place and size of the group come from the environment."""
+    from hpcdist.runtime.worker import main as work
+
+    work([str(run_dir)])
+
+
+@app.command(hidden=True)
+def supervise(run_dir: Path) -> int:
+    """Supervise a run folder in the foreground; what `--detach` leaves behind."""
+    from hpcdist.config import load_run_config
+    from hpcdist.rundir import RunDir
+
+    found = RunDir.open(run_dir)
+    return _begin(found, load_run_config(found.config, [], os.environ), detach=False)
+
+
+def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
+    """Supervise a run here or leave it to the background; returns the exit code of the command."""
+    from hpcdist import logs
+    from hpcdist.launch import start
+    from hpcdist.launch.plan import Machine, make_plan
+    from hpcdist.view import RunView, show_end
+
+    if detach:
+        pid = start.detach(run, config, os.environ)
+        print(f"{run.name} runs in the background (process {pid}): `hpcdist logs -f {run.name}` follows it")
+        return 0
+    logs.configure()
+    plan = make_plan(config, Machine.inspect(os.environ))
+    terminal = console()
+    with RunView(terminal) as view:
+        state = start.supervise(run, config, plan, view, os.environ)
+    show_end(terminal, run, state, config)
+    return _exit_code(state)
+
+
+def _queue(run: RunDir, config: Config, *, follow: bool) -> int:
+    """Submit a run to Slurm and let MLflow know; with `follow`, ship and show it until it is over."""
+    from hpcdist.launch import slurm, start
+    from hpcdist.view import follow_job, show_end
+
+    job_id = slurm.submit(config, run)
+    print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist logs -f {run.name}` follow it")
+    if not follow:
+        print(start.ship_now(run, config, os.environ))
+        return 0
+    with start.shipping_from_here(run, config, os.environ):
+        state = follow_job(console(), run)
+    show_end(console(), run, state, config)
+    return _exit_code(state)
+
+
+def _exit_code(state: State) -> int:
+    if state.status == "failed":
+        return 2 if state.rejected else 1
+    return 130 if state.status == "cancelled" else 0

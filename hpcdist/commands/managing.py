@@ -1,0 +1,204 @@
+"""Commands for runs that are there: look, stop, ship, show; and for configs."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.commands.options import RUNS, Overrides, RunName, RunsDir, console
+from hpcdist.errors import HpcdistError, UserMistake
+
+if TYPE_CHECKING:
+    from hpcdist.rundir import Attempt, RunDir
+
+app = typer.Typer()
+
+
+@app.command()
+def runs(runs_dir: RunsDir = RUNS) -> None:
+    """List all runs.
+
+    Example:  hpcdist runs
+    """
+    from hpcdist.rundir import find_runs
+    from hpcdist.view import show_runs
+
+    show_runs(console(), list(find_runs(runs_dir)), runs_dir)
+
+
+@app.command()
+def status(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Show how a run stands: state, attempts, each rank's last step, newest checkpoint.
+
+    Example:  hpcdist status ddp-2026
+    """
+    from hpcdist.rundir import resolve_run
+    from hpcdist.view import show_status
+
+    show_status(console(), resolve_run(run, runs_dir))
+
+
+@app.command()
+def logs(
+    run: RunName,
+    rank: Annotated[int, typer.Option(help="Whose log.")] = 0,
+    attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Print a rank's log.
+
+    Examples:
+
+        hpcdist logs ddp-2026 --rank 1
+
+        hpcdist logs ddp-2026 -f
+    """
+    from hpcdist.rundir import resolve_run
+    from hpcdist.view import stream_log
+
+    for text in stream_log(resolve_run(run, runs_dir), rank, attempt, follow=follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+@app.command()
+def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Ask a run to save, then stop. `hpcdist resume` goes on from there.
+
+    Example:  hpcdist stop ddp-2026
+    """
+    from hpcdist.rundir import resolve_run
+
+    found = resolve_run(run, runs_dir)
+    _running_attempt(found).ask("stop", by=getpass.getuser(), reason=f"`hpcdist stop` by {getpass.getuser()}")
+    print(f"asked {found.name} to save and stop; `hpcdist status {found.name}` shows how far it is")
+
+
+@app.command()
+def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """End a run at once; what came after its newest checkpoint is lost.
+
+    Example:  hpcdist cancel ddp-2026
+    """
+    from hpcdist.rundir import read_json, resolve_run
+
+    found = resolve_run(run, runs_dir)
+    state = found.read_state()
+    if state.status in ("created", "queued") and (job := read_json(found.path / "slurm.json")) is not None:
+        subprocess.run(["scancel", job["job_id"]], check=True)
+        found.write_state(replace(state, status="cancelled", reason="cancelled in the queue", ended=time.time()))
+        print(f"job {job['job_id']} of {found.name} is taken out of the queue")
+        return
+    _running_attempt(found).ask("cancel", by=getpass.getuser(), reason=f"`hpcdist cancel` by {getpass.getuser()}")
+    print(f"asked {found.name} to end at once")
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file or shipped config.")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Every key with type, default and meaning.")] = False,
+) -> None:
+    """Print the resolved config, secrets redacted; or the schema of all configs.
+
+    Examples:
+
+        hpcdist config ddp_mnist optim.lr=0.01
+
+        hpcdist config --schema
+    """
+    from hpcdist.config import load_config, shipped_configs, to_yaml
+
+    if schema:
+        from hpcdist.schema import describe
+
+        for path, kind, default, documentation in describe():
+            print(f"{path}: {kind} = {default!r}\n    {documentation}")
+    elif config is None:
+        raise UserMistake(f"which config? Shipped ones are {', '.join(shipped_configs())}; `--schema` lists all keys")
+    else:
+        print(to_yaml(load_config(config, overrides or [])), end="")
+
+
+@app.command()
+def sync(
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN …]", help="Which runs; all by default.")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Ship to MLflow what the runs' journals still hold, and close runs whose supervisor has died.
+
+    Examples:
+
+        hpcdist sync
+
+        hpcdist sync ddp-2026
+    """
+    from hpcdist.config import load_run_config
+    from hpcdist.lease import holder
+    from hpcdist.rundir import find_runs, resolve_run
+    from hpcdist.tracking.shipper import sync as ship
+    from hpcdist.tracking.uri import choose_uri
+
+    chosen = [resolve_run(name, runs_dir) for name in runs or []] or list(find_runs(runs_dir))
+    failed = 0
+    for found in chosen:
+        if (busy := holder(found)) is not None:
+            print(f"{found.name}: process {busy['pid']} on {busy['host']} ships it already")
+            continue
+        try:
+            config = load_run_config(found.config, [], os.environ, require_secrets=False)
+            report = ship(found, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+            print(f"{found.name}: {report}")
+        except HpcdistError as error:
+            failed += 1
+            print(f"{found.name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+@app.command()
+def ui(
+    uri: Annotated[str | None, typer.Option(help="MLflow store; the runs' own sqlite database by default.")] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on, on this machine alone.")] = 5000,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Open MLflow's UI on the configured store.
+
+    Examples:
+
+        hpcdist ui
+
+        hpcdist ui --port 5001 --runs-dir /shared/me/runs
+    """
+    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.view import training_links
+
+    where = uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
+    if where.startswith("http"):
+        print(f"the UI of that server is at {where}")
+        return
+    for link in training_links(runs_dir, where, port):
+        print(link)
+    # Helper processes and workers that a look at one's own runs does not need, and no word to anyone else.
+    os.environ |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    command = ["-m", "mlflow", "ui", "--backend-store-uri", where, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1"]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def _running_attempt(run: RunDir) -> Attempt:
+    """The attempt to leave a request in. Raises UserMistake when nobody is there to read it."""
+    from hpcdist.lease import holder
+
+    state = run.read_state()
+    if holder(run) is None or state.attempt == 0:
+        raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
+    return run.attempt(state.attempt)
