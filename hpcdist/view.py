@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -84,6 +85,8 @@ class RunView:
         )
         self._task: TaskID | None = None
         self._next_plain = 0.0
+        #: Time and step of this attempt's first sign of progress, which the rate is measured from.
+        self._began: tuple[float, int] | None = None
         self._last_step = -1
 
     def __enter__(self) -> RunView:
@@ -94,6 +97,7 @@ class RunView:
         self._progress.stop()
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self._began = None
         self.note(f"attempt {attempt.number}: starting {num_ranks} rank{'s' * (num_ranks > 1)}, logs in {attempt.path}")
 
     def note(self, text: str) -> None:
@@ -129,7 +133,11 @@ class RunView:
         if now < self._next_plain and step < total:
             return
         self._next_plain = now + PLAIN_EVERY_S
-        self._console.print(f"step {step}/{total}  {escape(numbers)}", highlight=False, soft_wrap=True)
+        began, first = self._began = self._began or (now, step)
+        left = ""
+        if first < step < total:
+            left = f"  ETA {timedelta(seconds=round((now - began) / (step - first) * (total - step)))}"
+        self._console.print(f"step {step}/{total}  {escape(numbers)}{left}", highlight=False, soft_wrap=True)
 
 
 #: Shown while a run goes on, in this order, under these names.

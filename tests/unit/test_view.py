@@ -142,7 +142,13 @@ def test_progress_in_a_log_is_a_line_every_few_seconds_and_the_last_one(
         shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
     shown.progress({"step": 101, "total_steps": None, "metrics": {}})
     numbers = "loss 0.1235  accuracy 0.975"
-    assert rows_of(console) == [f"step 1/100  {numbers}", f"step 3/100  {numbers}", f"step 100/100  {numbers}"]
+    # Two steps in six seconds leave 97 steps for five minutes less a bit.
+    eta = "ETA 0:04:51"
+    assert rows_of(console) == [
+        f"step 1/100  {numbers}",
+        f"step 3/100  {numbers}  {eta}",
+        f"step 100/100  {numbers}",
+    ]
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:

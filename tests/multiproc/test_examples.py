@@ -1,0 +1,62 @@
+"""The examples of users' own code, as they stand in the repository, under the real command."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import Runs
+
+from hpcdist.runtime.checkpoint import load_weights
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def examples(tmp_path: Path, ready_database: Path) -> Runs:
+    """A folder outside of any repository with nothing but an example in it."""
+    return Runs(tmp_path, ready_database)
+
+
+def start_in(examples: Runs, name: str) -> Path:
+    shutil.rmtree(examples.project)
+    shutil.copytree(EXAMPLES / name, examples.project)
+    return examples.folder
+
+
+def test_a_trainer_of_ones_own_is_stopped_resumed_tracked_and_exported(examples: Runs) -> None:
+    examples.experiment = "own-trainer"
+    start_in(examples, "own_trainer")
+    uri = f"tracking.uri=sqlite:///{examples.database}"
+    code, output = examples.command("run", "regression.yaml", "name=whole", uri)
+    assert code == 0, output
+    assert "finished: the trainer reached its end" in output
+    run = examples.run_dir("whole")
+    assert (run.code / "regression.py").read_text() == (EXAMPLES / "own_trainer" / "regression.py").read_text()
+    assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == list(range(20, 401, 20))
+    assert (run.model / "MLmodel").is_file()
+
+    # As far as step 200, then on: the same weights in the end, from the code that was started.
+    code, output = examples.command("run", "regression.yaml", "name=halves", "params.total_steps=200", uri)
+    assert code == 0, output
+    (examples.project / "regression.py").write_text("raise SystemError('the code of a later day')\n")
+    code, output = examples.command("resume", "halves", "params.total_steps=400")
+    assert code == 0, output
+    whole, halves = (load_weights(examples.run_dir(name).checkpoints / "step-00000400") for name in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    assert all(bool((whole[key] == halves[key]).all()) for key in whole)
+
+
+def test_a_torchrun_script_runs_unchanged(examples: Runs) -> None:
+    examples.experiment = "torchrun-script"
+    start_in(examples, "torchrun_script")
+    code, output = examples.command(
+        "run", "script.yaml", "name=first", f"tracking.uri=sqlite:///{examples.database}", "launch.device=cpu"
+    )
+    assert code == 0, output
+    assert "step 200 of 200: loss" in output
+    assert "finished: train.py ended with exit status 0" in output
+    attempt = examples.attempt("first")
+    for rank in range(2):
+        assert f"local rank {rank} of 2 done" in attempt.log(rank).read_text()
