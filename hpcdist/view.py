@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -146,7 +149,10 @@ _LIVE = {"train/loss": "loss", "eval/accuracy": "accuracy", "train/samples_per_s
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """The few metrics that a progress line has room for."""
-    return "  ".join(f"{name} {metrics[key]:.4g}" for key, name in _LIVE.items() if key in metrics)
+    shown = {name: metrics[key] for key, name in _LIVE.items() if key in metrics}
+    return "  ".join(
+        f"{name} {value:.4g}" if value < 10_000 else f"{name} {value:.0f}" for name, value in shown.items()
+    )
 
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
@@ -157,14 +163,23 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
         for key, value in sorted(metrics.items()):
             table.add_row(escape(key), f"{value:.6g}")
         console.print(table)
-    lines = [f"look at it: hpcdist ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
+    program = _program()
+    lines = [f"look at it: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
     if config.tracking.uri:
-        lines = [f"look at it: hpcdist ui --uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"]
+        lines = [f"look at it: {program} ui --uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"]
     if state.status != "finished":
-        lines.append(f"go on with: hpcdist resume {escape(shlex.quote(str(run.path)))}")
+        lines.append(f"go on with: {program} resume {escape(shlex.quote(str(run.path)))}")
     lines.append(f"[bold {_COLOURS[state.status]}]{state.status}[/]: {escape(state.reason)}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """This command as it can be typed here: by its name where that is found, else by its path."""
+    if shutil.which("hpcdist") is not None:
+        return "hpcdist"
+    started = Path(sys.argv[0])
+    return shlex.quote(os.path.relpath(started)) if started.name == "hpcdist" else f"{sys.executable} -m hpcdist"
 
 
 def standing(run: RunDir, state: State) -> str:

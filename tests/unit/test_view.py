@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,13 +163,30 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 
 def test_the_few_metrics_of_a_progress_line() -> None:
-    assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == (
-        "loss 2  samples/s 1.235e+04"
-    )
+    assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
     assert format_metrics({}) == ""
 
 
 # --- the end
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+
+
+def test_the_command_is_shown_as_it_can_be_typed(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make(status="finished")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for started, shown in (
+        (str(tmp_path / ".venv" / "bin" / "hpcdist"), ".venv/bin/hpcdist"),
+        ("/x/__main__.py", f"{sys.executable} -m hpcdist"),
+    ):
+        monkeypatch.setattr(sys, "argv", [started, "run"])
+        assert f"look at it: {shown} ui --runs-dir '/my runs'" in end(console, run, run.read_state())
 
 
 def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
