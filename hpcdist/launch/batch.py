@@ -14,15 +14,19 @@ from hpcdist import logs
 from hpcdist.config import load_run_config, secrets_of
 from hpcdist.launch import snapshot
 from hpcdist.launch.job import Job
+from hpcdist.launch.plan import processor_env
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.step import StepLauncher
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
-from hpcdist.rundir import Attempt, RunDir, State, read_json
+from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.schema import Config
 from hpcdist.tracking.uri import choose_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
+#: Who asks for a stop when Slurm sends SIGTERM: to the supervisor of an attempt, or before there is one.
+_BY_SIGTERM = ("SIGTERM", "signal")
 
 
 class JobLog:
@@ -59,7 +63,12 @@ def supervise_in_job(run_dir: str) -> str:
     run = RunDir.open(Path(run_dir))
     job = Job.here(os.environ)
     with hold(run, job_id=job.id):
-        state = _supervise(run, job)
+        state = run.read_state()
+        if job.restart_count > 0 and _is_over(run, state):
+            # Slurm may start a job again whose run someone has just stopped.
+            log.info("nothing is left to do: %s: %s", state.status, state.reason)
+        else:
+            state = _supervise(run, job)
     return f"{state.status}: {state.reason}"
 
 
@@ -69,7 +78,8 @@ def _supervise(run: RunDir, job: Job) -> State:
     code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
-    launcher = StepLauncher(run, config.cluster, env=env, import_path=snapshot.import_path(code, run), cwd=cwd)
+    import_path = snapshot.import_path(code, run)
+    launcher = StepLauncher(run, config.cluster, env=env | rank_env(config), import_path=import_path, cwd=cwd)
     lead_s = config.cluster.signal_lead_s
     with launcher:
         state = Supervisor(
@@ -85,10 +95,18 @@ def _supervise(run: RunDir, job: Job) -> State:
     return _after(run, job, state, launcher, config.cluster.max_requeues)
 
 
+def rank_env(config: Config) -> dict[str, str]:
+    """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently."""
+    threads = config.launch.threads or config.cluster.cpus_per_task
+    policy = processor_env(threads, use_gpus=config.cluster.gpus_per_node > 0 and config.launch.device != "cpu")
+    policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
+    return {**policy, **config.cluster.env, **config.launch.env}
+
+
 def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requeues: int) -> State:
     """Queue the job again where that is how the run goes on."""
     request = read_json(run.attempt(state.attempt).request) or {}
-    if request.get("by") == "SIGTERM" and state.status in ("stopped", "failed") and job.will_run_again():
+    if request.get("by") in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
         # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
         return _queued(run, state)
     # Ahead of the time limit Slurm may be quicker to signal the ranks than the supervisor is to ask them.
@@ -105,6 +123,13 @@ def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requ
     state = _queued(run, state)
     job.requeue()
     return state
+
+
+def _is_over(run: RunDir, state: State) -> bool:
+    """Whether a run has ended by itself or by someone's wish, rather than because its allocation did."""
+    request = read_json(run.attempt(state.attempt).request) or {}
+    by_slurm = request.get("by", TIME_LIMIT) in (*_BY_SIGTERM, TIME_LIMIT)
+    return state.status in ENDED and not (state.status in ("stopped", "failed") and by_slurm)
 
 
 def _queued(run: RunDir, state: State) -> State:

@@ -35,7 +35,8 @@ def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str
     """The step that runs every rank once.
 
     A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
-    taken them over from sbatch since Slurm 22.05.
+    taken them over from sbatch since Slurm 22.05. Until a rank can hear SIGUSR2, which Slurm sends ahead of the time
+    limit, it must not die of it: the supervisor asks it again.
     """
     flags = {
         "job-name": f"attempt-{attempt.number:03d}",
@@ -51,7 +52,8 @@ def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str
         "output": str(attempt.path / "rank-%5t.log"),
         **cluster.srun,
     }
-    return ["srun", *(f"--{name}={value}" for name, value in flags.items() if value is not None), *command]
+    options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return ["srun", *options, "sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *command]
 
 
 def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:

@@ -24,6 +24,7 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
+from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
 from hpcdist.schema import Config, OptimConfig, ScheduleConfig
 
@@ -104,8 +105,24 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
     # DDP may not skip its exchange (no_sync) and take the graph for static at the same time.
-    model = ctx.wrap(module, static_graph=cfg.optim.accumulate == 1)
+    options: dict[str, Any] = {"static_graph": cfg.optim.accumulate == 1}
+    if ctx.device.type == "cpu":
+        # DDP's size, but for the first bucket too, which is 1 MB otherwise: a message costs more than it hides here.
+        options["bucket_cap_mb"] = 25
+    model = ctx.wrap(module, **options)
     ctx.seed_per_rank()
+    if ctx.world_size > 2:  # a + b is b + a, so two ranks agree in any order
+        indices = torch.arange(cfg.data.batch_size) % len(data.test)
+        batches = data.test.batches(
+            indices, batch_size=len(indices), device=ctx.device, channels_last=cfg.model.channels_last
+        )
+        images, labels = next(batches)
+
+        def loss() -> Tensor:
+            with _autocast(ctx, cfg):
+                return F.cross_entropy(model(images), labels)
+
+        settle_buckets(model, loss)
     batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
     steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.accumulate)
     return Training(

@@ -199,6 +199,24 @@ def test_a_holder_on_another_host_lives_by_its_renewals(run: RunDir, age_s: floa
             assert (read_json(run.lease) or {})["host"] == socket.gethostname()
 
 
+def test_a_later_life_of_the_same_job_takes_over_at_once(run: RunDir) -> None:
+    """A node's death leaves the lease of a holder that seems alive from elsewhere."""
+    write_lease(run, host="n2", pid=1, job_id="41")
+    for other in ("42", None):
+        with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run, job_id=other):
+            pytest.fail("held by two")
+    with hold(run, job_id="41"):
+        found = read_json(run.lease) or {}
+        assert (found["host"], found["job_id"]) == (socket.gethostname(), "41")
+    assert not run.lease.exists()
+
+
+def test_a_lease_without_a_job_is_nobodys_earlier_life(run: RunDir) -> None:
+    write_lease(run, host="n2", pid=1, job_id=None)
+    with pytest.raises(RunFolderError, match=r"held by process 1"), hold(run, job_id="41"):
+        pytest.fail("held by two")
+
+
 def test_a_torn_lease_is_free(run: RunDir) -> None:
     run.lease.write_text('{"host": ')
     assert holder(run) is None

@@ -426,3 +426,48 @@ def test_a_config_survives_being_written_and_read(write: Write, tmp_path: Path) 
 )
 def test_secrets_on_the_command_line(argument: str, shown: str) -> None:
     assert redacted_argument(argument) == shown
+
+
+# --- a site's profile under the config's own `cluster` section
+
+
+def test_a_profile_stands_under_the_config_and_both_under_overrides(write: Write, tmp_path: Path) -> None:
+    profile = tmp_path / "site.yaml"
+    profile.write_text("partition: gpu\nnodes: 8\ntasks_per_node: 4\nenv: {A: site, B: site}\n")
+    path = write("cluster:\n  nodes: 2\n  env: {B: run}\n")
+    cluster = load_config(path, ["cluster.tasks_per_node=1"], cluster=profile).cluster
+    assert (cluster.partition, cluster.nodes, cluster.tasks_per_node) == ("gpu", 2, 1)
+    assert cluster.env == {"B": "run"}, "a key of the config's own wins whole"
+    assert load_config(write("seed: 1\n"), cluster=profile).cluster.nodes == 8
+    assert load_config(path).cluster.partition is None
+
+
+def test_a_shipped_profile_goes_by_its_name(write: Write) -> None:
+    cluster = load_config(write("seed: 1\n"), cluster="devcluster").cluster
+    assert (cluster.partition, cluster.nodes, cluster.tasks_per_node) == ("main", 2, 2)
+    assert "devcluster" in shipped_configs("cluster")
+    assert "devcluster" not in shipped_configs()
+
+
+def test_mistakes_around_profiles(write: Write, tmp_path: Path) -> None:
+    path = write("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"^devclustr: no such config file: did you mean 'devcluster'\?$"):
+        load_config(path, cluster="devclustr")
+    profile = tmp_path / "site.yaml"
+    profile.write_text("partion: gpu\n")
+    with pytest.raises(ConfigError, match=r"cluster\.partion is not a key: did you mean 'cluster\.partition'\?"):
+        load_config(path, cluster=profile)
+    profile.write_text("- a\n- list\n")
+    with pytest.raises(ConfigError, match=r"site\.yaml: must hold keys and values, holds a list$"):
+        load_config(path, cluster=profile)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("cluster.nodes=0", "cluster.nodes must be >= 1, got 0"),
+        ("cluster.signal_lead_s=-1", "cluster.signal_lead_s must be >= 0, got -1"),
+    ],
+)
+def test_impossible_requests(write: Write, override: str, problem: str) -> None:
+    assert problems(write("seed: 1\n"), override) == (problem,)

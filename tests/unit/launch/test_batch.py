@@ -1,0 +1,158 @@
+"""How a run goes on after its allocation: decisions over a fake Job, and what ranks find in their environment."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hpcdist.launch import batch
+from hpcdist.launch.job import Job
+from hpcdist.launch.policy import Failure
+from hpcdist.launch.step import StepLauncher
+from hpcdist.rundir import RunDir, State, Status
+from hpcdist.schema import ClusterConfig, Config, LaunchConfig
+
+
+class FakeJob:
+    """Slurm's side of the decision; remembers whether it was asked to queue the job again."""
+
+    def __init__(self, restart_count: int = 0, *, again: bool = False) -> None:
+        self.id = "41"
+        self.restart_count = restart_count
+        self.num_requeues = 0
+        self._again = again
+
+    def will_run_again(self) -> bool:
+        return self._again
+
+    def requeue(self) -> None:
+        self.num_requeues += 1
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.new_attempt()
+    return run
+
+
+def after(
+    run: RunDir, job: FakeJob, status: Status, by: str | None = None, lost: tuple[str, ...] = (), max_requeues: int = 2
+) -> State:
+    """The state that follows an attempt which ended as `status`, stopped `by` someone."""
+    if by is not None:
+        run.attempt(1).ask("stop", by=by, reason=f"asked by {by}")
+    state = State(status=status, attempt=1, reason="a reason", ended=7.0)
+    run.write_state(state)
+    launcher = cast(StepLauncher, SimpleNamespace(lost_nodes=list(lost)))
+    after = batch._after(run, cast(Job, job), state, launcher, max_requeues)
+    assert run.read_state() == after
+    return after
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "signal"])
+@pytest.mark.parametrize("status", ["stopped", "failed"])
+def test_what_slurm_has_queued_again_waits(run: RunDir, by: str, status: Status) -> None:
+    job = FakeJob(again=True)
+    state = after(run, job, status, by)
+    assert (state.status, state.reason, state.ended, job.num_requeues) == ("queued", "a reason", None, 0)
+
+
+def test_a_cancelled_job_stays_stopped(run: RunDir) -> None:
+    job = FakeJob(again=False)
+    state = after(run, job, "stopped", "SIGTERM")
+    assert (state.status, state.ended, job.num_requeues) == ("stopped", 7.0, 0)
+
+
+@pytest.mark.parametrize("by", [batch.TIME_LIMIT, None])
+def test_a_time_limit_queues_the_job_again(run: RunDir, by: str | None) -> None:
+    """Nobody has asked where Slurm's own signal was first."""
+    job = FakeJob()
+    assert after(run, job, "stopped", by).status == "queued"
+    assert job.num_requeues == 1
+
+
+def test_a_lost_node_queues_the_job_again(run: RunDir) -> None:
+    job = FakeJob(1)
+    assert after(run, job, "stopped", lost=("n2",)).status == "queued"
+    assert job.num_requeues == 1
+
+
+def test_the_trips_through_the_queue_are_counted(run: RunDir) -> None:
+    job = FakeJob(2)
+    state = after(run, job, "stopped", batch.TIME_LIMIT)
+    assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is used up")
+    assert (state.ended, job.num_requeues) == (7.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "by"), [("finished", None), ("failed", None), ("stopped", "ada"), ("cancelled", "ada")]
+)
+def test_what_is_over_stays_over(run: RunDir, status: Status, by: str | None) -> None:
+    job = FakeJob(again=True)
+    assert after(run, job, status, by).status == status
+    assert job.num_requeues == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "by", "over"),
+    [
+        ("finished", None, True),
+        ("finished", "SIGTERM", True),
+        ("cancelled", "ada", True),
+        ("stopped", "ada", True),
+        ("stopped", "SIGTERM", False),
+        ("stopped", batch.TIME_LIMIT, False),
+        ("stopped", None, False),
+        ("failed", None, False),
+        ("queued", None, False),
+        ("running", "ada", False),
+    ],
+)
+def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
+    run: RunDir, status: Status, by: str | None, over: bool
+) -> None:
+    if by is not None:
+        run.attempt(1).ask("stop", by=by, reason="…")
+    assert batch._is_over(run, State(status=status, attempt=1)) == over
+
+
+def test_ranks_get_threads_and_what_the_config_says() -> None:
+    cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
+    env = batch.rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
+    assert env == {
+        "OMP_NUM_THREADS": "6",
+        "PYTHONUNBUFFERED": "1",
+        "MALLOC_MMAP_THRESHOLD_": "33554432",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "A": "job",
+        "B": "rank",
+    }
+
+
+def test_ranks_on_gpus_leave_the_allocator_alone() -> None:
+    env = batch.rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(threads=3)))
+    assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
+
+
+def test_the_jobs_log_tells_of_attempts_and_failures(
+    run: RunDir, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    report, beat = batch.JobLog(), cast(Mapping[str, Any], {"step": 1})
+    with caplog.at_level(logging.INFO, "hpcdist"):
+        report.attempt(run.attempt(1), 4)
+        report.progress(beat)
+        report.output("not for this log")
+        report.note("a note")
+        failure = Failure(kind="error", rank=3, host="n2", step=5, error="ValueError: x", traceback=("line\n",))
+        report.failure(failure, tmp_path)
+    assert caplog.messages == [
+        f"attempt 1: starting 4 ranks, logs in {run.attempt(1).path}",
+        "a note",
+        f"rank 3 on n2 failed with ValueError: x at step 5 (whole log: {tmp_path})\nline\n",
+    ]

@@ -1,0 +1,98 @@
+"""What is read from scontrol, and what is asked of it; a script stands in for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdist.errors import HpcdistError
+from hpcdist.launch.job import Job, parse_facts, parse_time
+
+LINE = (
+    "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
+    "StartTime=2026-11-20T06:35:00 EndTime=2026-11-20T07:05:00 Command=/shared/my run.sh --flag=a=b"
+)
+JOB = Job(id="41", restart_count=2, end_time=None)
+
+
+@pytest.fixture
+def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that alone is on PATH: `says` is printed, `fails` makes it fail, `asked` has the arguments."""
+    script = tmp_path / "scontrol"
+    script.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\necho \"$@\" >> asked\n"
+        "if test -e fails; then read -r line < fails; echo \"$line\" >&2; exit 1; fi\n"
+        "while read -r line; do echo \"$line\"; done < says\n"
+    )  # fmt: skip
+    script.chmod(0o755)
+    (tmp_path / "says").write_text(LINE + "\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_facts_of_a_job() -> None:
+    facts = parse_facts(LINE)
+    assert (facts["JobId"], facts["Restarts"], facts["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
+    assert (facts["Dependency"], facts["Command"], facts["--flag"]) == ("(null)", "/shared/my", "a=b")
+    assert parse_facts("") == {}
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_times_are_local(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        seconds = parse_time("2026-11-20T07:05:00")
+        assert seconds is not None
+        assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
+        assert (seconds == 1795158300) == (zone == "UTC")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("text", ["Unknown", "N/A", "", None, "None"])
+def test_no_time_is_none(text: str | None) -> None:
+    assert parse_time(text) is None
+
+
+def test_the_job_around_this_process(fake_scontrol: Path) -> None:
+    job = Job.here({"SLURM_JOB_ID": "41"})
+    assert job == Job(id="41", restart_count=2, end_time=parse_time("2026-11-20T07:05:00"))
+    assert (fake_scontrol / "asked").read_text() == "show job --oneliner 41\n"
+
+
+def test_outside_a_job_there_is_none() -> None:
+    with pytest.raises(HpcdistError, match=r"^SLURM_JOB_ID is not set: this is for the inside of a Slurm job$"):
+        Job.here({})
+
+
+@pytest.mark.parametrize(("restarts", "again"), [(2, False), (3, True)])
+def test_slurm_has_queued_it_when_it_counts_one_more(fake_scontrol: Path, restarts: int, again: bool) -> None:
+    (fake_scontrol / "says").write_text(LINE.replace("Restarts=2", f"Restarts={restarts}") + "\n")
+    assert JOB.will_run_again() == again
+
+
+def test_a_requeue_is_asked_for(fake_scontrol: Path) -> None:
+    JOB.requeue()
+    assert (fake_scontrol / "asked").read_text() == "requeue 41\n"
+
+
+def test_of_two_requeues_at_once_the_second_is_content(fake_scontrol: Path) -> None:
+    (fake_scontrol / "fails").write_text("Job is pending execution for job 41\n")
+    JOB.requeue()
+
+
+def test_another_refusal_is_told(fake_scontrol: Path) -> None:
+    (fake_scontrol / "fails").write_text("Requested operation is presently disabled for job 41\n")
+    with pytest.raises(HpcdistError, match=r"^scontrol requeue 41: Requested operation is presently disabled for job"):
+        JOB.requeue()
+
+
+def test_without_scontrol_the_error_names_it(fake_scontrol: Path) -> None:
+    os.unlink(fake_scontrol / "scontrol")
+    with pytest.raises(HpcdistError, match=r"^scontrol show job --oneliner 41: .*No such file .*: 'scontrol'"):
+        Job.here({"SLURM_JOB_ID": "41"})
