@@ -11,6 +11,7 @@ fails. One that is killed says nothing, and the supervisor notices.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -140,6 +141,8 @@ def _train(
     if topology.launcher == "slurm":
         os.environ.update(network.interface_env(topology.master_addr, os.environ))
 
+    # What imports make stays for ever: looking for garbage in it meanwhile takes a sixth of torch's import.
+    gc.disable()
     from hpcdist.runtime.context import Context, Heartbeat, seed_everything
     from hpcdist.runtime.device import place
     from hpcdist.runtime.monitor import NodeMonitor
@@ -151,6 +154,8 @@ def _train(
     heartbeat.beat(now=True)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
+    gc.freeze()  # nor is it looked at while training
+    gc.enable()
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
 

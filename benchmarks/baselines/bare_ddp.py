@@ -1,0 +1,48 @@
+"""DistributedDataParallel as torch's tutorial writes it; `ddp_step.py` measures everything against this.
+
+torchrun --nproc-per-node 2 benchmarks/baselines/bare_ddp.py --data mnist --root DIR --batch-size 64 …
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from setting import Clock, parse_arguments, training_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hpcdist.models.image import SimpleCNN
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    images, labels = training_tensors(arguments)
+    dataset = TensorDataset(images, labels)
+    sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=arguments.batch_size, sampler=sampler)
+    model = SimpleCNN(num_classes=10, in_channels=images.shape[1], image_size=images.shape[2])
+    # The limit that no exchange of gradients can be faster than.
+    network = model if "WITHOUT_EXCHANGE" in os.environ else DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+
+    network.train()
+    clock = Clock(arguments, dist.get_rank())
+    dist.barrier()
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if clock.tick():
+            break
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What all contenders of `ddp_step.py` share: arguments, the training set as tensors, and the clock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from hpcdist.data.batches import Normalize, PreloadedSplit
+from hpcdist.data.loading import load_datasets
+from hpcdist.schema import DataConfig
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True, help="data.name")
+    parser.add_argument("--root", default="", help="data.root")
+    parser.add_argument("--num-samples", type=int, default=2048, help="data.num_samples")
+    parser.add_argument("--image-size", type=int, default=28, help="data.image_size")
+    parser.add_argument("--batch-size", type=int, required=True, help="samples per rank")
+    parser.add_argument("--steps", type=int, required=True, help="how many to do; less than an epoch")
+    parser.add_argument("--window", type=int, required=True, help="steps between two readings of the clock")
+    parser.add_argument("--out", type=Path, required=True, help="where rank 0 leaves its readings")
+    return parser.parse_args()
+
+
+def training_tensors(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """The training set that ours gets: normalised images float32 [N, C, H, W] and labels int64 [N]."""
+    data = DataConfig(
+        name=arguments.data,
+        root=arguments.root,
+        num_samples=arguments.num_samples,
+        image_size=arguments.image_size,
+        preload="always",
+    )
+    split = load_datasets(data, seed=0).train
+    assert isinstance(split, PreloadedSplit)
+    normalize = Normalize(split.mean, split.std, split.images.device)
+    return normalize(split.images), split.labels
+
+
+class Clock:
+    """Reads the time after every `window` steps; rank 0 leaves the readings in a file of one JSON record."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        self._arguments = arguments
+        self._rank = rank
+        self._readings: list[tuple[int, float]] = []
+        self._step = 0
+
+    def tick(self) -> bool:
+        """Count a step; True when all are done."""
+        self._step += 1
+        if self._step % self._arguments.window == 0:
+            self._readings.append((self._step, time.time()))
+        done = self._step >= self._arguments.steps
+        if done and self._rank == 0:
+            self._arguments.out.write_text(json.dumps(self._readings))
+        return done

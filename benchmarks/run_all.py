@@ -1,0 +1,194 @@
+"""Run all benchmarks one after the other and write what they measured into RESULTS.md.
+
+    python benchmarks/run_all.py [--only ddp_step,startup]
+
+Everything in RESULTS.md is written anew but the part below the line `## Notes`, which is kept. With `--only` the
+other benchmarks' parts stay as they are. `benchmarks/gpu.sh` is run by hand, on a machine with GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "RESULTS.md"
+RAW = HERE / "results.json"
+NOTES = "## Notes\n"
+PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "accelerate", "lightning")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table: a number out of a benchmark's JSON, and what it is to be at most."""
+
+    what: str
+    path: tuple[str, ...]
+    unit: str = ""
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    arguments: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    @property
+    def command(self) -> list[str]:
+        return [f"benchmarks/{self.name}.py", *self.arguments]
+
+
+def _step_figures(batch_size: int, target: float) -> Iterator[Figure]:
+    at = f"training step, batch {batch_size}"
+    path = (f"batch_{batch_size}",)
+    yield Figure(f"{at}: ours over bare DDP", (*path, "ours", "over_bare"), target=target)
+    for name in ("accelerate", "lightning", "bare, with our MALLOC_*", "bare, without exchange"):
+        yield Figure(f"{at}: {name}", (*path, name, "over_bare"))
+
+
+BENCHMARKS = (
+    Benchmark("ddp_step", ("--rounds", "5"), (*_step_figures(8, 0.95), *_step_figures(64, 1.0))),
+    Benchmark(
+        "startup",
+        ("--rounds", "9"),
+        (
+            Figure(
+                "to the first all-reduce: trainer over torchrun",
+                ("rows", "hpcdist run, trainer", "over_torchrun"),
+                target=0.6,
+            ),
+            Figure(
+                "to the first all-reduce: unchanged script over torchrun",
+                ("rows", "hpcdist run, script", "over_torchrun"),
+            ),
+            Figure("`hpcdist --help`", ("rows", "hpcdist --help", "s"), "s", 0.2),
+            Figure("`hpcdist config`", ("rows", "hpcdist config", "s"), "s", 0.2),
+        ),
+    ),
+    Benchmark(
+        "checkpoint_stall",
+        (),
+        (
+            Figure("checkpoint stall over torch.save", ("over_torch_save", "ours"), target=0.25),
+            Figure("checkpoint stall: one memcpy, the limit", ("over_torch_save", "memcpy")),
+        ),
+    ),
+    Benchmark(
+        "log_record",
+        (),
+        (
+            Figure("one record of one metric", ("median_us", "journal, 1"), "µs", 20),
+            Figure("one record of five metrics", ("median_us", "journal, 5"), "µs", 20),
+            Figure("MLflow's `log_metric`, sqlite", ("median_us", "MLflow sqlite, log_metric, 1"), "µs"),
+            Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
+        ),
+    ),
+)
+
+
+def run(benchmark: Benchmark) -> dict[str, Any]:
+    """Run one benchmark; its report for people, its JSON, when it ran and how busy the machine was before."""
+    load, began = os.getloadavg()[0], time.time()
+    print(f"$ python {' '.join(benchmark.command)}", flush=True)
+    done = subprocess.run(
+        [sys.executable, *benchmark.command, "--json"],
+        cwd=HERE.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    *report, last = done.stdout.rstrip().splitlines()
+    print("\n".join(report), flush=True)
+    return {
+        "report": "\n".join(report).strip(),
+        "values": json.loads(last),
+        "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
+        "minutes": (time.time() - began) / 60,
+        "load_before": load,
+    }
+
+
+def machine_facts() -> list[str]:
+    text = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*:\s*(.*)", text)
+    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    return [
+        f"- processor: {model[1] if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores usable,"
+        f" {int(memory[1]) / 2**20 if memory else 0:.0f} GiB",
+        f"- {platform.system()} {platform.release()}, Python {platform.python_version()}, {', '.join(versions)}",
+    ]
+
+
+def rows(benchmark: Benchmark, result: Mapping[str, Any]) -> Iterator[str]:
+    for figure in benchmark.figures:
+        value: Any = result["values"]
+        for key in figure.path:
+            value = value[key]
+        unit = f" {figure.unit}" if figure.unit else ""
+        target = "" if figure.target is None else f"≤ {figure.target:g}{unit}"
+        verdict = "" if figure.target is None else ("met" if value <= figure.target else "**missed**")
+        yield f"| {figure.what} | {value:.3g}{unit} | {target} | {verdict} |"
+
+
+def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
+    lines = [
+        "# Measured",
+        "",
+        "Written by `benchmarks/run_all.py` (`make bench`), but for the notes at the end. Ratios within one run count;",
+        "milliseconds move with the neighbours' load.",
+        "",
+        *machine_facts(),
+        "- GPU figures: `benchmarks/gpu.sh` was not run on this machine, which has no GPU",
+        "",
+        "| what | measured | target | |",
+        "|---|---|---|---|",
+    ]
+    shown = [(benchmark, results[benchmark.name]) for benchmark in BENCHMARKS if benchmark.name in results]
+    for benchmark, result in shown:
+        lines += rows(benchmark, result)
+    for benchmark, result in shown:
+        lines += [
+            "",
+            f"## {benchmark.name}",
+            "",
+            f"`python {' '.join(benchmark.command)}`, {result['date']}, {result['minutes']:.0f} min,"
+            f" load average {result['load_before']:.1f} before",
+            "",
+            "```",
+            result["report"],
+            "```",
+        ]
+    return "\n".join(lines) + "\n\n" + notes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    arguments = parser.parse_args()
+    chosen = [one for one in BENCHMARKS if not arguments.only or one.name in arguments.only.split(",")]
+    results: dict[str, Any] = json.loads(RAW.read_text()) if arguments.only and RAW.exists() else {}
+    old = RESULTS.read_text() if RESULTS.exists() else ""
+    notes = NOTES + (old.partition("\n" + NOTES)[2] or "\n")
+    for benchmark in chosen:
+        results[benchmark.name] = run(benchmark)
+        # After each one: hours of measuring shall not be lost to the last benchmark's failure.
+        RESULTS.write_text(render(results, notes))
+        RAW.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
