@@ -1,7 +1,7 @@
 """A trainer of your own: `train(ctx, cfg)` in a module, named by `trainer:` in the config beside it.
 
-    cd examples/own_trainer
-    hpcdist run regression.yaml
+cd examples/own_trainer
+hpcdist run regression.yaml
 """
 
 from __future__ import annotations

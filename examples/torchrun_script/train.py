@@ -1,7 +1,7 @@
 """A script as torchrun would start it, unchanged: it knows nothing of hpcdist.
 
-    torchrun --nproc-per-node 2 train.py --steps 200
-    hpcdist run script.yaml
+torchrun --nproc-per-node 2 train.py --steps 200
+hpcdist run script.yaml
 """
 
 from __future__ import annotations
