@@ -29,7 +29,8 @@ test: install ## all tests but the heavy ones
 	$(BIN)/python -m pytest
 
 faults: install ## heavy fault tests: kills at random moments, a whole run against an undisturbed one
-	$(BIN)/python -m pytest -m faults --timeout 1800
+	bash scripts/test_packages.sh
+	$(BIN)/python -m pytest -m faults --timeout 1800 -s
 
 bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --quiet '.[bench]'
