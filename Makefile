@@ -33,7 +33,7 @@ faults: install ## heavy fault tests: kills at random moments, a whole run again
 	$(BIN)/python -m pytest -m faults --timeout 1800 -s
 
 bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
-	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove what was made here, runs excepted

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from hpcdist.rundir import RunDir
 
@@ -43,3 +44,7 @@ class ShipperProcess:
 
 def _be_nice() -> None:
     os.nice(10)
+    # Where the kernel weighs sessions against each other (sched(7), autogroups), a nice value counts inside its own
+    # session only: that of the session is another number. Elsewhere there is no such file.
+    with suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write("10")
