@@ -71,12 +71,13 @@ def submit(
     """
     from hpcdist.config import load_config
     from hpcdist.launch import slurm, start
+    from hpcdist.launch.sbatch import render
     from hpcdist.rundir import RunDir
 
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
     start.check_trainer(loaded, Path.cwd())
     if dry_run:
-        script, step = slurm.render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name))
+        script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name))
         print(f"{script}\n# then, in the batch step:\n# {step}")
         return 0
     print(slurm.check(loaded))

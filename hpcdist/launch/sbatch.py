@@ -1,0 +1,52 @@
+"""What sbatch is asked for, and the text of the batch script: pure functions of the config."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+from hpcdist.launch.plan import rank_command
+from hpcdist.launch.step import srun_command
+from hpcdist.rundir import RunDir
+from hpcdist.schema import Config
+
+
+def sbatch_parameters(config: Config, run: RunDir) -> dict[str, Any]:
+    """What submitit's executor is told, by sbatch's names."""
+    cluster = config.cluster
+    optional = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "mem": cluster.mem,
+        "constraint": cluster.constraint,
+        "exclude": cluster.exclude,
+        "gpus_per_node": cluster.gpus_per_node or None,
+    }
+    return {
+        **{key: value for key, value in optional.items() if value is not None},
+        "job_name": f"{run.experiment}/{run.name}",
+        "time": cluster.time_min,
+        "nodes": cluster.nodes,
+        "ntasks_per_node": cluster.tasks_per_node,
+        "cpus_per_task": cluster.cpus_per_task,
+        "setup": [*(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()), *cluster.setup],
+        # The supervisor runs once, in the batch step, and starts the ranks with an srun of its own.
+        "use_srun": False,
+        "stderr_to_stdout": True,
+        # submitit's default is a workload key, which clusters that check them refuse.
+        "wckey": None,
+        "signal_delay_s": cluster.signal_lead_s,
+        "additional_parameters": {"requeue": True, **cluster.sbatch},
+    }
+
+
+def render(config: Config, run: RunDir) -> tuple[str, str]:
+    """The whole batch script and the first attempt's srun line, also where no Slurm is installed."""
+    from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
+
+    folder = run.path / "submitit"
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run))
+    return script, shlex.join(srun_command(config.cluster, run.attempt(1), rank_command(run.path)))

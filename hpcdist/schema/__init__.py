@@ -1,0 +1,37 @@
+"""Every key of a config: its type, its default and its meaning, each in exactly one place.
+
+Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this package to know what it was asked for.
+`config.py` fills them from YAML and the command line. The line under a field is its documentation
+(`hpcdist config --schema`).
+"""
+
+from hpcdist.schema.cluster import ClusterConfig
+from hpcdist.schema.describe import describe
+from hpcdist.schema.run import Config, cross_check
+from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
+from hpcdist.schema.training import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    StopConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "StopConfig",
+    "TrackingConfig",
+    "TrainerConfig",
+    "cross_check",
+    "describe",
+]

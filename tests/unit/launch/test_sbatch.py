@@ -1,0 +1,112 @@
+"""What sbatch is told, compared whole; nothing is submitted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.launch import sbatch
+from hpcdist.rundir import RunDir
+from hpcdist.schema import ClusterConfig, Config
+
+RUN = RunDir(Path("/shared/my runs/digits/first"))
+SMALL: dict[str, Any] = {
+    "job_name": "digits/first",
+    "time": 60,
+    "nodes": 1,
+    "ntasks_per_node": 1,
+    "cpus_per_task": 1,
+    "setup": [],
+    "use_srun": False,
+    "stderr_to_stdout": True,
+    "wckey": None,
+    "signal_delay_s": 120,
+    "additional_parameters": {"requeue": True},
+}
+SITE: dict[str, Any] = {
+    "partition": "gpu",
+    "account": "climate",
+    "qos": "long",
+    "nodes": 2,
+    "tasks_per_node": 4,
+    "gpus_per_node": 4,
+    "cpus_per_task": 8,
+    "mem": "64G",
+    "time_min": 90,
+    "signal_lead_s": 300,
+    "constraint": "a100|h100",
+    "exclude": "n[7-9]",
+    "sbatch": {"mail-type": "FAIL"},
+    "srun": {"mpi": "none"},
+    "env": {"GREETING": "it's $HOME"},
+    "setup": ["module load cuda"],
+}
+
+
+def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    return sbatch.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
+
+
+def test_what_is_not_said_is_left_to_slurm() -> None:
+    assert parameters({}) == SMALL
+
+
+def test_all_that_a_site_can_say() -> None:
+    assert parameters(SITE) == SMALL | {
+        "partition": "gpu",
+        "account": "climate",
+        "qos": "long",
+        "mem": "64G",
+        "constraint": "a100|h100",
+        "exclude": "n[7-9]",
+        "gpus_per_node": 4,
+        "time": 90,
+        "nodes": 2,
+        "ntasks_per_node": 4,
+        "cpus_per_task": 8,
+        "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda"],
+        "signal_delay_s": 300,
+        "additional_parameters": {"requeue": True, "mail-type": "FAIL"},
+    }
+
+
+def test_the_whole_script_and_step() -> None:
+    script, step = sbatch.render(Config(cluster=ClusterConfig(**SITE)), RUN)
+    lines = script.splitlines()
+    folder = RUN.path / "submitit"
+    assert lines[0] == "#!/bin/bash"
+    assert sorted(line for line in lines if line.startswith("#SBATCH ")) == [
+        "#SBATCH --account=climate",
+        "#SBATCH --constraint='a100|h100'",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --exclude='n[7-9]'",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --job-name=digits/first",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --mem=64G",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output='{folder}/%j_0_log.out'",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --qos=long",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@300",
+        "#SBATCH --time=90",
+    ]
+    commands = [line for line in lines if line and not line.startswith("#")]
+    assert commands == [
+        "export GREETING='it'\"'\"'s $HOME'",
+        "module load cuda",
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"{sys.executable} -u -m submitit.core._submit '{folder}'",
+    ]
+    assert step == (
+        "srun --job-name=attempt-001 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
+        " --kill-on-bad-exit=1 --input=none --open-mode=append"
+        " '--output=/shared/my runs/digits/first/attempts/001/rank-%5t.log' --mpi=none"
+        " sh -c 'trap '\"'\"''\"'\"' USR2; exec \"$@\"' sh"
+        f" {sys.executable} -P -m hpcdist.runtime.worker '/shared/my runs/digits/first'"
+    )
