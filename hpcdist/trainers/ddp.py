@@ -26,7 +26,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
 from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
-from hpcdist.schema import Config, OptimConfig, ScheduleConfig
+from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.schema import Config
 
 
 @dataclass
@@ -130,7 +131,7 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
         cfg=cfg,
         data=data,
         model=model,
-        optimizer=build_optimizer(model, cfg.optim),
+        optimizer=build_optimizer(model.parameters(), cfg.optim),
         scaler=torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16"),
         steps_per_epoch=steps_per_epoch,
     )
@@ -141,25 +142,6 @@ def _total_steps(run: Training, at: Position) -> int:
     num_left = max(0, run.cfg.stop.epochs - at.epoch) * run.steps_per_epoch - at.step_in_epoch
     total = at.step + max(0, num_left)
     return total if run.cfg.stop.steps is None else min(total, run.cfg.stop.steps)
-
-
-def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that the config names, in its fused implementation."""
-    parameters = model.parameters()
-    if cfg.name == "sgd":
-        return torch.optim.SGD(parameters, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, fused=True)
-    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
-
-
-def lr_factor(step: int, total_steps: int, cfg: ScheduleConfig) -> float:
-    """The learning rate of optimizer step `step` (from 0) as a part of its peak; nothing to save or restore."""
-    if step < cfg.warmup_steps:
-        return (step + 1) / cfg.warmup_steps
-    if cfg.name == "constant":
-        return 1.0
-    done = (step - cfg.warmup_steps) / max(1, total_steps - cfg.warmup_steps)
-    return cfg.final_factor + (1 - cfg.final_factor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 # --- one epoch, one step

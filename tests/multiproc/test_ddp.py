@@ -267,19 +267,6 @@ def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> 
 # --- rules that need no rank
 
 
-def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
-    cfg = ScheduleConfig(name="cosine", warmup_steps=4, final_factor=0.1)
-    factors = [ddp.lr_factor(step, 14, cfg) for step in range(15)]
-    assert factors[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert factors[9] == pytest.approx(0.1 + 0.9 / 2)
-    assert factors[14] == pytest.approx(0.1)
-    assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert ddp.lr_factor(99, 14, cfg) == pytest.approx(0.1), "never up again"
-    constant = ScheduleConfig(warmup_steps=2)
-    assert [ddp.lr_factor(step, 9, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    assert ddp.lr_factor(5, 5, ScheduleConfig(name="cosine", warmup_steps=5)) == 1.0
-
-
 def test_grouping_leaves_a_shorter_last_group() -> None:
     batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
     assert [[int(image) for image, _ in group] for group in ddp.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
