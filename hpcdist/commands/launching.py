@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from hpcdist.schema import Config
 
 app = typer.Typer()
+Dependency = Annotated[
+    str | None, typer.Option(metavar="KIND:RUN", help="Wait for other runs or jobs, as sbatch takes it: afterok:first.")
+]
+Begin = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Do not start before, as sbatch takes it: now+2hours, 20:00.")
+]
 
 
 @app.command()
@@ -60,6 +66,11 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the srun line.")] = False,
     test: Annotated[bool, typer.Option("--test", help="Ask Slurm when it would start; submit nothing.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Show queue state, then progress, until the end.")] = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Submit also what hpcdist, not Slurm, holds for wrong.")
+    ] = False,
 ) -> int:
     """Send a run to Slurm.
 
@@ -68,22 +79,27 @@ def submit(
         hpcdist submit ddp_mnist --cluster devcluster --follow
 
         hpcdist submit mnist.yaml --cluster ~/mysite.yaml cluster.nodes=4 --dry-run
+
+        hpcdist submit mnist.yaml --cluster mysite --dependency afterok:first --begin 20:00
     """
     from hpcdist.config import load_config
-    from hpcdist.launch import slurm, start
+    from hpcdist.data.download import missing
+    from hpcdist.launch import checks, start
     from hpcdist.launch.sbatch import render
     from hpcdist.rundir import RunDir
 
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
-    start.check_trainer(loaded, Path.cwd())
+    flags = _submission_flags(loaded, dependency, begin)
     if dry_run:
-        script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name))
+        checks.check_config(loaded, Path.cwd())
+        script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name), flags)
         print(f"{script}\n# then, in the batch step:\n# {step}")
         return 0
-    print(slurm.check(loaded))
+    doubts, estimate = checks.check(loaded, flags, Path.cwd(), missing_data=missing(loaded.data), force=force)
+    print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
     if test:
         return 0
-    return _queue(start.create_run(loaded, Path.cwd(), launcher="slurm"), loaded, follow=follow)
+    return _queue(start.create_run(loaded, Path.cwd(), launcher="slurm"), loaded, flags, follow=follow)
 
 
 @app.command()
@@ -94,6 +110,8 @@ def resume(
         bool, typer.Option("--with-current-code", help="Take the code as it is now, not as it was at the start.")
     ] = False,
     detach: Detach = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Go on from the newest valid checkpoint, in the same MLflow run.
@@ -113,12 +131,16 @@ def resume(
     config = load_run_config(found.config, overrides or [], os.environ)
     if found.read_state().status == "finished" and not overrides:
         raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")
+    on_slurm = (found.path / "slurm.json").exists()
+    if not on_slurm and (dependency or begin):
+        raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")
+    flags = _submission_flags(config, dependency, begin)
     with hold(found):
         write_atomic(found.config, to_yaml(config), durable=True)
         if with_current_code:
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
-    if (found.path / "slurm.json").exists():
-        return _queue(found, config, follow=not detach)
+    if on_slurm:
+        return _queue(found, config, flags, follow=not detach)
     return _begin(found, config, detach=detach)
 
 
@@ -138,6 +160,17 @@ def supervise(run_dir: Path) -> int:
 
     found = RunDir.open(run_dir)
     return _begin(found, load_run_config(found.config, [], os.environ), detach=False)
+
+
+@app.command("in-job", hidden=True)
+def in_job(config: ConfigName, overrides: Overrides = None) -> int:
+    """Supervise a run in the Slurm job around this process; what `slurm/run.sbatch` calls."""
+    from hpcdist.config import load_config
+    from hpcdist.launch.by_hand import run_in_job
+
+    state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
+    # A run that someone has ended is no failed job.
+    return _exit_code(state) if state.status == "failed" else 0
 
 
 def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
@@ -160,12 +193,20 @@ def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
     return _exit_code(state)
 
 
-def _queue(run: RunDir, config: Config, *, follow: bool) -> int:
+def _submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
+    """Flags of sbatch that belong to one submission, not to the run: no later start of it has them."""
+    from hpcdist.launch.dependency import resolve
+
+    resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
+    return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+
+
+def _queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
     """Submit a run to Slurm and let MLflow know; with `follow`, ship and show it until it is over."""
     from hpcdist.launch import slurm, start
     from hpcdist.view import follow_job, show_end
 
-    job_id = slurm.submit(config, run)
+    job_id = slurm.submit(config, run, flags)
     print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist logs -f {run.name}` follow it")
     if not follow:
         print(start.ship_now(run, config, os.environ))

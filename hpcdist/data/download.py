@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcdist.data import DataParams
-from hpcdist.data.readers import CIFAR10_MD5, digits_path
 from hpcdist.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -28,6 +27,7 @@ IDX_FILES = {  # split -> images, labels; each may also be there as .gz
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
+CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 # Below data.root, as torchvision lays them out.
 FOLDERS = {
     "mnist": "MNIST/raw",
@@ -67,8 +67,15 @@ def _is_complete(name: str, folder: Path) -> bool:
     if name == "image_folder":
         return folder.is_dir()
     if name == "cifar10":
-        return all((folder / file).is_file() for file in CIFAR10_MD5)
+        return all((folder / file).is_file() for file in CIFAR10_FILES)
     return all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
+
+
+def missing(data: DataParams) -> str:
+    """A sentence where the dataset's files are not on disk here, else empty."""
+    if data.name not in FOLDERS or find(data.name, root := Path(data.root).expanduser()):
+        return ""
+    return _not_found(data.name, root)
 
 
 def _not_found(name: str, root: Path) -> str:
@@ -84,6 +91,9 @@ def prepare(data: DataParams) -> None:
     if data.name == "synthetic":
         return
     if data.name == "digits":
+        # Imported here: readers need torch, and a login node that asks what is on disk has none.
+        from hpcdist.data.readers import digits_path
+
         digits_path()
         return
     root = Path(data.root).expanduser()

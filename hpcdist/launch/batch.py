@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcdist import logs
 from hpcdist.config import load_run_config, secrets_of
+from hpcdist.errors import HpcdistError
 from hpcdist.launch import snapshot
 from hpcdist.launch.job import Job
 from hpcdist.launch.plan import processor_env
@@ -49,11 +50,19 @@ class JobLog:
 
 
 def supervise_in_job(run_dir: str) -> str:
-    """Supervise a run from inside its Slurm job; returns the last state's sentence.
+    """What submitit calls: supervise a run from inside its Slurm job; returns the last state's sentence.
 
     Called anew, with the same pickle, each time that Slurm starts the job again. Raises HpcdistError when the run
-    is held by another job or ended as failed, which makes Slurm show the job as failed.
+    is held by another job or ended as failed, which makes Slurm show the job as failed: others may depend on it.
     """
+    state = supervise(run_dir)
+    if state.status == "failed":
+        raise HpcdistError(state.reason)
+    return f"{state.status}: {state.reason}"
+
+
+def supervise(run_dir: str) -> State:
+    """Supervise a run from inside its Slurm job; returns its last state."""
     # submitit has set handlers of its own: it would leave SIGTERM alone and requeue at SIGUSR2 by itself.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
@@ -69,7 +78,7 @@ def supervise_in_job(run_dir: str) -> str:
             log.info("nothing is left to do: %s: %s", state.status, state.reason)
         else:
             state = _supervise(run, job)
-    return f"{state.status}: {state.reason}"
+    return state
 
 
 def _supervise(run: RunDir, job: Job) -> State:
@@ -120,9 +129,16 @@ def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requ
         )
         run.write_state(state)
         return state
-    state = _queued(run, state)
-    job.requeue()
-    return state
+    queued = _queued(run, state)
+    try:
+        job.requeue()
+    except HpcdistError as error:
+        # Such as that of a script without `#SBATCH --requeue`: nothing is lost, but somebody has to go on.
+        state = replace(state, status="stopped", reason=f"{state.reason}; Slurm does not queue it again ({error})")
+        run.write_state(state)
+        log.error("%s: %s; `hpcdist resume %s` goes on", state.status, state.reason, run.name)
+        return state
+    return queued
 
 
 def _is_over(run: RunDir, state: State) -> bool:

@@ -17,6 +17,8 @@ class Job:
     id: str
     restart_count: int
     end_time: float | None  #: seconds since the epoch; None without a time limit
+    time_limit_min: float | None = None
+    may_requeue: bool = True  #: whether the job was submitted so that `scontrol requeue` is taken
 
     @classmethod
     def here(cls, env: Mapping[str, str]) -> Job:
@@ -25,7 +27,13 @@ class Job:
         if not job_id:
             raise HpcdistError("SLURM_JOB_ID is not set: this is for the inside of a Slurm job")
         facts = parse_facts(_scontrol("show", "job", "--oneliner", job_id))
-        return cls(id=job_id, restart_count=int(facts.get("Restarts", "0")), end_time=parse_time(facts.get("EndTime")))
+        return cls(
+            id=job_id,
+            restart_count=int(facts.get("Restarts", "0")),
+            end_time=parse_time(facts.get("EndTime")),
+            time_limit_min=parse_minutes(facts.get("TimeLimit", "")),
+            may_requeue=facts.get("Requeue") != "0",
+        )
 
     def will_run_again(self) -> bool:
         """Whether Slurm has put the job back into the queue: a preemption or a lost node, not a cancellation."""
@@ -53,6 +61,20 @@ def parse_time(text: str | None) -> float | None:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
+
+
+def parse_minutes(text: str) -> float | None:
+    """A time limit of Slurm's (`1-00:00:00`, `30:00`) in minutes; None for UNLIMITED and the like."""
+    days, dash, clock = text.rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        num_days = int(days) if dash else 0
+    except ValueError:
+        return None
+    if len(parts) < 3 and not dash:
+        parts = [0, *parts]  # minutes, or minutes and seconds
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return num_days * 1440 + hours * 60 + minutes + seconds / 60
 
 
 def _scontrol(*arguments: str) -> str:

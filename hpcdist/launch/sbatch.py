@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+from hpcdist.launch.flags import without_value
 from hpcdist.launch.plan import rank_command
 from hpcdist.launch.step import srun_command
 from hpcdist.rundir import RunDir
 from hpcdist.schema import Config
 
 
-def sbatch_parameters(config: Config, run: RunDir) -> dict[str, Any]:
-    """What submitit's executor is told, by sbatch's names."""
+def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What submitit's executor is told, by sbatch's names; `flags` are those of one submission alone."""
     cluster = config.cluster
     optional = {
         "partition": cluster.partition,
@@ -24,6 +26,7 @@ def sbatch_parameters(config: Config, run: RunDir) -> dict[str, Any]:
         "exclude": cluster.exclude,
         "gpus_per_node": cluster.gpus_per_node or None,
     }
+    further = {name: shown for name, value in cluster.sbatch.items() if (shown := without_value(value)) is not None}
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -38,15 +41,15 @@ def sbatch_parameters(config: Config, run: RunDir) -> dict[str, Any]:
         # submitit's default is a workload key, which clusters that check them refuse.
         "wckey": None,
         "signal_delay_s": cluster.signal_lead_s,
-        "additional_parameters": {"requeue": True, **cluster.sbatch},
+        "additional_parameters": {"requeue": True, **further, **(flags or {})},
     }
 
 
-def render(config: Config, run: RunDir) -> tuple[str, str]:
+def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> tuple[str, str]:
     """The whole batch script and the first attempt's srun line, also where no Slurm is installed."""
     from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
 
     folder = run.path / "submitit"
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run))
+    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags))
     return script, shlex.join(srun_command(config.cluster, run.attempt(1), rank_command(run.path)))

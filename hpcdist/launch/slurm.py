@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,23 @@ from hpcdist.rundir import RunDir, write_json
 from hpcdist.schema import Config
 
 
-def check(config: Config) -> str:
+def require() -> None:
+    """Raise UserMistake where there is no Slurm to submit to."""
+    if shutil.which("sbatch") is None:
+        raise UserMistake("no sbatch here: submit from a login node, or look at the script with --dry-run")
+
+
+def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
     """Ask Slurm, before anything is written, whether it would take such a job, and when it would start.
+
+    Args:
+        flags: sbatch flags of this submission alone, such as `dependency`.
 
     Raises UserMistake, in one line, with Slurm's own reason.
     """
-    if shutil.which("sbatch") is None:
-        raise UserMistake("no sbatch here: submit from a login node, or look at the script with --dry-run")
+    require()
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
-    script, _ = render(config, probe)
+    script, _ = render(config, probe, flags)
     done = subprocess.run(
         ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False, timeout=60
     )
@@ -32,7 +41,7 @@ def check(config: Config) -> str:
     return " ".join(done.stderr.split()).removeprefix("sbatch: ")
 
 
-def submit(config: Config, run: RunDir) -> str:
+def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
     """Submit a run that is made; returns the job id, which `slurm.json` in its folder keeps."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
@@ -41,7 +50,7 @@ def submit(config: Config, run: RunDir) -> str:
     # First, since the job may start before this process goes on.
     run.write_state(replace(before, status="queued", reason="", ended=None))
     executor = SlurmExecutor(run.path / "submitit")
-    executor.update_parameters(**sbatch_parameters(config, run))
+    executor.update_parameters(**sbatch_parameters(config, run, flags))
     try:
         job = executor.submit(supervise_in_job, str(run.path))
     except FailedJobError as error:

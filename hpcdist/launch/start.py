@@ -31,8 +31,12 @@ def with_name(config: Config) -> Config:
     """The config with a run name: its own, or one of trainer, time and chance."""
     if config.name:
         return config
-    label = Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
-    return replace(config, name=f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+
+
+def label_of(config: Config) -> str:
+    """What the names of runs begin with that are given none: the trainer's."""
+    return Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
 
 
 def check_trainer(config: Config, cwd: Path) -> None:

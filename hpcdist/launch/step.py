@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
+from hpcdist.launch.flags import without_value
 from hpcdist.launch.local import Guard
 from hpcdist.launch.plan import rank_command
 from hpcdist.rundir import Attempt, RunDir
@@ -50,9 +51,11 @@ def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str
         "open-mode": "append",
         # One file per task, its number padded as in Attempt.log.
         "output": str(attempt.path / "rank-%5t.log"),
-        **cluster.srun,
+        **{name: without_value(value) for name, value in cluster.srun.items()},
     }
-    options = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    options = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None
+    ]
     return ["srun", *options, "sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *command]
 
 

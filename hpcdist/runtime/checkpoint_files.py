@@ -3,7 +3,7 @@
     step-00001200/
         model.pt        the model's state dict
         trainer.pt      {"trainer": what the trainer gave, "rank_states": one state for each rank}
-        manifest.json   written last: {format_version, step, created (unix s), world_size, metrics,
+        manifest.json   written last: {format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 
 Both `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
@@ -47,13 +47,14 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself. `created` is in seconds since 1970."""
+    """What a checkpoint says of itself. `created` is in seconds since 1970; writing the files took `write_s`."""
 
     step: int
     created: float
     world_size: int
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
+    write_s: float = 0.0
 
 
 def folder_name(step: int) -> str:
@@ -120,6 +121,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             "format_version": FORMAT_VERSION,
             "step": manifest.step,
             "created": manifest.created,
+            "write_s": manifest.write_s,
             "world_size": manifest.world_size,
             "metrics": {k: v if math.isfinite(v) else None for k, v in manifest.metrics.items()},
             "files": {k: {"bytes": v.size_bytes, "sha256": v.sha256} for k, v in manifest.files.items()},
@@ -139,11 +141,20 @@ def write_checkpoint(
     metrics: Mapping[str, float],
 ) -> None:
     """Fill an empty folder; every file and the folder are on disk when this returns."""
+    began = time.monotonic()
     files = {
         MODEL_FILE: save_file(model, folder / MODEL_FILE),
         TRAINER_FILE: save_file({"trainer": trainer, "rank_states": rank_states}, folder / TRAINER_FILE),
     }
-    manifest = Manifest(step=step, created=time.time(), world_size=len(rank_states), metrics=metrics, files=files)
+    manifest = Manifest(
+        step=step,
+        created=time.time(),
+        world_size=len(rank_states),
+        metrics=metrics,
+        files=files,
+        # Known at the next submission: whether the time that is left for a last save will do.
+        write_s=round(time.monotonic() - began, 3),
+    )
     write_manifest(folder, manifest)
 
 
@@ -183,6 +194,7 @@ def _parse(raw: Any) -> Manifest:
         world_size=int(raw["world_size"]),
         metrics={str(k): math.nan if v is None else float(v) for k, v in raw["metrics"].items()},
         files=files,
+        write_s=float(raw.get("write_s", 0.0)),
     )
 
 

@@ -37,10 +37,12 @@ class ClusterConfig:
     """Node features, as `sbatch --constraint` takes them."""
     exclude: str | None = None
     """Nodes to stay away from."""
+    shared_runs: bool = False
+    """All nodes see `runs_dir`, though its file system's type does not say so: spares the check at submission."""
     sbatch: dict[str, str] = field(default_factory=dict)
-    """Any further flag of sbatch by its long name: `mail-type: FAIL`."""
+    """Any further flag of sbatch by its long name: `mail-type: FAIL`; `exclusive: true` for one without a value."""
     srun: dict[str, str] = field(default_factory=dict)
-    """Any further flag of srun by its long name."""
+    """Any further flag of srun by its long name, in the same way."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables for the job, ranks included."""
     setup: list[str] = field(default_factory=list)

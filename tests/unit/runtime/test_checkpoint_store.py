@@ -58,7 +58,7 @@ def test_what_is_written_is_read(store: CheckpointStore) -> None:
     assert names(store) == ["step-00000012"]
 
     manifest = json.loads((path / "manifest.json").read_text())
-    assert set(manifest) == {"format_version", "step", "created", "world_size", "metrics", "files"}
+    assert set(manifest) == {"format_version", "step", "created", "write_s", "world_size", "metrics", "files"}
     assert (manifest["step"], manifest["world_size"], manifest["metrics"]) == (12, 2, {"accuracy": 0.5})
     for name, record in manifest["files"].items():
         content = (path / name).read_bytes()

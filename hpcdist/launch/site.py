@@ -1,0 +1,101 @@
+"""What a cluster offers: its partitions, their limits and their nodes, as Slurm's commands tell them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcdist.launch.job import parse_facts
+
+#: States in which a node takes no job, by `sinfo`'s long names; a trailing * marks one that does not answer.
+_UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*:(\d+)")
+_MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+_MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+#: A controller that is busy takes seconds; one that takes longer does not keep a submission waiting.
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one partition that are alike."""
+
+    partition: str
+    num_nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+    usable: bool
+    names: str  #: as Slurm writes them, `n[1-4]`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One partition. `facts` are the words of `scontrol show partition`."""
+
+    name: str
+    facts: Mapping[str, str]
+    nodes: tuple[NodeGroup, ...]
+
+    def limit(self, key: str) -> int | None:
+        """A numeric limit, None where there is none."""
+        text = self.facts.get(key, "")
+        return int(text) if text.isdigit() else None
+
+    def allowed(self, what: str) -> tuple[str, ...] | None:
+        """Who may use it (`Accounts`, `Groups`, `Qos`); None means all, or all but those that are denied."""
+        text = self.facts.get(f"Allow{what}", "ALL")
+        return None if text.upper() in ("ALL", "(NULL)", "") else tuple(text.split(","))
+
+    def denied(self, what: str) -> tuple[str, ...]:
+        text = self.facts.get(f"Deny{what}", "")
+        return tuple(name for name in text.split(",") if name and name.upper() not in ("NONE", "(NULL)"))
+
+
+def ask_partitions() -> list[Partition] | None:
+    """Every partition, hidden ones included; None where Slurm does not answer. Two calls, whatever the size."""
+    partitions = ask("scontrol", "show", "partition", "--oneliner", "--all")
+    nodes = ask("sinfo", "--all", "--noheader", "--format=%R|%D|%c|%m|%G|%T|%N")
+    return None if partitions is None or nodes is None else parse_partitions(partitions, nodes)
+
+
+def ask(*command: str) -> str | None:
+    """What a command of Slurm's prints; None where it is missing, fails or is silent for too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
+    """Partitions of `scontrol show partition --oneliner`, with their nodes of `sinfo --format=%R|%D|%c|%m|%G|%T|%N`."""
+    groups = [_node_group(line) for line in nodes.splitlines() if line.count("|") == 6]
+    found = []
+    for facts in map(parse_facts, partitions.splitlines()):
+        if name := facts.get("PartitionName"):
+            own = tuple(group for group in groups if group.partition == name)
+            found.append(Partition(name=name, facts=facts, nodes=own))
+    return found
+
+
+def _node_group(line: str) -> NodeGroup:
+    partition, count, cpus, memory, gres, state, names = line.split("|")
+    return NodeGroup(
+        partition=partition,
+        num_nodes=int(count),
+        # `16+` where nodes of one line differ.
+        cpus=int(cpus.rstrip("+")),
+        memory_mb=int(memory.rstrip("+")),
+        gpus=sum(map(int, _GPUS.findall(gres))),
+        usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
+        names=names,
+    )
+
+
+def parse_memory_mb(text: str) -> float | None:
+    """Memory as sbatch takes it (`64G`, `2000`) in MiB; None where it is not of that form."""
+    match = _MEMORY.fullmatch(text.strip())
+    return int(match[1]) * _MB[match[2].upper()] if match else None
