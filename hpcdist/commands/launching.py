@@ -165,9 +165,11 @@ def supervise(run_dir: Path) -> int:
 @app.command("in-job", hidden=True)
 def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     """Supervise a run in the Slurm job around this process; what `slurm/run.sbatch` calls."""
+    from hpcdist import logs
     from hpcdist.config import load_config
     from hpcdist.launch.by_hand import run_in_job
 
+    logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
     # A run that someone has ended is no failed job.
     return _exit_code(state) if state.status == "failed" else 0

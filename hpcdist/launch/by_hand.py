@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist import logs
 from hpcdist.cluster.nodelist import expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.launch import start
@@ -29,7 +28,6 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
     Its folder is made when the job starts for the first time, and found again by the job's id after a requeue.
     Raises HpcdistError where there is no job, RunFolderError when the run's name belongs to another.
     """
-    logs.configure()
     try:
         job = Job.here(env)
     except HpcdistError as error:
@@ -37,7 +35,9 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
             [f"{error}: `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit` writes one for you"]
         ) from error
     if not job.may_requeue:
-        log.warning("Slurm will not requeue this job: add `#SBATCH --requeue`, or a time limit ends the run")
+        log.warning(
+            "Slurm will not requeue this job: without `#SBATCH --requeue` it saves at the time limit, and that is all"
+        )
     config = named_after(config, job.id)
     own = Path(config.runs_dir) / config.experiment / config.name
     run = RunDir(own)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_AT, LAST_STEP
+from hpcdist_runs import HELD, HOLD_AT, HPCDIST, LAST_STEP, closed_port
 from slurm_cluster import DevCluster
-from slurm_runs import SlurmRuns
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+
+from hpcdist.launch.job import parse_time
+from hpcdist.rundir import read_json
+
+SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
 @pytest.fixture(autouse=True)
@@ -110,27 +116,107 @@ def test_scancel_ends_a_run_as_stopped(slurm_runs: SlurmRuns, devcluster: DevClu
     slurm_runs.assert_no_process_left(name)
 
 
+# --- what belongs to one submission
+
+
+def test_a_run_waits_for_another_and_for_its_time(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    arguments = [*slurm_runs.config("second"), "--cluster", "devcluster", "--dependency"]
+    code, output = slurm_runs.command("submit", *arguments, "afterok:waits-first")
+    assert (code, "no run 'waits-first' under " in output) == (2, True), output
+    first = slurm_runs.submit("waits-first", "--begin", "now+1hour")
+    code, output = slurm_runs.command("submit", *arguments, "afterok:waits-first", "--begin", "now+2hours")
+    assert code == 0, output
+    second = str((read_json(slurm_runs.run_dir("second").path / "slurm.json") or {})["job_id"])
+    before, after = devcluster.job(first), devcluster.job(second)
+    assert before["Dependency"] == "(null)"
+    assert after["Dependency"] == f"afterok:{first}(unfulfilled)"
+    for job, hours in ((before, 1), (after, 2)):
+        begin, submitted = (parse_time(job[key]) for key in ("StartTime", "SubmitTime"))
+        assert begin is not None
+        assert submitted is not None
+        assert 0 <= begin - submitted - 3600 * hours < 60
+    # They belong to this submission alone.
+    assert "afterok" not in slurm_runs.run_dir("second").config.read_text()
+    code, output = slurm_runs.command("submit", *arguments, f"afterok:{first}", "name=third", "--dry-run")
+    assert code == 0, output
+    assert f"\n#SBATCH --dependency=afterok:{first}\n" in output
+
+
+def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
+    slurm_runs: SlurmRuns, devcluster: DevCluster
+) -> None:
+    uri = f"http://127.0.0.1:{closed_port()}"
+    arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
+    code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
+    assert code == 0, output
+    _, _, last = output.splitlines()
+    assert last.startswith(f"not in MLflow yet: MLflow at {uri}"), output
+    assert slurm_runs.state("offline").status == "queued"
+
+
+# --- a batch script by hand
+
+
+def test_a_batch_script_by_hand_survives_a_requeue(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
+    name = "by-hand"
+    sbatch = ["sbatch", "--parsable", "--output=/dev/null", str(SCRIPT)]
+    training = slurm_runs.config(name, *ON_FOUR_RANKS, *HELD)
+    env = slurm_runs.env(HPCDIST=str(HPCDIST))
+    done = subprocess.run(
+        [*sbatch, *training], cwd=slurm_runs.project, env=env, capture_output=True, text=True, check=True
+    )
+    job = done.stdout.strip()
+    slurm_runs.wait_held(name, NUM_RANKS)
+    assert slurm_runs.state(name).status == "running"
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    slurm_runs.wait_status(name, "queued")
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= saved < LAST_STEP, "stopped in the middle of the second epoch"
+    slurm_runs.start_now(job)
+
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+    assert (devcluster.job(job)["Restarts"], slurm_runs.state(name).restarts) == ("1", 0)
+
+
 # --- what a user can get wrong
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    ("override", "line"),
     [
-        ("cluster.partition=nowhere", "invalid partition specified: nowhere"),
-        ("cluster.account=nobody", "Invalid account or account/partition combination specified"),
-        ("cluster.nodes=9", "Requested node configuration is not available"),
+        (
+            "cluster.partition=mian",
+            "cluster.partition=mian: no such partition, did you mean 'main'? there are high, main",
+        ),
+        (
+            "cluster.time_min=3000",
+            "cluster.time_min=3000: partition main allows 1440: lower it;"
+            " a run that needs longer saves, requeues itself and goes on",
+        ),
+        ("cluster.nodes=9", "cluster.nodes=9: partition main has 4: lower it or choose another"),
+        (
+            "cluster.gpus_per_node=3",
+            "cluster.gpus_per_node=3: partition main offers at most 2 GPUs on a node: lower it or choose another",
+        ),
+        (
+            "cluster.account=nobody",
+            "cluster.account=nobody: Slurm would not take this job:"
+            " Invalid account or account/partition combination specified; yours are devcluster, root",
+        ),
+        ("cluster.qos=nope", "cluster.qos=nope: no such QOS: there are normal"),
+        ("cluster.constraint=none", "Slurm would not take this job: Invalid feature specification"),
+        ("cluster.sbatch.mail-typo=FAIL", "cluster.sbatch.mail-typo=FAIL: sbatch has no such flag"),
+        ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
     ],
 )
-def test_what_slurm_refuses_is_told_in_one_line(slurm_runs: SlurmRuns, override: str, reason: str) -> None:
-    name = "refused"
-    code, output = slurm_runs.command(
-        "submit", *slurm_runs.config(name), "--cluster", "devcluster", override, "name=refused"
-    )
-    assert code == 2, output
-    assert output.startswith("hpcdist: Slurm would not take this job: ")
-    assert reason in output
-    assert output.count("\n") == 1
-    assert not slurm_runs.run_dir(name).path.exists()
+def test_a_request_that_cannot_be_met_is_told_in_one_line(slurm_runs: SlurmRuns, override: str, line: str) -> None:
+    arguments = [*slurm_runs.config("refused"), "--cluster", "devcluster", override]
+    assert slurm_runs.command("submit", *arguments) == (2, f"hpcdist: {line}\n")
+    assert not slurm_runs.run_dir("refused").path.exists()
 
 
 def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: SlurmRuns, tmp_path: Path) -> None:

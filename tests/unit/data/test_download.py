@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import fcntl
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from hpcdist.data import download
-from hpcdist.data.download import FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, prepare
+from hpcdist.data.download import (
+    CIFAR10_FILES,
+    FOLDERS,
+    IDX_FILES,
+    LOCK_NAME,
+    find,
+    find_or_raise,
+    missing,
+    prepare,
+)
 from hpcdist.data.readers import CIFAR10_MD5
 from hpcdist.errors import DataError
 
@@ -162,3 +173,27 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     write_files("mnist", tmp_path / "data")
     prepare(Params(name="mnist", root="~/data", download=False))
+
+
+def test_what_is_missing_is_told_without_torch(tmp_path: Path) -> None:
+    """A login node has none."""
+    code = (
+        "import sys; from hpcdist.data.download import missing; from hpcdist.schema import DataConfig\n"
+        f"print(missing(DataConfig(name='mnist', root='{tmp_path}')), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"mnist was not found in {tmp_path} (MNIST/raw is missing or incomplete) False\n"
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_what_needs_no_files_is_never_missing(name: str, tmp_path: Path) -> None:
+    assert missing(Params(name=name, root=str(tmp_path))) == ""
+
+
+def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
+    (tmp_path / FOLDERS["image_folder"]).mkdir()
+    assert missing(Params(name="image_folder", root=str(tmp_path))) == ""
+
+
+def test_the_files_of_cifar10_are_those_with_a_known_sum() -> None:
+    assert set(CIFAR10_FILES) == set(CIFAR10_MD5)

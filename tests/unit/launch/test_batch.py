@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from hpcdist.errors import HpcdistError
 from hpcdist.launch import batch
 from hpcdist.launch.job import Job
 from hpcdist.launch.policy import Failure
@@ -25,6 +26,7 @@ class FakeJob:
         self.id = "41"
         self.restart_count = restart_count
         self.num_requeues = 0
+        self.refuses = False
         self._again = again
 
     def will_run_again(self) -> bool:
@@ -32,6 +34,8 @@ class FakeJob:
 
     def requeue(self) -> None:
         self.num_requeues += 1
+        if self.refuses:
+            raise HpcdistError("scontrol requeue 41: Requested operation is presently disabled")
 
 
 @pytest.fixture
@@ -88,6 +92,23 @@ def test_the_trips_through_the_queue_are_counted(run: RunDir) -> None:
     state = after(run, job, "stopped", batch.TIME_LIMIT)
     assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is used up")
     assert (state.ended, job.num_requeues) == (7.0, 0)
+
+
+def test_a_job_that_slurm_does_not_queue_again_is_left_to_its_owner(run: RunDir) -> None:
+    job = FakeJob()
+    job.refuses = True
+    state = after(run, job, "stopped", batch.TIME_LIMIT)
+    why = "Slurm does not queue it again (scontrol requeue 41: Requested operation is presently disabled)"
+    assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
+
+
+def test_a_run_that_failed_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may depend on it."""
+    monkeypatch.setattr(batch, "supervise", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken"))
+    with pytest.raises(HpcdistError, match=r"^/runs/first is broken$"):
+        batch.supervise_in_job("/runs/first")
+    monkeypatch.setattr(batch, "supervise", lambda run_dir: State(status="stopped", reason="by ada"))
+    assert batch.supervise_in_job("/runs/first") == "stopped: by ada"
 
 
 @pytest.mark.parametrize(

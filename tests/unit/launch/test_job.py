@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.launch.job import Job, parse_facts, parse_time
+from hpcdist.launch.job import Job, parse_facts, parse_minutes, parse_time
 
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
@@ -96,3 +96,27 @@ def test_without_scontrol_the_error_names_it(fake_scontrol: Path) -> None:
     os.unlink(fake_scontrol / "scontrol")
     with pytest.raises(HpcdistError, match=r"^scontrol show job --oneliner 41: .*No such file .*: 'scontrol'"):
         Job.here({"SLURM_JOB_ID": "41"})
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("1-00:00:00", 1440),
+        ("00:30:00", 30),
+        ("2-12", 3600),
+        ("90", 90),
+        ("10:30", 10.5),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
+def test_time_limits(text: str, minutes: float | None) -> None:
+    assert parse_minutes(text) == minutes
+
+
+def test_whether_a_job_may_be_queued_again(fake_scontrol: Path) -> None:
+    job = Job.here({"SLURM_JOB_ID": "41"})
+    assert (job.may_requeue, job.time_limit_min) == (True, None)
+    (fake_scontrol / "says").write_text(LINE.replace("Requeue=1", "Requeue=0 TimeLimit=01:00:00") + "\n")
+    job = Job.here({"SLURM_JOB_ID": "41"})
+    assert (job.may_requeue, job.time_limit_min) == (False, 60)

@@ -38,8 +38,8 @@ SITE: dict[str, Any] = {
     "signal_lead_s": 300,
     "constraint": "a100|h100",
     "exclude": "n[7-9]",
-    "sbatch": {"mail-type": "FAIL"},
-    "srun": {"mpi": "none"},
+    "sbatch": {"mail-type": "FAIL", "exclusive": "true", "hold": "false"},
+    "srun": {"mpi": "none", "exact": "true"},
     "env": {"GREETING": "it's $HOME"},
     "setup": ["module load cuda"],
 }
@@ -68,7 +68,7 @@ def test_all_that_a_site_can_say() -> None:
         "cpus_per_task": 8,
         "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda"],
         "signal_delay_s": 300,
-        "additional_parameters": {"requeue": True, "mail-type": "FAIL"},
+        "additional_parameters": {"requeue": True, "mail-type": "FAIL", "exclusive": True},
     }
 
 
@@ -82,6 +82,7 @@ def test_the_whole_script_and_step() -> None:
         "#SBATCH --constraint='a100|h100'",
         "#SBATCH --cpus-per-task=8",
         "#SBATCH --exclude='n[7-9]'",
+        "#SBATCH --exclusive",
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --job-name=digits/first",
         "#SBATCH --mail-type=FAIL",
@@ -106,7 +107,14 @@ def test_the_whole_script_and_step() -> None:
     assert step == (
         "srun --job-name=attempt-001 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
         " --kill-on-bad-exit=1 --input=none --open-mode=append"
-        " '--output=/shared/my runs/digits/first/attempts/001/rank-%5t.log' --mpi=none"
+        " '--output=/shared/my runs/digits/first/attempts/001/rank-%5t.log' --mpi=none --exact"
         " sh -c 'trap '\"'\"''\"'\"' USR2; exec \"$@\"' sh"
         f" {sys.executable} -P -m hpcdist.runtime.worker '/shared/my runs/digits/first'"
     )
+
+
+def test_flags_of_one_submission() -> None:
+    flags = {"dependency": "afterok:12", "begin": "now+1hour"}
+    script, _ = sbatch.render(Config(), RUN, flags)
+    assert "\n#SBATCH --dependency=afterok:12\n" in script
+    assert "\n#SBATCH --begin=now+1hour\n" in script
