@@ -186,7 +186,9 @@ class StepLauncher:
         self._run = run
         self._cluster = cluster
         inherited = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
-        self._env = {**env, "PYTHONPATH": os.pathsep.join([*import_path, *inherited])}
+        # Ranks live by their environment, also where the job was submitted with --export=NONE, as some sites want it.
+        own = {"PYTHONPATH": os.pathsep.join([*import_path, *inherited]), "SLURM_EXPORT_ENV": "ALL"}
+        self._env = {**env, **own}
         self._cwd = cwd
 
     def __enter__(self) -> StepLauncher:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD, HOLD_AT, HPCDIST, LAST_STEP, closed_port
+from hpcdist_runs import HOLD_AT, LAST_STEP, closed_port
+from mlflow_server import Server
 from slurm_cluster import DevCluster
-from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+from slurm_runs import SlurmRuns
 
 from hpcdist.launch.job import parse_time
 from hpcdist.rundir import read_json
-
-SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +26,9 @@ def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
 
 def test_a_run_from_the_queue_to_its_end(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
     name = "plain"
-    job = slurm_runs.submit(name, "cluster.sbatch.begin=now+1hour", "cluster.env.NCCL_DEBUG=WARN")
+    # Where a site wants jobs to start without the submitter's environment, ranks must not lose the job's.
+    site = ["cluster.sbatch.begin=now+1hour", "cluster.sbatch.export=NONE", "cluster.env.NCCL_DEBUG=WARN"]
+    job = slurm_runs.submit(name, *site)
     assert slurm_runs.mlflow_status(name) == "SCHEDULED"
     facts = devcluster.job(job)
     assert (facts["JobState"], facts["JobName"], facts["NumNodes"]) == ("PENDING", f"digits/{name}", "2-2")
@@ -154,32 +154,19 @@ def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
     assert slurm_runs.state("offline").status == "queued"
 
 
-# --- a batch script by hand
-
-
-def test_a_batch_script_by_hand_survives_a_requeue(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
-) -> None:
-    name = "by-hand"
-    sbatch = ["sbatch", "--parsable", "--output=/dev/null", str(SCRIPT)]
-    training = slurm_runs.config(name, *ON_FOUR_RANKS, *HELD)
-    env = slurm_runs.env(HPCDIST=str(HPCDIST))
-    done = subprocess.run(
-        [*sbatch, *training], cwd=slurm_runs.project, env=env, capture_output=True, text=True, check=True
-    )
-    job = done.stdout.strip()
-    slurm_runs.wait_held(name, NUM_RANKS)
-    assert slurm_runs.state(name).status == "running"
-    devcluster.run("scontrol", "requeue", job)
-    slurm_runs.release(name)
-    slurm_runs.wait_status(name, "queued")
-    saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < LAST_STEP, "stopped in the middle of the second epoch"
-    slurm_runs.start_now(job)
-
-    slurm_runs.assert_finished_as(name, job, slurm_control)
-    assert slurm_runs.resumed_at(name, 2) == saved
-    assert (devcluster.job(job)["Restarts"], slurm_runs.state(name).restarts) == ("1", 0)
+@pytest.mark.faults  # for the time that a server takes to start
+def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    server = Server(slurm_runs.folder.parent)
+    server.start()
+    try:
+        arguments = [*slurm_runs.config("online"), f"tracking.uri={server.uri}", "--begin", "now+1hour"]
+        code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
+    finally:
+        server.kill()
+    assert code == 0, output
+    assert output.splitlines()[-1].startswith("MLflow: 0 points and ")
+    # The server stands on the same database.
+    assert slurm_runs.mlflow_status("online") == "SCHEDULED"
 
 
 # --- what a user can get wrong
