@@ -22,6 +22,7 @@ Dependency = Annotated[
 Begin = Annotated[
     str | None, typer.Option(metavar="TIME", help="Do not start before, as sbatch takes it: now+2hours, 20:00.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Submit also what hpcdist, not Slurm, holds for wrong.")]
 
 
 @app.command()
@@ -83,7 +84,6 @@ def submit(
         hpcdist submit mnist.yaml --cluster mysite --dependency afterok:first --begin 20:00
     """
     from hpcdist.config import load_config
-    from hpcdist.data.download import missing
     from hpcdist.launch import checks, start
     from hpcdist.launch.sbatch import render
     from hpcdist.rundir import RunDir
@@ -95,8 +95,7 @@ def submit(
         script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name), flags)
         print(f"{script}\n# then, in the batch step:\n# {step}")
         return 0
-    doubts, estimate = checks.check(loaded, flags, Path.cwd(), missing_data=missing(loaded.data), force=force)
-    print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
+    _ask_slurm(loaded, flags, Path.cwd(), force=force)
     if test:
         return 0
     return _queue(start.create_run(loaded, Path.cwd(), launcher="slurm"), loaded, flags, follow=follow)
@@ -112,6 +111,7 @@ def resume(
     detach: Detach = False,
     dependency: Dependency = None,
     begin: Begin = None,
+    force: Force = False,
     runs_dir: RunsDir = RUNS,
 ) -> int:
     """Go on from the newest valid checkpoint, in the same MLflow run.
@@ -135,6 +135,8 @@ def resume(
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")
     flags = _submission_flags(config, dependency, begin)
+    if on_slurm:
+        _ask_slurm(config, flags, None, force=force)
     with hold(found):
         write_atomic(found.config, to_yaml(config), durable=True)
         if with_current_code:
@@ -193,6 +195,15 @@ def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
         state = start.supervise(run, config, plan, view, os.environ)
     show_end(terminal, run, state, config)
     return _exit_code(state)
+
+
+def _ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
+    """Check a submission and print what is doubtful, and when it would start; raises for what is wrong."""
+    from hpcdist.data.download import missing
+    from hpcdist.launch.checks import check
+
+    doubts, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
+    print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
 
 
 def _submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:

@@ -29,13 +29,13 @@ def check_config(config: Config, cwd: Path) -> None:
 
 
 def check(
-    config: Config, submission: Mapping[str, str], cwd: Path, *, missing_data: str, force: bool
+    config: Config, submission: Mapping[str, str], cwd: Path | None, *, missing_data: str, force: bool
 ) -> tuple[list[str], str]:
     """Look at the cluster before anything is written; returns doubts, and what Slurm says of the start.
 
     Args:
         submission: sbatch flags of this submission alone.
-        cwd: where the user's own modules are looked for.
+        cwd: where the user's own modules are looked for; None for a run that has a copy of them already.
         missing_data: a sentence where the dataset is not on disk, else empty.
         force: what we hold for wrong of the cluster becomes a doubt; what Slurm refuses does not.
 
@@ -72,10 +72,11 @@ def check(
     return found.wrong + found.doubts, estimate
 
 
-def _config_problems(config: Config, cwd: Path) -> list[str]:
+def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     problems = flags.collisions(config.cluster)
     try:
-        start.check_trainer(config, cwd)
+        if cwd is not None:
+            start.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
     return problems

@@ -119,6 +119,8 @@ def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm,
     ):
         check_config(config, tmp_path)
     check_config(Config(), tmp_path)
+    config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
+    assert check(config, {}, None, missing_data="", force=False)[0] == [], "a run that has its code already"
 
 
 def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,9 @@ def test_what_is_written_is_read(store: CheckpointStore) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest) == {"format_version", "step", "created", "write_s", "world_size", "metrics", "files"}
     assert (manifest["step"], manifest["world_size"], manifest["metrics"]) == (12, 2, {"accuracy": 0.5})
+    assert 0 < manifest["write_s"] < 60
+    store.annotate(12, {"accuracy": 0.5})
+    assert json.loads((path / "manifest.json").read_text()) == manifest
     for name, record in manifest["files"].items():
         content = (path / name).read_bytes()
         assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
