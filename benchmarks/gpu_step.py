@@ -40,8 +40,9 @@ from hpcdist.cluster.topology import Topology
 from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_ports, make_plan
 from hpcdist.models.image import build_model
 from hpcdist.rundir import RunDir
-from hpcdist.runtime.context import Context, Heartbeat, seed_everything
+from hpcdist.runtime.context import Context, seed_everything
 from hpcdist.runtime.device import place
+from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.runtime.process_group import process_groups
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.runtime.stop import StopAgreement
@@ -95,7 +96,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     """What the worker does around a trainer, without the parts that need more packages than torch."""
     topology = Topology.from_env(os.environ)
     attempt = run.attempt(topology.attempt)
-    heartbeat = Heartbeat(attempt, topology.rank)
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
     syncs = SyncCounter(device) if check_sync else None

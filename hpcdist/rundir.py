@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from hpcdist.errors import RunFolderError
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
+_OUTCOME = re.compile(r"rank-(\d+)\.outcome\.json")
 
 
 def write_atomic(path: Path, data: bytes | str, *, durable: bool = False) -> None:
@@ -112,13 +114,14 @@ class Attempt:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""
         write_json(self.request, {"action": action, "by": by, "reason": reason, "time": time.time()})
 
-    def outcomes(self) -> dict[int, dict[str, Any]]:
-        """What the ranks said of their end, by rank."""
+    def outcomes(self, *, besides: Container[int] = ()) -> dict[int, dict[str, Any]]:
+        """What the ranks said of their end, by rank; those in `besides` are not read."""
         found = {}
-        for path in sorted(self.path.glob("rank-*.outcome.json")):
-            outcome = read_json(path)
-            if outcome is not None:
-                found[int(path.name.split(".")[0].removeprefix("rank-"))] = outcome
+        with os.scandir(self.path) as entries:
+            matches = [match for entry in entries if (match := _OUTCOME.fullmatch(entry.name))]
+        for rank, name in sorted((int(match[1]), match[0]) for match in matches):
+            if rank not in besides and (outcome := read_json(self.path / name)) is not None:
+                found[rank] = outcome
         return found
 
 

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,10 @@ _SIGNALS = {
 }
 #: A node that does not answer a step in this time is taken for lost. Slurm's own messages time out after 10 s.
 ROLL_CALL_S = 20.0
+#: A search through the attempt's folder is followed by a pause of so many times what it took.
+SEARCH_PAUSE = 50.0
+#: No file system's time stamps are coarser.
+FOLDER_TICK_S = 2.0
 
 
 def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str]) -> list[str]:
@@ -73,7 +78,11 @@ def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
 
 
 class StepRanks:
-    """The ranks of one attempt, as one srun process."""
+    """The ranks of one attempt, as one srun process.
+
+    A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they
+    ended, and outcome files are looked for when the attempt's folder has changed.
+    """
 
     def __init__(
         self,
@@ -88,10 +97,16 @@ class StepRanks:
         self._num_ranks = num_ranks
         self._attempt = attempt
         self._guard = guard
-        self._messages = attempt.path / "srun.log"
         self.exits: dict[int, int] = {}
+        self._running = list(range(num_ranks))
         self._hosts: dict[int, str] = {}
-        with open(self._messages, "ab") as file:
+        self._unread = b""
+        self._folder_time: int | None = None
+        self._changed_at = 0.0
+        self._search_again = True
+        self._next_search = 0.0
+        self._reported: set[int] = set()
+        with open(attempt.path / "srun.log", "ab") as file:
             self._process = subprocess.Popen(
                 command,
                 env=env,
@@ -103,10 +118,13 @@ class StepRanks:
             )
         guard.watch(self._process.pid)
         self._descriptor = os.pidfd_open(self._process.pid)
+        self._log = open(attempt.path / "srun.log", "rb")  # noqa: SIM115  # closed with the step
 
     @property
     def running(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if rank not in self.exits]
+        if len(self._running) != self._num_ranks - len(self.exits):
+            self._running = [rank for rank in range(self._num_ranks) if rank not in self.exits]
+        return self._running
 
     def host_of(self, rank: int) -> str:
         """What srun said when the rank ended badly; before that only the allocation is known."""
@@ -120,10 +138,8 @@ class StepRanks:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
-        for rank, (host, code) in ended_tasks(self._messages.read_text(errors="replace")).items():
-            self._hosts[rank] = host
-            self.exits.setdefault(rank, code)
-        self._count_failures()
+        self._read_messages(to_the_end=ended)
+        self._find_failures(in_any_case=ended)
         if ended:
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
@@ -131,11 +147,33 @@ class StepRanks:
             for rank in self.running:
                 self.exits[rank] = 0
 
-    def _count_failures(self) -> None:
-        outcomes = self._attempt.outcomes()
+    def _read_messages(self, *, to_the_end: bool) -> None:
+        """Count what srun has said since the last time, whole lines alone."""
+        self._unread += self._log.read()
+        end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
+        news, self._unread = self._unread[:end], self._unread[end:]
+        for rank, (host, code) in ended_tasks(news.decode(errors="replace")).items():
+            self._hosts.setdefault(rank, host)
+            self.exits.setdefault(rank, code)
+
+    def _find_failures(self, *, in_any_case: bool) -> None:
+        """Count ranks that have reported a failure; each report is read once."""
+        began = time.monotonic()
+        changed = os.stat(self._attempt.path).st_mtime_ns
+        if changed != self._folder_time:
+            self._folder_time, self._changed_at, self._search_again = changed, began, True
+        if not in_any_case and (not self._search_again or began < self._next_search):
+            return
+        # What changes the folder in the same tick of its clock as the last change is not seen in its time.
+        self._search_again = began < self._changed_at + FOLDER_TICK_S
+        outcomes = self._attempt.outcomes(besides=self._reported)
+        self._reported |= outcomes.keys()
         for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
             if outcome["outcome"] in ("failed", "rejected"):
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
+        # While thousands of ranks make their files the folder changes all the time.
+        now = time.monotonic()
+        self._next_search = now + SEARCH_PAUSE * (now - began)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every task that still runs."""
@@ -152,6 +190,7 @@ class StepRanks:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         self._guard.forget(self._process.pid)
+        self._log.close()
         os.close(self._descriptor)
 
     def _scancel(self, *flags: str) -> None:

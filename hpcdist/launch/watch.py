@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
 
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure
+from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.rundir import Attempt, read_json
 from hpcdist.schema import Config
 
@@ -18,8 +21,43 @@ PEER_GRACE_S = 3.0
 STACKS_S = 1.0
 
 
+class LastSteps(Mapping[int, int | None]):
+    """The last step that each rank was seen at. A heartbeat is read when it is asked for."""
+
+    def __init__(self, attempt: Attempt, num_ranks: int, hang_timeout_s: float) -> None:
+        self._attempt = attempt
+        self._num_ranks = num_ranks
+        self._hang_timeout_s = hang_timeout_s
+
+    def __getitem__(self, rank: int) -> int | None:
+        if not 0 <= rank < self._num_ranks:
+            raise KeyError(rank)
+        step: int | None = self._beat(rank).get("step")
+        if step is not None and beat_interval_s(rank, self._num_ranks, self._hang_timeout_s) > BEAT_EVERY_S:
+            # What many ranks write may be a minute old; rank 0, which goes along with them, is nearer to the truth.
+            step = max(step, self._front)
+        return step
+
+    @cached_property
+    def _front(self) -> int:
+        return int(self._beat(0).get("step", 0))
+
+    def _beat(self, rank: int) -> dict[str, Any]:
+        return read_json(self._attempt.beat(rank)) or {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._num_ranks))
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+
 class Watch:
-    """Watches the ranks of one attempt until none is left."""
+    """Watches the ranks of one attempt until none is left.
+
+    A look costs the same however many ranks there are: it is for their ends, for requests, for rank 0, and for some
+    of the others in turn (`pace.looks_at_once`).
+    """
 
     def __init__(
         self,
@@ -35,8 +73,12 @@ class Watch:
         self._report = report
         self._stop_at = stop_at
         self._clock: Callable[[], float] = time.monotonic
-        self._signs: dict[int, tuple[object, float]] = {rank: (None, self._clock()) for rank in ranks.running}
+        self._num_ranks = len(ranks.running) + len(ranks.exits)
+        self._signs: list[tuple[object, float]] = [(None, self._clock())] * self._num_ranks
+        self._turn = 0
+        self._looked = self._clock()
         self._kill_at: float | None = None
+        self._shown: object = None
         self._shown_bytes = 0
         self.stop_asked = False
         self.cancelled = False
@@ -60,7 +102,11 @@ class Watch:
         return None
 
     def _show_progress(self) -> None:
-        """Rank 0's heartbeat or, since a plain script has none, what it prints."""
+        """Rank 0's heartbeat or, since a plain script has none, what it prints; once it has changed."""
+        sign = self._sign(0)
+        if sign == self._shown:
+            return
+        self._shown = sign
         if not self._config.trainer.script:
             if (beat := read_json(self._attempt.beat(0))) is not None:
                 self._report.progress(beat)
@@ -73,9 +119,9 @@ class Watch:
         if whole:
             self._report.output(whole.decode(errors="replace"))
 
-    def steps(self) -> dict[int, int | None]:
+    def steps(self) -> Mapping[int, int | None]:
         """The last step that each rank was seen at."""
-        return {rank: (read_json(self._attempt.beat(rank)) or {}).get("step") for rank in self._signs}
+        return LastSteps(self._attempt, self._num_ranks, self._config.launch.hang_timeout_s)
 
     def _look_at_requests(self, now: float) -> None:
         request = read_json(self._attempt.request)
@@ -112,15 +158,10 @@ class Watch:
 
     def _hung(self, now: float) -> Failure | None:
         """The rank that has shown no progress for longest, once that is too long."""
-        if not self._ranks.running:
+        if not any(self._is_overdue(rank, now) for rank in self._in_turn(now)):
             return None
-        for rank in self._ranks.running:
-            sign = self._sign(rank)
-            if sign != self._signs[rank][0]:
-                self._signs[rank] = (sign, now)
-        rank, since = min(((rank, self._signs[rank][1]) for rank in self._ranks.running), key=lambda item: item[1])
-        if now - since < self._config.launch.hang_timeout_s:
-            return None
+        rank = min(self._ranks.running, key=self._last_sign)
+        beat = read_json(self._attempt.beat(rank)) or {}
         self._ranks.signal(signal.SIGUSR1)  # faulthandler prints the stacks into the logs
         until = self._clock() + STACKS_S
         while self._ranks.running and (left := until - self._clock()) > 0:
@@ -129,10 +170,29 @@ class Watch:
             kind="hung",
             rank=rank,
             host=self._ranks.host_of(rank),
-            step=self.steps()[rank],
+            step=beat.get("step"),
             error=f"made no progress for launch.hang_timeout_s={self._config.launch.hang_timeout_s:g} s"
             f" (stacks of all ranks are in {self._attempt.path})",
         )
+
+    def _in_turn(self, now: float) -> list[int]:
+        """The ranks whose signs of life are due for a look."""
+        count = looks_at_once(self._num_ranks, now - self._looked, self._config.launch.hang_timeout_s)
+        self._looked = now
+        first, self._turn = self._turn, (self._turn + count) % self._num_ranks
+        ranks = ((first + place) % self._num_ranks for place in range(count))
+        return [rank for rank in ranks if rank not in self._ranks.exits]
+
+    def _is_overdue(self, rank: int, now: float) -> bool:
+        sign = self._sign(rank)
+        if sign != self._signs[rank][0]:
+            self._signs[rank] = (sign, now)
+        return now - self._signs[rank][1] >= self._config.launch.hang_timeout_s
+
+    def _last_sign(self, rank: int) -> tuple[float, float]:
+        """When a rank was last alive: by its own word, which is exact however seldom it writes, or by what was seen."""
+        beat = None if self._config.trainer.script else read_json(self._attempt.beat(rank))
+        return (float(beat["time"]) if beat else 0.0, self._signs[rank][1])
 
     def _sign(self, rank: int) -> object:
         """Something that changes as long as a rank makes progress: its heartbeat, or a plain script's output."""

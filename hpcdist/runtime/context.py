@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +16,13 @@ from hpcdist.cluster.topology import Topology
 from hpcdist.errors import CheckpointError
 from hpcdist.rundir import Attempt, RunDir
 from hpcdist.runtime.checkpoint import AsyncSaver, CheckpointStore, clean_state_dict, rng_state, set_rng_state
+from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.runtime.process_group import Groups
 from hpcdist.runtime.stop import StopAgreement
 from hpcdist.schema import Config
 from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)
-BEAT_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +33,6 @@ class Restored:
     model: dict[str, torch.Tensor]
     trainer: dict[str, Any]
     local: dict[str, Any] | None  #: None when the run has another number of ranks than the one that saved
-
-
-class Heartbeat:
-    """Tells the supervisor how far this rank is, in a file written once a second at most.
-
-    Overwritten in place: an atomic replacement each second from every rank is a load on a shared file system, and
-    a reader that meets half a line simply looks again.
-    """
-
-    def __init__(self, attempt: Attempt, rank: int) -> None:
-        self._file = os.open(attempt.beat(rank), os.O_WRONLY | os.O_CREAT, 0o600)
-        self._next = 0.0
-        self.step = 0
-        self.total_steps: int | None = None
-        self.metrics: dict[str, float] = {}
-
-    def beat(self, *, now: bool = False) -> None:
-        clock = time.monotonic()
-        if clock < self._next and not now:
-            return
-        self._next = clock + BEAT_EVERY_S
-        text = json.dumps(
-            {"time": time.time(), "step": self.step, "total_steps": self.total_steps, "metrics": self.metrics}
-        )
-        # One write of one size: a shorter text must not leave a longer one's tail behind.
-        os.pwrite(self._file, text.encode().ljust(1024), 0)
 
 
 class Context:
@@ -280,7 +251,7 @@ class Context:
         self._stop.close()
         self._saver.close()
         self._journal.flush(durable=True)
-        self._heartbeat.beat(now=True)
+        self._heartbeat.close()
         if self._stop.agreed and self._saved_step < self._heartbeat.step and not self.config.trainer.script:
             raise CheckpointError(
                 f"the trainer stopped at step {self._heartbeat.step} without saving it:"

@@ -29,6 +29,7 @@ from hpcdist import logs
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
+from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime import network
 from hpcdist.runtime.script import run_script
@@ -143,15 +144,15 @@ def _train(
 
     # What imports make stays for ever: looking for garbage in it meanwhile takes a sixth of torch's import.
     gc.disable()
-    from hpcdist.runtime.context import Context, Heartbeat, seed_everything
+    from hpcdist.runtime.context import Context, seed_everything
     from hpcdist.runtime.device import place
+    from hpcdist.runtime.heartbeat import Heartbeat
     from hpcdist.runtime.monitor import NodeMonitor
     from hpcdist.runtime.process_group import process_groups
     from hpcdist.runtime.stop import StopAgreement
     from hpcdist.tracking.journal import JournalWriter
 
-    heartbeat = Heartbeat(attempt, topology.rank)
-    heartbeat.beat(now=True)
+    heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
     outcome.step = lambda: heartbeat.step
     train = load_trainer(config.trainer.target)
     gc.freeze()  # nor is it looked at while training
@@ -165,7 +166,7 @@ def _train(
             f" launch.init_timeout_s={config.launch.init_timeout_s:g} s: does another program listen there?"
         )))  # fmt: skip
 
-    monitor_interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
+    system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (
         process_groups(
             topology,
@@ -179,7 +180,7 @@ def _train(
         JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank) as journal,
         NodeMonitor(
             journal,
-            interval_s=monitor_interval_s,
+            interval_s=system_s if topology.local_rank == 0 else 0.0,
             began=run.read_state().created,
             node=socket.gethostname() if topology.num_nodes > 1 else None,
             disk=str(run.path),

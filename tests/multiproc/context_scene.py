@@ -12,7 +12,8 @@ from spawn import Rank
 
 from hpcdist.cluster.topology import Topology
 from hpcdist.rundir import RunDir
-from hpcdist.runtime.context import Context, Heartbeat, seed_everything
+from hpcdist.runtime.context import Context, seed_everything
+from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.runtime.process_group import Groups
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.runtime.stop import StopAgreement
@@ -60,5 +61,5 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
             groups=Groups(group),
             stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
             journal=journal,
-            heartbeat=Heartbeat(attempt, here.rank),
+            heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_timeout_s),
         )

@@ -1,0 +1,80 @@
+"""How far this rank is, told to the supervisor through a small file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+
+from hpcdist.pace import beat_interval_s
+from hpcdist.rundir import Attempt
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """A file with the time and the step of this rank's last sign of life, kept up to date by a thread.
+
+    The trainer only notes that it is alive, so that a slow file system never holds up a step. The thread writes what
+    was noted since its last turn, and nothing when there was nothing: a rank that hangs falls silent, and its file
+    then tells its very last sign, however seldom its turns are.
+
+    Overwritten in place: an atomic replacement from every rank is a load on a shared file system, and a reader that
+    meets half a line simply looks again.
+
+    Args:
+        num_ranks, hang_timeout_s: what the interval follows from, see `pace.beat_interval_s`.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:
+        self._path = attempt.beat(rank)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._noted = self._written = 0.0
+        self.step = 0
+        self.total_steps: int | None = None
+        self.metrics: dict[str, float] = {}
+        self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
+        # Ranks that are started together shall not write together.
+        self._first_s = self._interval_s * (rank + 1) / num_ranks
+        self._failed = False
+        self._ended = threading.Event()
+        self.beat()
+        self._write()
+        self._thread = threading.Thread(target=self._keep_writing, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Note a sign of life; costs nothing."""
+        self._noted = time.time()
+
+    def close(self) -> None:
+        """Write the last sign now, and no more."""
+        self._ended.set()
+        self._thread.join()
+        self.beat()
+        self._write()
+
+    def _keep_writing(self) -> None:
+        wait_s = self._first_s
+        while not self._ended.wait(wait_s):
+            wait_s = self._interval_s
+            if self._noted != self._written:
+                self._write()
+
+    def _write(self) -> None:
+        noted = self._noted
+        text = json.dumps(
+            {"time": noted, "step": self.step, "total_steps": self.total_steps, "metrics": dict(self.metrics)}
+        )
+        try:
+            # One write of one size: a shorter text must not leave a longer one's tail behind.
+            os.pwrite(self._file, text.encode().ljust(1024), 0)
+        except OSError as error:
+            if not self._failed:
+                log.warning("no heartbeat: %s cannot be written (%s)", self._path, error.strerror)
+            self._failed = True
+            return
+        self._failed = False
+        self._written = noted
