@@ -1,7 +1,8 @@
-"""How often the files of a run are touched: bounds for the shared file system that no number of ranks exceeds.
+"""How often the files of a run are touched: bounds for the shared file system, whatever the number of ranks.
 
 Small runs do everything about once a second; above WRITES_PER_S ranks each rank's turn comes more seldom instead.
-`benchmarks/scale.py` counts what comes of it.
+Only where turns would be too rare to tell a hang do the bounds give way: with more than a quarter of
+`launch.hang_timeout_s` × WRITES_PER_S ranks, 28,800 by default. `benchmarks/scale.py` counts what comes of it.
 """
 
 from __future__ import annotations

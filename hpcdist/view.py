@@ -30,6 +30,8 @@ from hpcdist.tracking.uri import redact_uri
 PLAIN_EVERY_S = 5.0
 TRACEBACK_LINES = 8
 LOOK_EVERY_S = 0.3
+#: Ranks that `status` has a line for.
+SHOWN_RANKS = 32
 _COLOURS = {
     "created": "cyan",
     "queued": "cyan",
@@ -223,12 +225,15 @@ def show_status(console: Console, run: RunDir) -> None:
         rows["held by"] = escape(f"process {held['pid']} of {held['user']} on {held['host']}")
     if name == "lost":
         rows["what now"] = "its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow"
-    for rank in range(state.world_size if state.attempt else 0):
+    world_size = state.world_size if state.attempt else 0
+    for rank in range(min(world_size, SHOWN_RANKS)):
         beat = read_json(run.attempt(state.attempt).beat(rank))
         if beat is not None:
             total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
             ago = max(0, int(time.time() - beat["time"]))
             rows[f"rank {rank}"] = f"step {beat['step']}{total}, {ago} s ago  {escape(format_metrics(beat['metrics']))}"
+    if world_size > SHOWN_RANKS:
+        rows["more ranks"] = f"{world_size - SHOWN_RANKS}, see {escape(str(run.attempt(state.attempt).path))}"
     saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
     rows["checkpoints"] = ", ".join(saved) or "none yet"
     if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):

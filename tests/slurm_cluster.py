@@ -6,13 +6,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from hpcdist.devcluster import cluster, host
 from hpcdist.devcluster.settings import Layout, Settings
 from hpcdist.errors import DevClusterError
+
+REQUIRE = "HPCDIST_REQUIRE_SLURM"
+"""Set to 1, it turns the skip for want of a cluster into a failure: for machines that must have one."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +81,19 @@ def why_not(layout: Layout) -> str | None:
     if cluster.status(layout).is_up:
         return "a dev cluster is up already, and may be in use: `hpcdist devcluster down` first"
     return None
+
+
+@contextmanager
+def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
+    """A cluster for as long as the block lasts; skips the test where there can be none."""
+    layout = Layout()
+    if (reason := why_not(layout)) is not None:
+        if os.environ.get(REQUIRE) == "1":
+            pytest.fail(f"{REQUIRE}=1, but {reason}")
+        pytest.skip(reason)
+    cluster.down(layout)  # what a killed session has left
+    before = host.HOSTS.read_text()
+    try:
+        yield DevCluster(layout, cluster.up(layout, {"num_nodes": num_nodes}, env={}), before)
+    finally:
+        cluster.down(layout)

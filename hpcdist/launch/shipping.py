@@ -42,6 +42,24 @@ class ShipperProcess:
             return False
 
 
+def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
+    """Let MLflow have what there is of a run; a sentence. A server that is away is no reason to fail.
+
+    In a process of low priority: MLflow's import takes seconds of a processor that the run may just be starting on.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)],
+        env={**env, "HPCDIST_TRACKING_URI": uri},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        preexec_fn=_be_nice,
+    )
+    text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
+    return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+
+
 def _be_nice() -> None:
     os.nice(10)
     # Where the kernel weighs sessions against each other (sched(7), autogroups), a nice value counts inside its own

@@ -19,7 +19,7 @@ from hpcdist.launch import snapshot
 from hpcdist.launch.launcher import Reporter
 from hpcdist.launch.local import LocalLauncher
 from hpcdist.launch.plan import Plan
-from hpcdist.launch.shipping import ShipperProcess
+from hpcdist.launch.shipping import ShipperProcess, ship_once
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_atomic
@@ -106,11 +106,9 @@ def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Let MLflow show a run that waits in the queue; a sentence. A server that is away is no reason to fail."""
-    from hpcdist.tracking.shipper import sync
-
+    """Let MLflow show a run that waits in the queue; a sentence."""
     try:
-        return f"MLflow: {sync(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir)))}"
+        return ship_once(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir)), env)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.abc
+import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import TrainerError
@@ -35,6 +40,35 @@ def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
     }
 
 
+class QuietImport(importlib.abc.MetaPathFinder):
+    """Leaves garbage alone while the script imports torch, as the worker does for trainers: a tenth of the time.
+
+    What the script does before, such as setting variables that torch reads, stays before.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                load(module)
+            finally:
+                gc.freeze()
+                if was_on:
+                    gc.enable()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
     """Run `[script, argument, …]` in this process as `__main__`, from the run's code snapshot.
 
@@ -46,6 +80,7 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
     os.environ.update(script_environment(topology, run))
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
+    sys.meta_path.insert(0, QuietImport())
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as ended:

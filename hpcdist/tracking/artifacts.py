@@ -11,6 +11,8 @@ from hpcdist.rundir import RunDir, read_json
 
 #: A log larger than this is uploaded at the end only.
 LIVE_LOG_BYTES = 5_000_000
+#: Ranks of an attempt whose logs are uploaded; thousands would drown the few that tell something.
+MAX_RANKS = 64
 
 
 class Artifact(NamedTuple):
@@ -37,10 +39,19 @@ def documents(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """The ranks' logs and what they said of their end; while the run goes on, only logs that are not too long."""
+    """The ranks' logs and what they said of their end; while the run goes on, only logs that are not too long.
+
+    Of an attempt with many ranks, those that were the first to report an end, and then the first by rank.
+    """
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
-        for path in sorted([*attempt.path.glob("rank-*.log"), *attempt.path.glob("rank-*.outcome.json")]):
+        logs = sorted(attempt.path.glob("rank-*.log"))
+        outcomes = sorted(attempt.path.glob("rank-*.outcome.json"))
+        if len(logs) > MAX_RANKS:
+            outcomes = sorted(outcomes, key=lambda path: path.stat().st_mtime_ns)[:MAX_RANKS]
+            told = {path.name.split(".")[0] for path in outcomes}
+            logs = sorted(logs, key=lambda path: path.stem not in told)[:MAX_RANKS]
+        for path in sorted([*logs, *outcomes]):
             if ended or path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 from hpcdist.errors import TrackingError
+from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import ENDED, RunDir, State
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.artifacts import Artifact
@@ -39,6 +40,8 @@ class Shipper:
         self._saved = run.journal / "shipped.json"
         self._mlflow: MlflowRun | None = None
         self._logs_shipped = 0.0
+        #: How long to wait, at least, before the next pass: journals of many nodes are not to be asked often.
+        self.pause_s = 0.0
 
     def open_run(self) -> MlflowRun:
         """Find or create the MLflow run, and log the config's parameters; once."""
@@ -82,7 +85,7 @@ class Shipper:
     def ship_records(self, state: State) -> int:
         """Send what the journal has and MLflow has not; returns the number of points sent."""
         mlflow = self.open_run()
-        num_sent = 0
+        num_sent, looks_before = 0, self._tail.num_looks
         try:
             while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
                 # First what is to be sent, then sending, then that it was sent: whoever is killed in between leaves
@@ -103,6 +106,7 @@ class Shipper:
         except TrackingError:
             self._load()
             raise
+        self.pause_s = (self._tail.num_looks - looks_before) / LOOKS_PER_S
         return num_sent
 
     def _ship_tags(self, state: State) -> None:

@@ -91,7 +91,7 @@ class _Loop:
             if time.monotonic() >= next_try:
                 if self._try(state) and ended:
                     return True
-                next_try = time.monotonic() + self._backoff_s
+                next_try = time.monotonic() + max(self._backoff_s, self._shipper.pause_s)
             if self._drain_until is not None and time.monotonic() >= self._drain_until:
                 log.warning("gave up after %g s: `hpcdist sync %s` ships the rest", self._drain_s, self._run.name)
                 return False

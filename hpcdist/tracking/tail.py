@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ from hpcdist.tracking.progress import Progress
 
 _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
 MAX_NAME = 250
+#: A network file system shows another node's last lines with this delay at most.
+LATE_S = 120.0
 
 
 class Point(NamedTuple):
@@ -38,6 +42,10 @@ class Tail:
         self._folder = folder
         self._progress = progress
         self._seen: dict[tuple[int, str], set[int]] = {}
+        #: When an attempt that has ended was first found to hold nothing more.
+        self._exhausted: dict[int, float] = {}
+        #: How often a journal file was asked for news.
+        self.num_looks = 0
 
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
         """What to ship next, by file: nothing of an attempt as long as an earlier one has more.
@@ -53,8 +61,11 @@ class Tail:
                 for name, end in self._progress.intent.items()
             }
         for attempt, files in itertools.groupby(journal_files(self._folder), key=lambda file: file.attempt):
+            if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
+                continue
             chunks = {}
             for _, _, path in files:
+                self.num_looks += 1
                 offset = offsets.get(path.name, 0)
                 if path.stat().st_size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
@@ -62,6 +73,8 @@ class Tail:
                         chunks[path.name] = chunk
             if chunks:
                 return chunks
+            if attempt < newest_attempt:
+                self._exhausted.setdefault(attempt, time.monotonic())
         return {}
 
     def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:

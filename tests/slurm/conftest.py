@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
-from slurm_cluster import DevCluster, why_not
+from slurm_cluster import DevCluster, dev_cluster
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns
-
-from hpcdist.devcluster import cluster, host
-from hpcdist.devcluster.settings import Layout
-
-REQUIRE = "HPCDIST_REQUIRE_SLURM"
-"""Set to 1, it turns the skip for want of a cluster into a failure: for machines that must have one."""
 
 
 @pytest.fixture(scope="session")
 def devcluster() -> Iterator[DevCluster]:
-    layout = Layout()
-    if (reason := why_not(layout)) is not None:
-        if os.environ.get(REQUIRE) == "1":
-            pytest.fail(f"{REQUIRE}=1, but {reason}")
-        pytest.skip(reason)
-    cluster.down(layout)  # what a killed session has left
-    before = host.HOSTS.read_text()
-    try:
-        yield DevCluster(layout, cluster.up(layout, {"num_nodes": 4}, env={}), before)
-    finally:
-        cluster.down(layout)
+    with dev_cluster(4) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

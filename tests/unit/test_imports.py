@@ -56,7 +56,7 @@ ROOMS = (
     "diagnose",
     "devcluster",
 )
-GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "logs", "cluster", "models", "data")
+GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "pace", "logs", "cluster", "models", "data")
 
 
 def of(*rooms: str) -> dict[str, set[str]]:

@@ -292,6 +292,16 @@ def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDi
     ]
 
 
+def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", attempt=1, world_size=4096)
+    for rank in (0, 31, 32):
+        beat(run, 1, rank)
+    show_status(console, run)
+    shown = [line.partition("  ")[0] for line in rows_of(console)]
+    assert [name for name in shown if "rank" in name] == ["rank 0", "rank 31", "more ranks"]
+    assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
+
+
 def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1, world_size=2)
     show_status(console, run)

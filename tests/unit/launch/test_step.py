@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpcdist.launch.step import ended_tasks, srun_command
-from hpcdist.rundir import Attempt
+from hpcdist.launch import step
+from hpcdist.launch.local import Guard
+from hpcdist.launch.step import StepRanks, ended_tasks, srun_command
+from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.schema import ClusterConfig
 
 RANK = ["python", "-m", "worker", "/shared/my run"]
@@ -93,3 +98,142 @@ def test_the_first_word_on_a_task_counts_and_the_order_is_kept() -> None:
     )
     assert list(found) == [3, 0, 1, 2]
     assert found[3] == ("n2", -signal.SIGKILL)
+
+
+# --- the ranks of a step
+
+
+class Step:
+    """Four ranks under a stand-in for srun, which says what the test tells it and then ends with exit code 1."""
+
+    def __init__(self, attempt: Attempt, guard: Guard) -> None:
+        self.attempt = attempt
+        pipe = attempt.path.parent / "words"
+        os.mkfifo(pipe)
+        self.ranks = StepRanks(
+            ["sh", "-c", f"cat '{pipe}'; exit 1"], dict(os.environ), 4, attempt, guard, cwd=attempt.path
+        )
+        self._words: int | None = os.open(pipe, os.O_WRONLY)
+
+    def say(self, text: str) -> None:
+        assert self._words is not None
+        os.write(self._words, text.encode())
+        log = self.attempt.path / "srun.log"
+        while not log.read_text().endswith(text):  # the test's own time limit ends a stand-in that does nothing
+            self.ranks.wait(0.005)
+        self.ranks.wait(0)
+
+    def report(self, rank: int, outcome: str, **details: Any) -> None:
+        write_json(self.attempt.outcome(rank), {"outcome": outcome, "time": 1000.0 + rank, **details})
+
+    def end(self) -> None:
+        """srun ends; the ranks are waited for."""
+        if self._words is not None:
+            os.close(self._words)
+            self._words = None
+        while self.ranks.running:
+            self.ranks.wait(1.0)
+
+
+@pytest.fixture
+def four(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(step, "SEARCH_PAUSE", 0.0)
+    guard = Guard()
+    opened = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
+    yield opened
+    opened.end()
+    opened.ranks.close()
+    guard.close()
+
+
+@pytest.fixture
+def searches(four: Step, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """Each search through the attempt's folder: the ranks whose reports it read."""
+    found: list[set[int]] = []
+    real = Attempt.outcomes
+
+    def outcomes(attempt: Attempt, **options: Any) -> dict[int, dict[str, Any]]:
+        result = real(attempt, **options)
+        found.append(set(result))
+        return result
+
+    monkeypatch.setattr(Attempt, "outcomes", outcomes)
+    return found
+
+
+def test_a_failure_that_srun_says_nothing_of_is_found_in_the_reports(four: Step) -> None:
+    """srun goes on waiting for tasks of a dead node."""
+    four.ranks.wait(0)
+    assert four.ranks.running == [0, 1, 2, 3]
+    four.report(2, "failed")
+    four.report(1, "rejected")
+    four.report(0, "done")
+    four.ranks.wait(0)
+    assert (list(four.ranks.exits.items()), four.ranks.running) == ([(1, 2), (2, 1)], [0, 3])
+
+
+def test_a_report_is_read_once(four: Step, searches: list[set[int]]) -> None:
+    for rank in (3, 1):
+        four.report(rank, "failed")
+        four.ranks.wait(0)
+        four.ranks.wait(0)
+    assert [found for found in searches if found] == [{3}, {1}]
+
+
+def test_a_folder_that_does_not_change_is_not_searched(
+    four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "FOLDER_TICK_S", 0.0)
+    four.ranks.wait(0)
+    searches.clear()
+    for _ in range(20):
+        four.ranks.wait(0)
+    assert searches == []
+    four.report(3, "failed")
+    four.ranks.wait(0)
+    four.ranks.wait(0)
+    assert searches == [{3}]
+
+
+def test_a_report_in_the_same_tick_of_the_folders_clock_is_found_all_the_same(
+    four: Step, searches: list[set[int]]
+) -> None:
+    four.ranks.wait(0)
+    before = four.attempt.path.stat()
+    four.report(3, "failed")
+    os.utime(four.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    four.ranks.wait(0)
+    assert searches == [{3}]
+
+
+def test_a_search_that_takes_long_is_not_repeated_at_once(
+    four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four.ranks.wait(0)
+    searches.clear()
+    monkeypatch.setattr(step, "SEARCH_PAUSE", 1e9)
+    for rank in range(1, 4):
+        four.report(rank, "failed")
+        four.ranks.wait(0)
+    assert searches == [{1}]
+    four.end()
+    assert searches == [{1}, {2, 3}], "at the end in any case"
+
+
+def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
+    four.say("srun: error: n2: task 3: Ki")
+    assert four.ranks.exits == {}
+    four.say("lled\nsrun: error: n1: task 0: Exited with exit code 7\n")
+    assert list(four.ranks.exits.items()) == [(3, -signal.SIGKILL), (0, 7)]
+    assert (four.ranks.host_of(3), four.ranks.running) == ("n2", [1, 2])
+    four.say("srun: error: n9: tasks 2-3: Terminated")
+    assert 2 not in four.ranks.exits
+    four.end()
+    assert list(four.ranks.exits.items()) == [(3, -9), (0, 7), (2, -15), (1, 0)]
+    assert four.ranks.host_of(3) == "n2", "its first word counts"
+
+
+def test_a_step_that_fails_without_a_word_is_rank_0s_failure(four: Step) -> None:
+    four.end()
+    assert list(four.ranks.exits.items()) == [(0, 1), (1, 0), (2, 0), (3, 0)]

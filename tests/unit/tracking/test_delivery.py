@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from mlflow import MlflowClient
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
+from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import RunDir, write_json
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.tail import Point
@@ -284,6 +286,30 @@ def test_artifacts_follow_their_files(scene: Scene, monkeypatch: pytest.MonkeyPa
     assert uploaded == ["logs/attempt-001/rank-00000.log", "logs/attempt-001/rank-00001.outcome.json"]
     copy = scene.client.download_artifacts(scene.run_id, "logs/attempt-001/rank-00000.log")
     assert Path(copy).read_text() == "one\ntwo\n"
+
+
+def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
+    for rank in range(6):
+        scene.file(f"attempts/001/rank-{rank:05d}.log", "a line\n")
+    for time_s, rank in enumerate((4, 1, 5, 3)):
+        os.utime(scene.file(f"attempts/001/rank-{rank:05d}.outcome.json", "{}"), (time_s, time_s))
+    kept = [item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)]
+    assert kept == ["1.log", "1.outcome.json", "4.log", "4.outcome.json", "5.log", "5.outcome.json"]
+    for rank in (1, 3, 5):
+        scene.run.attempt(1).outcome(rank).unlink()
+    kept = [item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)]
+    assert kept == ["0.log", "1.log", "4.log", "4.outcome.json"]
+
+
+def test_journals_of_many_nodes_are_asked_less_often(scene: Scene) -> None:
+    for node in range(16):
+        (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
+    live = scene.shipper()
+    live.ship_once()
+    assert live.pause_s == 16 / LOOKS_PER_S
 
 
 def test_the_best_and_the_final_checkpoint_are_kept_at_the_end(scene: Scene) -> None:

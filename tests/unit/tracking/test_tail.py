@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking import journal
+from hpcdist.tracking import journal, tail
 from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Point, Tail, clean_name
 
@@ -167,3 +167,24 @@ def test_progress_survives_its_file_and_nonsense_in_it(tmp_path: Path) -> None:
 )
 def test_names_as_mlflow_takes_them(name: str, clean: str) -> None:
     assert clean_name(name) == clean
+
+
+def test_attempts_that_are_long_over_are_not_asked_again_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, [10])
+    write(tmp_path, 2, [20])
+    progress = Progress()
+    live = Tail(tmp_path, progress)
+    while chunks := live.next_chunks(2, over=False):
+        live.new_points(chunks)
+        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
+    before = live.num_looks
+    assert live.next_chunks(2, over=False) == {}
+    assert live.num_looks - before == 2, "a network file system may show lines late"
+    monkeypatch.setattr(tail, "LATE_S", -1.0)
+    assert live.next_chunks(2, over=False) == {}
+    assert live.num_looks - before == 3
+    write(tmp_path, 1, [11])
+    assert live.next_chunks(2, over=False) == {}
+    assert list(live.next_chunks(2, over=True)) == ["attempt-001.rank-00000.jsonl"]

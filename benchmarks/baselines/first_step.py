@@ -1,0 +1,34 @@
+"""The script of `slurm_start.py`: a small model under DDP, one optimizer step, and the time when rank 0 had done it.
+
+Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,)))
+    loss.backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        target = Path(sys.argv[1])
+        target.with_suffix(".partial").write_text(repr(time.time()))
+        target.with_suffix(".partial").rename(target)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

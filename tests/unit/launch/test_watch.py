@@ -1,0 +1,159 @@
+"""Watching thousands of ranks: bounded looks, and a hang of any one of them is still found and named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcdist.launch import watch as watch_module
+from hpcdist.launch.watch import LOOK_EVERY_S, LastSteps, Watch
+from hpcdist.pace import LOOKS_PER_S
+from hpcdist.rundir import Attempt, RunDir
+from hpcdist.schema import Config, LaunchConfig, TrainerConfig
+
+NUM_RANKS = 1000
+HANG_S = 300.0
+NOW = 1_700_000_000.0
+
+
+class SteppedRanks:
+    """Ranks whose time goes by only while they are waited for; `beat` decides who shows a sign of life."""
+
+    def __init__(self, attempt: Attempt, num_ranks: int = NUM_RANKS) -> None:
+        self.attempt = attempt
+        self.num_ranks = num_ranks
+        self.exits: dict[int, int] = {}
+        self.time = 0.0
+        self.looks = 0
+        self.signals: list[int] = []
+        self.silent: dict[int, float] = {}  #: by rank, when it fell silent
+        self.interval_s = num_ranks / 64
+        self.end_at = 10_000.0
+
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank not in self.exits]
+
+    def host_of(self, rank: int) -> str:
+        return f"n{rank}"
+
+    def wait(self, timeout_s: float) -> None:
+        self.time += timeout_s
+        self.looks += 1
+        if self.time >= self.end_at:
+            self.exits = dict.fromkeys(range(self.num_ranks), 0)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def close(self) -> None: ...
+
+    def sign(self, rank: int) -> float:
+        """When a rank last wrote, each in its turn."""
+        alive_until = min(self.time, self.silent.get(rank, self.time))
+        turn = self.interval_s * rank / self.num_ranks
+        return turn + (alive_until - turn) // self.interval_s * self.interval_s
+
+
+@pytest.fixture
+def attempt(runs_dir: Path) -> Attempt:
+    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
+
+
+class Scene:
+    def __init__(self, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, num_ranks: int = NUM_RANKS) -> None:
+        self.ranks = SteppedRanks(attempt, num_ranks)
+        self.stats: list[int] = []
+        self.reads: list[str] = []
+        clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=time.time)
+        monkeypatch.setattr(watch_module, "time", clock)
+        monkeypatch.setattr(watch_module, "read_json", self._read)
+        report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
+        config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
+        self.watch = Watch(attempt, self.ranks, config, report)
+        monkeypatch.setattr(self.watch, "_sign", self._stat)
+
+    def _stat(self, rank: int) -> object:
+        self.stats.append(rank)
+        return self.ranks.sign(rank)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        self.reads.append(path.name)
+        if path.name == "request.json":
+            return None
+        rank = int(path.name[5:10])
+        return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
+
+
+@pytest.fixture
+def scene(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(attempt, monkeypatch)
+
+
+def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
+    scene.ranks.end_at = 200.0
+    assert scene.watch.until_over() is None
+    per_s = len(scene.stats) / scene.ranks.time
+    assert per_s <= LOOKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
+    assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
+    assert scene.reads.count("request.json") == scene.ranks.looks
+    assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
+
+
+@pytest.mark.parametrize("victim", [0, 1, 500, NUM_RANKS - 1])
+def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: int) -> None:
+    scene.ranks.silent[victim] = 100.0
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.kind, failure.rank, failure.host, failure.step) == ("hung", victim, f"n{victim}", 10 * victim)
+    late_s = scene.ranks.time - (100 + HANG_S)
+    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
+    assert scene.ranks.signals == [signal.SIGUSR1]
+
+
+def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: Scene) -> None:
+    """All fall silent at once in a collective; their heartbeats tell whose last sign is the oldest."""
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert failure.rank == 700
+
+
+def test_ranks_that_only_write_seldom_are_not_taken_for_hung(scene: Scene) -> None:
+    scene.ranks.interval_s = HANG_S / 4
+    scene.ranks.end_at = 3 * HANG_S
+    assert scene.watch.until_over() is None
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
+    scene.ranks.silent[3] = 100.0
+    scene.ranks.exits[3] = 0
+    scene.ranks.end_at = 2 * HANG_S
+    assert scene.watch.until_over() is None
+
+
+def beat(attempt: Attempt, rank: int, step: int) -> None:
+    attempt.beat(rank).write_text(json.dumps({"time": NOW, "step": step, "total_steps": None, "metrics": {}}))
+
+
+def test_last_steps_are_read_when_they_are_asked_for(attempt: Attempt) -> None:
+    steps = LastSteps(attempt, 2, 1800.0)
+    assert (len(steps), list(steps), steps[1]) == (2, [0, 1], None)
+    beat(attempt, 0, 8)
+    beat(attempt, 1, 5)
+    assert dict(steps) == {0: 8, 1: 5}
+    assert steps.get(2) is None
+
+
+def test_the_step_of_a_rank_that_writes_seldom_is_not_behind_rank_0(attempt: Attempt) -> None:
+    """Else two deaths in the first minute would look like the same failure at step 0, twice."""
+    beat(attempt, 0, 80)
+    beat(attempt, 3000, 0)
+    assert LastSteps(attempt, 4096, 1800.0)[3000] == 80
+    assert LastSteps(attempt, 4096, 1800.0).get(2999) is None, "never seen"
