@@ -204,7 +204,7 @@ def test_a_report_in_the_same_tick_of_the_folders_clock_is_found_all_the_same(
     four.report(3, "failed")
     os.utime(four.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))
     four.ranks.wait(0)
-    assert searches == [{3}]
+    assert searches[-1] == {3}
 
 
 def test_a_search_that_takes_long_is_not_repeated_at_once(
