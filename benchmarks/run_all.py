@@ -95,6 +95,25 @@ BENCHMARKS = (
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
         ),
     ),
+    Benchmark(
+        "scale",
+        (),
+        (
+            Figure("4,096 simulated ranks: supervisor, of one core", ("sizes", "4096", "cpu_percent"), "%", 5),
+            Figure("4,096 simulated ranks: calls to the file system", ("sizes", "4096", "calls_per_s"), "/s", 230),
+            Figure("64 simulated ranks: calls to the file system", ("sizes", "64", "calls_per_s"), "/s", 230),
+            Figure("fastest growth of a cost with ranks, as a power", ("largest_power",), target=1.1),
+        ),
+    ),
+    Benchmark(
+        "slurm_start",
+        (),
+        (
+            Figure(
+                "submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15
+            ),
+        ),
+    ),
 )
 
 
