@@ -108,11 +108,7 @@ BENCHMARKS = (
     Benchmark(
         "slurm_start",
         (),
-        (
-            Figure(
-                "submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15
-            ),
-        ),
+        (Figure("submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15),),
     ),
 )
 
