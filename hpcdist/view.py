@@ -7,10 +7,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from rich.console import Console
@@ -18,18 +17,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from hpcdist.cluster import queue
+from hpcdist.cluster.queue import Look, SlurmAwayError
 from hpcdist.config import redacted
-from hpcdist.errors import RunFolderError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import holder
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, find_runs, read_json
 from hpcdist.schema import Config
+from hpcdist.standing import job_of, look_now, stand
 from hpcdist.tracking.uri import redact_uri
 
 PLAIN_EVERY_S = 5.0
 TRACEBACK_LINES = 8
-LOOK_EVERY_S = 0.3
 #: Ranks that `status` has a line for.
 SHOWN_RANKS = 32
 _COLOURS = {
@@ -184,21 +184,16 @@ def _program() -> str:
     return shlex.quote(os.path.relpath(started)) if started.name == "hpcdist" else f"{sys.executable} -m hpcdist"
 
 
-def standing(run: RunDir, state: State) -> str:
-    """A run's status as people should read it: one that nobody holds any more is not running."""
-    if state.status in ENDED or holder(run) is not None:
-        return state.status
-    return "lost" if state.status == "running" else state.status
-
-
 def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
     """A table of all runs, the newest last."""
     if not runs:
         console.print(f"no runs under {runs_dir.absolute()}", highlight=False, soft_wrap=True)
         return
     table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
-    for run, state in sorted(((run, run.read_state()) for run in runs), key=lambda pair: pair[1].created):
-        name = standing(run, state)
+    looks, away = _looks(runs)
+    found = [stand(run, looks.get(run.path)) for run in runs]
+    for run, now in sorted(zip(runs, found, strict=True), key=lambda pair: pair[1].state.created):
+        name, state = now.name, now.state
         step = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("step", "") if state.attempt else ""
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.created))
         table.add_row(
@@ -207,20 +202,41 @@ def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
             str(step),
             str(state.attempt),
             created,
-            escape(state.reason),
+            escape(now.reason or (now.facts.sentence() if now.facts and not now.over else "")),
         )
     console.print(table)
+    if away:
+        console.print(f"Slurm does not say how jobs stand ({escape(away)})", highlight=False, soft_wrap=True)
+
+
+def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
+    """A look at the jobs of all runs that may go on, in one call; and why there is none."""
+    jobs = {run.path: job for run in runs if (job := job_of(run)) and run.read_state().status not in ENDED}
+    try:
+        known = queue.ask_many([job.id for job in jobs.values()])
+    except SlurmAwayError as error:
+        return {path: Look(away=str(error), installed=error.installed) for path in jobs}, str(error)
+    looks = {}
+    for path, job in jobs.items():
+        facts = known.get(job.id)
+        # What this call does not know may be another cluster's job, or one that ended a while ago.
+        looks[path] = Look(facts=facts) if facts and job.name in ("", facts.name) else queue.look_at(job)
+    return looks, ""
 
 
 def show_status(console: Console, run: RunDir) -> None:
     """How one run stands."""
-    state = run.read_state()
-    name = standing(run, state)
+    look = look_now(run)
+    now = stand(run, look)
+    name, state = now.name, now.state
     rows = {
-        "status": f"[{_COLOURS[name]}]{name}[/]" + (f": {escape(state.reason)}" if state.reason else ""),
+        "status": f"[{_COLOURS[name]}]{name}[/]" + (f": {escape(now.reason)}" if now.reason else ""),
         "folder": escape(str(run.path)),
         "attempt": f"{state.attempt}, {state.restarts} restart{'s' * (state.restarts != 1)} after failures",
     }
+    if look is not None:
+        unknown = f"cannot be asked: {look.away}" if look.away else "does not know its job any more"
+        rows["Slurm"] = escape(look.facts.describe(time.time()) if look.facts else unknown)
     if (held := holder(run)) is not None:
         rows["held by"] = escape(f"process {held['pid']} of {held['user']} on {held['host']}")
     if name == "lost":
@@ -252,51 +268,3 @@ def training_links(runs_dir: Path, tracking_uri: str, port: int) -> list[str]:
         f"{name}: http://127.0.0.1:{port}/#/experiments/{number}/runs?workflowType=machine_learning"
         for name, number in sorted(ids.items())
     ]
-
-
-def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
-    """The text of a rank's log; with `follow` also what comes until the run ends, through all its attempts.
-
-    Raises RunFolderError when there is no such log.
-    """
-    number = attempt or run.read_state().attempt
-    path = run.attempt(number).log(rank)
-    if not path.is_file() and not follow:
-        raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
-    position = 0
-    waiting = Event()
-    while True:
-        # Before the log is read: what is written later belongs to a later look.
-        state = run.read_state()
-        ended = not follow or standing(run, state) in (*ENDED, "lost")
-        if path.is_file():
-            with open(path, errors="replace") as file:
-                file.seek(position)
-                yield file.read()
-                position = file.tell()
-        if attempt is None and state.attempt > number:
-            number, position = number + 1, 0
-            path = run.attempt(number).log(rank)
-        elif ended:
-            return
-        else:
-            waiting.wait(LOOK_EVERY_S)
-
-
-def follow_job(console: Console, run: RunDir) -> State:
-    """Show a Slurm run's state while it waits, then its progress, until it is over; returns its last state."""
-    waiting = Event()
-    said = ""
-    with RunView(console) as view:
-        while True:
-            state = run.read_state()
-            name = standing(run, state)
-            if state.status in ENDED or name == "lost":
-                break
-            sentence = f"{name}: {state.reason}" if state.reason else name
-            if sentence != said:
-                view.note(said := sentence)
-            if state.attempt and (beat := read_json(run.attempt(state.attempt).beat(0))) is not None:
-                view.progress(beat)
-            waiting.wait(LOOK_EVERY_S)
-    return state

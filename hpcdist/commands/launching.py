@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.commands.options import RUNS, ConfigName, Detach, Overrides, RunName, RunsDir, console
+from hpcdist.commands.options import RUNS, ConfigName, Detach, Overrides, RunName, RunsDir, console, exit_code
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
-    from hpcdist.rundir import RunDir, State
+    from hpcdist.rundir import RunDir
     from hpcdist.schema import Config
 
 app = typer.Typer()
@@ -67,6 +67,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the srun line.")] = False,
     test: Annotated[bool, typer.Option("--test", help="Ask Slurm when it would start; submit nothing.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Show queue state, then progress, until the end.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show changes of state alone, until the end.")] = False,
     dependency: Dependency = None,
     begin: Begin = None,
     force: Annotated[
@@ -98,7 +99,8 @@ def submit(
     _ask_slurm(loaded, flags, Path.cwd(), force=force)
     if test:
         return 0
-    return _queue(start.create_run(loaded, Path.cwd(), launcher="slurm"), loaded, flags, follow=follow)
+    run = start.create_run(loaded, Path.cwd(), launcher="slurm")
+    return _queue(run, loaded, flags, follow=follow, wait=wait)
 
 
 @app.command()
@@ -126,9 +128,12 @@ def resume(
     from hpcdist.launch import snapshot
     from hpcdist.lease import hold
     from hpcdist.rundir import resolve_run, write_atomic
+    from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
     config = load_run_config(found.config, overrides or [], os.environ)
+    if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
+        raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
         raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")
     on_slurm = (found.path / "slurm.json").exists()
@@ -194,7 +199,7 @@ def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
     with RunView(terminal) as view:
         state = start.supervise(run, config, plan, view, os.environ)
     show_end(terminal, run, state, config)
-    return _exit_code(state)
+    return exit_code(state)
 
 
 def _ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
@@ -214,23 +219,14 @@ def _submission_flags(config: Config, dependency: str | None, begin: str | None)
     return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
 
 
-def _queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool) -> int:
-    """Submit a run to Slurm and let MLflow know; with `follow`, ship and show it until it is over."""
+def _queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
+    """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
+    from hpcdist.commands.watching import see_through
     from hpcdist.launch import slurm, start
-    from hpcdist.view import follow_job, show_end
 
     job_id = slurm.submit(config, run, flags)
-    print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist logs -f {run.name}` follow it")
-    if not follow:
-        print(start.ship_now(run, config, os.environ))
-        return 0
-    with start.shipping_from_here(run, config, os.environ):
-        state = follow_job(console(), run)
-    show_end(console(), run, state, config)
-    return _exit_code(state)
-
-
-def _exit_code(state: State) -> int:
-    if state.status == "failed":
-        return 2 if state.rejected else 1
-    return 130 if state.status == "cancelled" else 0
+    print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")
+    if follow or wait:
+        return see_through(run, config, progress=follow)
+    print(start.ship_now(run, config, os.environ))
+    return 0

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hpcdist.commands.options import RUNS, Overrides, RunName, RunsDir, console
 from hpcdist.errors import HpcdistError, UserMistake
-
-if TYPE_CHECKING:
-    from hpcdist.rundir import Attempt, RunDir
 
 app = typer.Typer()
 
@@ -62,8 +55,8 @@ def logs(
 
         hpcdist logs ddp-2026 -f
     """
+    from hpcdist.following import stream_log
     from hpcdist.rundir import resolve_run
-    from hpcdist.view import stream_log
 
     for text in stream_log(resolve_run(run, runs_dir), rank, attempt, follow=follow):
         sys.stdout.write(text)
@@ -72,15 +65,14 @@ def logs(
 
 @app.command()
 def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """Ask a run to save, then stop. `hpcdist resume` goes on from there.
+    """Ask a run to save, then stop; one that waits in the queue is taken out. `hpcdist resume` goes on from there.
 
     Example:  hpcdist stop ddp-2026
     """
+    from hpcdist.launch.ending import end
     from hpcdist.rundir import resolve_run
 
-    found = resolve_run(run, runs_dir)
-    _running_attempt(found).ask("stop", by=getpass.getuser(), reason=f"`hpcdist stop` by {getpass.getuser()}")
-    print(f"asked {found.name} to save and stop; `hpcdist status {found.name}` shows how far it is")
+    print(end(resolve_run(run, runs_dir), "stop"))
 
 
 @app.command()
@@ -89,17 +81,10 @@ def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
     Example:  hpcdist cancel ddp-2026
     """
-    from hpcdist.rundir import read_json, resolve_run
+    from hpcdist.launch.ending import end
+    from hpcdist.rundir import resolve_run
 
-    found = resolve_run(run, runs_dir)
-    state = found.read_state()
-    if state.status in ("created", "queued") and (job := read_json(found.path / "slurm.json")) is not None:
-        subprocess.run(["scancel", job["job_id"]], check=True)
-        found.write_state(replace(state, status="cancelled", reason="cancelled in the queue", ended=time.time()))
-        print(f"job {job['job_id']} of {found.name} is taken out of the queue")
-        return
-    _running_attempt(found).ask("cancel", by=getpass.getuser(), reason=f"`hpcdist cancel` by {getpass.getuser()}")
-    print(f"asked {found.name} to end at once")
+    print(end(resolve_run(run, runs_dir), "cancel"))
 
 
 @app.command("config")
@@ -134,7 +119,7 @@ def sync(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN …]", help="Which runs; all by default.")] = None,
     runs_dir: RunsDir = RUNS,
 ) -> int:
-    """Ship to MLflow what the runs' journals still hold, and close runs whose supervisor has died.
+    """Ship to MLflow what the runs' journals still hold, and close runs whose supervisor or job has died.
 
     Examples:
 
@@ -145,18 +130,22 @@ def sync(
     from hpcdist.config import load_run_config
     from hpcdist.lease import holder
     from hpcdist.rundir import find_runs, resolve_run
+    from hpcdist.standing import job_of
     from hpcdist.tracking.shipper import sync as ship
-    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.tracking.uri import choose_uri, is_server
 
     chosen = [resolve_run(name, runs_dir) for name in runs or []] or list(find_runs(runs_dir))
     failed = 0
     for found in chosen:
-        if (busy := holder(found)) is not None:
-            print(f"{found.name}: process {busy['pid']} on {busy['host']} ships it already")
-            continue
         try:
             config = load_run_config(found.config, [], os.environ, require_secrets=False)
-            report = ship(found, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+            uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+            # A job ships to a server alone; to a database those do who stand beside it.
+            ships_itself = job_of(found) is None or is_server(uri)
+            if ships_itself and (busy := holder(found)) is not None:
+                print(f"{found.name}: process {busy['pid']} on {busy['host']} ships it already")
+                continue
+            report = ship(found, uri)
             print(f"{found.name}: {report}")
         except HpcdistError as error:
             failed += 1
@@ -192,13 +181,3 @@ def ui(
     command = ["-m", "mlflow", "ui", "--backend-store-uri", where, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", "1"]
     os.execv(sys.executable, [sys.executable, *command])
-
-
-def _running_attempt(run: RunDir) -> Attempt:
-    """The attempt to leave a request in. Raises UserMistake when nobody is there to read it."""
-    from hpcdist.lease import holder
-
-    state = run.read_state()
-    if holder(run) is None or state.attempt == 0:
-        raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
-    return run.attempt(state.attempt)

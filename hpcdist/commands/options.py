@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hpcdist.rundir import State
+
 RunsDir = Annotated[
     Path, typer.Option("--runs-dir", envvar="HPCDIST_RUNS_DIR", help="Folder that holds the runs.", show_default=True)
 ]
@@ -27,3 +29,10 @@ def console() -> Console:
     found = Console()
     # A log has no width; 80 columns would cut names that someone searches it for.
     return found if found.is_terminal else Console(width=160)
+
+
+def exit_code(state: State) -> int:
+    """What a command ends with that has seen a run to its end."""
+    if state.status == "failed":
+        return 2 if state.rejected else 1
+    return 130 if state.status == "cancelled" else 0

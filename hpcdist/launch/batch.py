@@ -22,6 +22,7 @@ from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
 from hpcdist.schema import Config
+from hpcdist.standing import note_life
 from hpcdist.tracking.uri import choose_uri
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def supervise(run_dir: str) -> State:
     run = RunDir.open(Path(run_dir))
     job = Job.here(os.environ)
     with hold(run, job_id=job.id):
+        note_life(run, os.environ)
         state = run.read_state()
         if job.restart_count > 0 and _is_over(run, state):
             # Slurm may start a job again whose run someone has just stopped.

@@ -17,14 +17,16 @@ class ShipperProcess:
     Args:
         uri: where MLflow is, password included; it travels in the environment.
         env: the environment to start from.
+        through_queue: stay until `drain`, through all lives of the run's job; else the run's own end is the shipper's.
     """
 
-    def __init__(self, run: RunDir, uri: str, env: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
+        flags = ["--through-queue"] if through_queue else []
         with open(run.path / "shipper.log", "ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path)],
+                [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path), *flags],
                 env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if through_queue else subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -34,6 +36,9 @@ class ShipperProcess:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything of a run that has ended, but not for ever; whether it has."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError), self._process.stdin as pipe:
+                pipe.write(b".")
         try:
             return self._process.wait(timeout_s) == 0
         except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hpcdist.cluster.queue import SlurmAwayError, cluster_name
 from hpcdist.errors import UserMistake
 from hpcdist.launch.batch import supervise_in_job
 from hpcdist.launch.sbatch import render, sbatch_parameters
@@ -47,6 +48,8 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     from submitit.core.utils import FailedJobError
 
     before = run.read_state()
+    # Before the run waits: one that waits for a job that is over counts as dead.
+    write_json(run.path / "slurm.json", {"job_id": None})
     # First, since the job may start before this process goes on.
     run.write_state(replace(before, status="queued", reason="", ended=None))
     executor = SlurmExecutor(run.path / "submitit")
@@ -56,5 +59,14 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     except FailedJobError as error:
         run.write_state(before)
         raise UserMistake(f"Slurm refused the job: {' '.join(str(error).split())}") from error
-    write_json(run.path / "slurm.json", {"job_id": job.job_id})
+    write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
     return str(job.job_id)
+
+
+def write_job(run: RunDir, job_id: str, *, name: str) -> None:
+    """Note in a run's folder which job it is, so that another one of the same id is not taken for it."""
+    try:
+        cluster = cluster_name()
+    except SlurmAwayError:
+        cluster = ""
+    write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})

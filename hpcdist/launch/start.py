@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import logging
 import secrets
 import shutil
 import subprocess
@@ -24,7 +25,9 @@ from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_atomic
 from hpcdist.schema import Config
-from hpcdist.tracking.uri import choose_uri
+from hpcdist.tracking.uri import choose_uri, is_server
+
+log = logging.getLogger(__name__)
 
 
 def with_name(config: Config) -> Config:
@@ -115,12 +118,22 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
 
 @contextmanager
 def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> Iterator[None]:
-    """Ship a Slurm run from this host while the block lasts, unless its job does so itself (to a server)."""
-    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
-    if uri.startswith(("http://", "https://")):
-        ship_now(run, config, env)
+    """Ship a Slurm run from this host while the block lasts, unless its job does so itself (to a server).
+
+    A block that is left by Ctrl-C leaves the run, which goes on, as it is.
+    """
+    try:
+        uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    except TrackingError as error:
+        log.warning("%s; the run is followed, not shipped from here", error)
         yield
         return
-    shipper = ShipperProcess(run, uri, env)
+    if is_server(uri):
+        ship_now(run, config, env)
+        yield
+        # The job has shipped its end, unless it died without a word: then there is something left to say.
+        ship_now(run, config, env)
+        return
+    shipper = ShipperProcess(run, uri, env, through_queue=True)
     yield
     shipper.drain(config.tracking.drain_timeout_s)

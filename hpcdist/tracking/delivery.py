@@ -110,7 +110,7 @@ class Shipper:
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
-        tags = labels.fixed_tags(self.run, self.config) | labels.state_tags(state)
+        tags = labels.fixed_tags(self.run, self.config) | labels.job_tags(self.run) | labels.state_tags(state)
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
         if changed:
             self.open_run().set_tags(changed)

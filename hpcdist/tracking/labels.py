@@ -10,6 +10,7 @@ import yaml
 
 from hpcdist.errors import TrackingError
 from hpcdist.rundir import RunDir, State, read_json
+from hpcdist.standing import job_lives
 from hpcdist.tracking.tail import clean_name
 from hpcdist.tracking.uri import redact_uri
 
@@ -62,6 +63,22 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     own = (config.get("tracking") or {}).get("tags") or {}
     tags |= {clean_name(key): text for key, text in flatten(own)}
     return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+
+
+def job_tags(run: RunDir) -> dict[str, str]:
+    """Which job of Slurm's the run is, where it ran and how long it waited, through all lives of the job."""
+    job = read_json(run.path / "slurm.json") or {}
+    lives = job_lives(run)
+    if not job.get("job_id"):
+        return {}
+    facts = {
+        "job_id": job["job_id"],
+        "cluster": job.get("cluster") or None,
+        "nodes": (lives[-1].get("nodes") or None) if lives else None,
+        "lives": len(lives) or None,
+        "queue_s": round(sum(float(life.get("queue_s", 0.0)) for life in lives)) if lives else None,
+    }
+    return {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
 
 
 def state_tags(state: State) -> dict[str, str]:

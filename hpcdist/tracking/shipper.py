@@ -1,6 +1,6 @@
 """The process that ships a run folder to MLflow while the run goes on, and `hpcdist sync`, which ships what is left.
 
-    python -P -m hpcdist.tracking.shipper RUN_DIR          HPCDIST_TRACKING_URI in the environment
+    python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
 It only reads what the ranks and the supervisor write. A dead server, a dead shipper, a dead supervisor delay points;
 none of them loses or doubles one: see `progress.py`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -21,7 +22,8 @@ from pathlib import Path
 
 from hpcdist import lease, logs
 from hpcdist.errors import HpcdistError, TrackingError
-from hpcdist.rundir import ENDED, RunDir, State, read_json
+from hpcdist.rundir import ENDED, RunDir, State
+from hpcdist.standing import close_if_dead
 from hpcdist.tracking import labels
 from hpcdist.tracking.delivery import Shipper
 from hpcdist.tracking.uri import choose_uri, redact_uri
@@ -48,30 +50,58 @@ def _only_shipper(run: RunDir) -> Iterator[bool]:
         yield only
 
 
-def ship_forever(run: RunDir, uri: str, parent_pid: int) -> bool:
+def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:
     """Ship until the run has ended and MLflow has everything; returns whether it has.
 
-    SIGTERM and SIGINT only end a wait early. When the process `parent_pid`, the supervisor, is gone and the run has
-    not ended, MLflow is told so once, if it answers.
+    A run that is queued again counts as ended: its next job has a shipper of its own. SIGTERM and SIGINT only end a
+    wait early. When the process `parent_pid`, the supervisor, is gone and the run has not ended, MLflow is told so
+    once, if it answers.
+
+    With `through_queue` the parent is someone who follows the run from elsewhere: only he knows when it is over, and
+    says so on standard input. That he goes away says nothing of the run.
     """
+    parent = _Parent(parent_pid, through_queue=through_queue)
     told = False
     while True:
         with _only_shipper(run) as only:
             if only:
-                return _Loop(Shipper(run, uri), parent_pid).run()
+                return _Loop(Shipper(run, uri), parent).run()
         if not told:
             log.info("another shipper is at work on %s: waiting for its end", run.name)
             told = True
-        if os.getppid() != parent_pid:
+        if parent.gone or parent.said_over:
             return False
-        signal.sigtimedwait(_SIGNALS, POLL_S)
+        parent.wait(POLL_S)
+
+
+class _Parent:
+    """Whoever started this process: the run's supervisor, or someone who follows it."""
+
+    def __init__(self, pid: int, *, through_queue: bool) -> None:
+        self.through_queue = through_queue
+        self.said_over = False
+        self._pid = pid
+
+    @property
+    def gone(self) -> bool:
+        return os.getppid() != self._pid
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, but not past a signal or a word of the parent; whether there was one."""
+        if not self.through_queue or self.said_over:
+            return signal.sigtimedwait(_SIGNALS, seconds) is not None
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return False
+        # The mere end of the pipe means that the parent has died.
+        self.said_over = os.read(sys.stdin.fileno(), 1) != b""
+        return self.said_over or signal.sigtimedwait(_SIGNALS, seconds) is not None
 
 
 class _Loop:
-    def __init__(self, shipper: Shipper, parent_pid: int) -> None:
+    def __init__(self, shipper: Shipper, parent: _Parent) -> None:
+        self._parent = parent
         self._shipper = shipper
         self._run = shipper.run
-        self._parent_pid = parent_pid
         self._drain_s = float((shipper.config.get("tracking") or {}).get("drain_timeout_s", 60.0))
         self._backoff_s = 0.0
         self._drain_until: float | None = None
@@ -80,11 +110,12 @@ class _Loop:
         next_try = 0.0
         while True:
             # In this order: a supervisor that has just ended the run is no dead supervisor.
-            orphaned = os.getppid() != self._parent_pid
+            orphaned = self._parent.gone
+            follows, said_over = self._parent.through_queue, self._parent.said_over
             state = self._run.read_state()
-            ended = state.status in ENDED
+            ended = said_over if follows else state.status in (*ENDED, "queued")
             if orphaned and not ended:
-                return self._bury(state)
+                return not follows and self._bury(state)
             if ended and self._drain_until is None:
                 self._drain_until = time.monotonic() + self._drain_s
                 next_try = 0.0
@@ -95,7 +126,7 @@ class _Loop:
             if self._drain_until is not None and time.monotonic() >= self._drain_until:
                 log.warning("gave up after %g s: `hpcdist sync %s` ships the rest", self._drain_s, self._run.name)
                 return False
-            if signal.sigtimedwait(_SIGNALS, min(POLL_S, self._backoff_s or POLL_S)) is not None:
+            if self._parent.wait(min(POLL_S, self._backoff_s or POLL_S)):
                 next_try = 0.0
 
     def _try(self, state: State) -> bool:
@@ -128,7 +159,7 @@ class SyncReport:
     num_broken: int = 0  #: lines of the journal that held no record
     num_refused: int = 0  #: points that MLflow does not take
     num_artifacts: int = 0  #: uploaded
-    closed: bool = False  #: the run's supervisor was dead: it is marked as failed now
+    closed: str = ""  #: why the run, whose supervisor or job had died without a word, has ended now
     busy: bool = False  #: another process ships this run at the moment; nothing was done
 
     def __str__(self) -> str:
@@ -141,11 +172,11 @@ class SyncReport:
             (self.num_broken, "broken lines skipped"),
         ):
             text += f", {number} {what}" if number else ""
-        return text + ("; its supervisor had died: marked as failed" if self.closed else "")
+        return text + (f"; closed: {self.closed}" if self.closed else "")
 
 
 def sync(run: RunDir, uri: str) -> SyncReport:
-    """Ship, in this process, all that MLflow does not have of a run; a run whose supervisor died is marked as failed.
+    """Ship, in this process, all that MLflow does not have of a run, and close one that died without a word.
 
     Raises TrackingError when MLflow does not answer or refuses, and RunFolderError when a supervisor takes the run
     at this moment.
@@ -153,7 +184,7 @@ def sync(run: RunDir, uri: str) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
-        closed = _close_if_dead(run)
+        closed = close_if_dead(run)
         shipper = Shipper(run, uri)
         shipper.open_run()
         before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))
@@ -169,19 +200,6 @@ def sync(run: RunDir, uri: str) -> SyncReport:
         )
 
 
-def _close_if_dead(run: RunDir) -> bool:
-    state = run.read_state()
-    left = read_json(run.lease)
-    # A run that is created and was never held waits for its start: nobody has died.
-    started = state.status == "running" or (state.status == "created" and left is not None)
-    if not started or lease.holder(run) is not None:
-        return False
-    with lease.hold(run):
-        last_sign = float(left["renewed"]) if left else time.time()
-        run.write_state(replace(state, status="failed", reason="its supervisor died", ended=last_sign))
-    return True
-
-
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Ship the run in folder `argv[0]` until it has ended; returns the exit code."""
     # Named by the parent: one that dies before this line would otherwise never be missed.
@@ -192,7 +210,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         run = RunDir.open(Path(argv[0]))
         configured = (labels.read_config(run).get("tracking") or {}).get("uri") or ""
-        return 0 if ship_forever(run, choose_uri(env, configured, run.path.parent.parent), parent_pid) else 1
+        uri = choose_uri(env, configured, run.path.parent.parent)
+        return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:
         log.error("%s", error)
         return error.exit_code

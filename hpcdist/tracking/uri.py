@@ -27,6 +27,11 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
 
 
+def is_server(uri: str) -> bool:
+    """Whether a URI names a server, which any host may ship to; a database on a shared file system is unsafe."""
+    return uri.startswith(("http://", "https://"))
+
+
 def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     """The URI to ship to: `HPCDIST_TRACKING_URI`, else what the config says, else `default_uri`.
 

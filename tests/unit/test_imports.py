@@ -56,7 +56,7 @@ ROOMS = (
     "diagnose",
     "devcluster",
 )
-GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "pace", "logs", "cluster", "models", "data")
+GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "pace", "standing", "logs", "cluster", "models", "data")
 
 
 def of(*rooms: str) -> dict[str, set[str]]:
@@ -121,14 +121,28 @@ def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
 
 
 def test_a_login_node_needs_no_torch() -> None:
-    ground = ("config", "schema", "rundir", "lease", "logs", "errors")
-    rooms = ("cli", "commands", "view", "launch", "cluster", "tracking", "devcluster", *ground)
+    ground = ("config", "schema", "rundir", "lease", "standing", "logs", "errors")
+    rooms = ("cli", "commands", "view", "following", "diagnose", "launch", "cluster", "tracking", "devcluster", *ground)
     assert {module for module in users_of("torch", "torchvision") if within(module, *rooms)} == set()
 
 
 def test_what_a_login_node_imports_brings_no_torch_along() -> None:
     """The imports themselves, with all that they import in turn."""
-    modules = list(of("cli", "commands", "view", "launch", "cluster", "tracking", "rundir", "lease", "config"))
+    modules = list(
+        of(
+            "cli",
+            "commands",
+            "view",
+            "following",
+            "diagnose",
+            "launch",
+            "cluster",
+            "tracking",
+            "rundir",
+            "lease",
+            "config",
+        )
+    )
     code = (
         "import importlib, sys\n"
         f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
@@ -158,7 +172,9 @@ def test_trainers_never_import_each_other() -> None:
             ("devcluster",),
             ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "commands", "view"),
         ),
-        (("view",), ("runtime", "trainers", "models", "data", "cli", "commands")),
+        (("view",), ("runtime", "trainers", "models", "data", "following", "diagnose", "cli", "commands")),
+        (("following",), ("runtime", "trainers", "models", "data", "diagnose", "cli", "commands")),
+        (("diagnose",), ("runtime", "trainers", "models", "data", "launch", "tracking", "cli", "commands", "view")),
         (("devcluster",), ("launch", "runtime", "tracking", "trainers", "models", "data", "view")),
     ],
     ids=lambda rooms: "-".join(rooms[:2]),

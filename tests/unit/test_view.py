@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,12 @@ import pytest
 from rich.console import Console
 
 from hpcdist import view
-from hpcdist.errors import RunFolderError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import hold
 from hpcdist.rundir import Attempt, RunDir, State, write_json
 from hpcdist.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
-from hpcdist.view import RunView, format_metrics, show_end, show_plan, show_runs, show_status, standing, stream_log
+from hpcdist.view import RunView, format_metrics, show_end, show_plan, show_runs, show_status
 
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
 
@@ -223,28 +222,6 @@ def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., R
 # --- how runs stand
 
 
-@pytest.mark.parametrize(
-    ("state", "held", "expected"),
-    [
-        ({"status": "running", "attempt": 1}, True, "running"),
-        ({"status": "running", "attempt": 1}, False, "lost"),
-        ({"status": "created"}, True, "created"),
-        ({"status": "created"}, False, "created"),
-        ({"status": "finished", "attempt": 1}, False, "finished"),
-        ({"status": "stopped", "attempt": 1}, False, "stopped"),
-    ],
-)
-def test_a_run_that_nobody_holds_is_not_running(
-    make: Callable[..., RunDir], state: dict[str, Any], held: bool, expected: str
-) -> None:
-    run = make(**state)
-    if held:
-        with hold(run):
-            assert standing(run, run.read_state()) == expected
-    else:
-        assert standing(run, run.read_state()) == expected
-
-
 def test_a_table_of_runs_keeps_names_whole_where_there_is_little_room(
     console: Console, make: Callable[..., RunDir], runs_dir: Path
 ) -> None:
@@ -317,70 +294,3 @@ def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable
 def test_the_status_of_an_ended_run_says_why(console: Console, make: Callable[..., RunDir]) -> None:
     show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
     assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
-
-
-# --- logs
-
-
-def test_a_log_of_the_last_attempt_or_another(make: Callable[..., RunDir]) -> None:
-    run = make(status="finished", attempt=2)
-    run.attempt(1).log(0).write_text("first\n")
-    run.attempt(2).log(0).write_bytes(b"second \xff\n")
-    run.attempt(2).log(1).write_text("rank 1\n")
-    assert "".join(stream_log(run, 0, None, follow=False)) == "second \ufffd\n"
-    assert "".join(stream_log(run, 1, None, follow=False)) == "rank 1\n"
-    assert "".join(stream_log(run, 0, 1, follow=False)) == "first\n"
-    assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
-
-
-def test_a_log_that_is_not_there(make: Callable[..., RunDir]) -> None:
-    run = make(status="running", attempt=1)
-    with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):
-        list(stream_log(run, 5, None, follow=False))
-
-
-class Life:
-    """What happens to a run while its log is followed: one deed at each pause."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deeds: list[Callable[[], object]]) -> None:
-        self._deeds: Iterator[Callable[[], object]] = iter(deeds)
-        monkeypatch.setattr(view, "Event", lambda: self)
-
-    def wait(self, timeout_s: float) -> None:
-        assert timeout_s == view.LOOK_EVERY_S
-        next(self._deeds, lambda: pytest.fail("the run is over"))()
-
-
-def append(path: Path, text: str) -> None:
-    with open(path, "a") as file:
-        file.write(text)
-
-
-def test_a_log_is_followed_through_all_attempts_to_the_end(
-    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(status="running", attempt=1)
-    log = run.attempt(1).log(0)
-
-    def two_restarts() -> None:
-        """Between two looks: an attempt that is over before anybody has seen it begin."""
-        append(log, "c")
-        for number in (2, 3):
-            run.new_attempt()
-            run.attempt(number).log(0).write_text(f" attempt {number} ")
-        run.write_state(replace(run.read_state(), attempt=3))
-
-    def finish() -> None:
-        append(run.attempt(3).log(0), "last")
-        run.write_state(replace(run.read_state(), status="finished"))
-
-    Life(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
-    with hold(run):
-        assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
-
-
-def test_following_ends_with_a_lost_run(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(status="running", attempt=1)
-    run.attempt(1).log(0).write_text("all there is")
-    Life(monkeypatch, [])
-    assert "".join(stream_log(run, 0, None, follow=True)) == "all there is"

@@ -1,0 +1,75 @@
+"""Commands that stay with a run, or say what became of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.commands.options import RUNS, RunName, RunsDir, console, exit_code
+from hpcdist.errors import UserMistake
+
+if TYPE_CHECKING:
+    from hpcdist.rundir import RunDir
+    from hpcdist.schema import Config
+
+app = typer.Typer()
+
+
+@app.command()
+def follow(
+    run: RunName,
+    wait: Annotated[bool, typer.Option("--wait", help="Show changes of state alone.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Show a run's state and progress until it is over. Ctrl-C leaves the run running.
+
+    Examples:
+
+        hpcdist follow ddp-2026
+
+        hpcdist follow ddp-2026 --wait && evaluate.sh
+    """
+    from hpcdist.config import load_run_config
+    from hpcdist.rundir import resolve_run
+    from hpcdist.standing import look_now, stand
+
+    found = resolve_run(run, runs_dir)
+    now = stand(found, look_now(found))
+    if now.name == "created":
+        raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
+    config = load_run_config(found.config, [], os.environ, require_secrets=False)
+    return see_through(found, config, progress=not wait)
+
+
+@app.command()
+def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Say why a run failed or waits: the cause, what shows it, and what to do.
+
+    Example:  hpcdist explain ddp-2026
+    """
+    from hpcdist.diagnose.explain import explain
+    from hpcdist.rundir import resolve_run
+
+    for line in explain(resolve_run(run, runs_dir)):
+        console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def see_through(run: RunDir, config: Config, *, progress: bool) -> int:
+    """Stay with a run until it is over, and ship it where nobody else does; returns the command's exit code."""
+    from hpcdist.following import follow
+    from hpcdist.launch import start
+    from hpcdist.standing import job_of
+    from hpcdist.view import show_end
+
+    shipping = start.shipping_from_here(run, config, os.environ) if job_of(run) is not None else nullcontext()
+    try:
+        with shipping:
+            state = follow(console(), run, progress=progress)
+    except KeyboardInterrupt:
+        print(f"{run.name} goes on without you: `hpcdist follow {run.name}` shows it again, `hpcdist stop` ends it")
+        return 130
+    show_end(console(), run, state, config)
+    return exit_code(state)

@@ -1,0 +1,1 @@
+"""What is wrong: with a run that has ended, or does not."""
