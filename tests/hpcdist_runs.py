@@ -147,6 +147,10 @@ class Runs:
     def mlflow_status(self, name: str) -> str:
         return str(self._query("select status from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
 
+    def tags(self, name: str) -> dict[str, str]:
+        """The run's tags in MLflow."""
+        return dict(self._query("select key, value from tags where run_uuid = ?", self.mlflow_id(name)))
+
     def mlflow_id(self, name: str) -> str:
         return str((read_json(self.run_dir(name).mlflow) or {})["run_id"])
 

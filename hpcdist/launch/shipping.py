@@ -30,8 +30,8 @@ class ShipperProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # The ranks come first, also while they are being started.
-                preexec_fn=_be_nice,
+                # The ranks come first, also while they are being started; where someone follows a job there are none.
+                preexec_fn=None if through_queue else _be_nice,
             )
 
     def drain(self, timeout_s: float) -> bool:

@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from hpcdist import cli
+from hpcdist.cluster.queue import JobFacts, Look
 from hpcdist.config import load_config
 from hpcdist.launch import start
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_json
 
-COMMANDS = ("run", "resume", "runs", "status", "logs", "stop", "cancel", "config", "sync", "ui")
+COMMANDS = ("run", "resume", "runs", "status", "logs", "follow", "stop", "cancel", "explain", "config", "sync", "ui")
 
 
 @dataclass(frozen=True)
@@ -490,6 +491,140 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
     assert message.startswith("run first is not running")
     assert repr(status) in message
     assert list(run.path.rglob("request.json")) == []
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """Slurm says the last of these looks of every job."""
+    said: list[Look] = []
+    monkeypatch.setattr("hpcdist.cluster.queue.look_at", lambda job, history=False: said[-1])
+    return said.append
+
+
+def job(state: str, **facts: Any) -> Look:
+    return Look(facts=JobFacts(id="7", state=state, **facts))
+
+
+@pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
+@pytest.mark.parametrize("before", ["queued", "running"])
+def test_a_run_that_waits_is_taken_out_of_the_queue(
+    hpcdist: Cli,
+    make: Callable[..., RunDir],
+    slurm: Callable[[Look], None],
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    command: str,
+    status: str,
+) -> None:
+    """Also one whose supervisor was killed before Slurm queued it again."""
+    run = make("first", status=before, attempt=1)
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING", reason="Resources"))
+    asked: list[tuple[str, bool]] = []
+
+    def scancel(job_id: str, *, waiting_only: bool) -> None:
+        asked.append((job_id, waiting_only))
+        slurm(job("CANCELLED"))
+
+    monkeypatch.setattr("hpcdist.cluster.queue.cancel", scancel)
+    said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
+    assert hpcdist(command, "first") == Result(0, said, "")
+    assert asked == [("7", True)]
+    state = run.read_state()
+    assert state.status == status
+    assert state.reason.startswith(f"{status} in the queue (`hpcdist {command}` by ")
+
+
+def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING"))
+    monkeypatch.setattr("hpcdist.cluster.queue.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
+    holding = hold(run)
+
+    def supervisor_starts(seconds: float) -> None:
+        run.new_attempt()
+        run.write_state(replace(run.read_state(), status="running", attempt=1))
+        holding.__enter__()
+
+    monkeypatch.setattr("hpcdist.launch.ending.time.sleep", supervisor_starts)
+    assert hpcdist("stop", "first").out.startswith("asked first to save and stop")
+    holding.__exit__(None, None, None)
+    assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
+    assert run.read_state().status == "running"
+
+
+@pytest.mark.parametrize(
+    ("look", "message"),
+    [
+        (Look(away="no squeue here"), "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here"),
+        (Look(), "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left"),
+    ],
+    ids=["away", "vanished"],
+)
+def test_what_cannot_be_taken_out_of_the_queue(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None], look: Look, message: str
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(look)
+    assert one_line(hpcdist("stop", "first")).startswith(message)
+    assert run.read_state().status == "queued"
+
+
+def test_a_run_in_the_queue_cannot_be_resumed(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None]
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING"))
+    assert one_line(hpcdist("resume", "first")) == (
+        "run first is queued: `hpcdist follow first` shows it, nothing to resume"
+    )
+
+
+# --- following
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("failed", 1), ("cancelled", 130)])
+def test_following_a_run_that_is_over_tells_its_end(
+    hpcdist: Cli, make: Callable[..., RunDir], status: str, code: int
+) -> None:
+    make("first", status=status, attempt=1, reason="so it is")
+    result = hpcdist("follow", "first")
+    assert (result.code, result.out.splitlines()[-1]) == (code, f"{status}: so it is")
+
+
+def test_ctrl_c_leaves_a_run_that_is_followed_as_it_is(
+    hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", status="running", attempt=1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpcdist.following.Event", lambda: SimpleNamespace(wait=interrupt))
+    with hold(run):
+        result = hpcdist("follow", "first", "--wait")
+    assert result.code == 130
+    assert result.out.splitlines() == [
+        "running",
+        "first goes on without you: `hpcdist follow first` shows it again, `hpcdist stop` ends it",
+    ]
+    assert not run.attempt(1).request.exists()
+
+
+def test_a_run_that_was_never_started_cannot_be_followed(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+    make("first")
+    message = one_line(hpcdist("follow", "first"))
+    assert message == "run first was never started: `hpcdist resume first` starts it"
+
+
+def test_explain_prints_what_was_found_out(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+    make("first", status="finished", attempt=1, reason="all epochs are done")
+    assert hpcdist("explain", "first") == Result(0, "finished: all epochs are done; nothing to explain\n", "")
 
 
 # --- MLflow

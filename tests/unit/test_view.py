@@ -17,6 +17,8 @@ import pytest
 from rich.console import Console
 
 from hpcdist import view
+from hpcdist.cluster import queue
+from hpcdist.cluster.queue import JobFacts, Look, SlurmAwayError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import hold
@@ -294,3 +296,76 @@ def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable
 def test_the_status_of_an_ended_run_says_why(console: Console, make: Callable[..., RunDir]) -> None:
     show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
     assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
+
+
+# --- runs on Slurm
+
+
+def waiting(run: RunDir) -> RunDir:
+    write_json(run.path / "slurm.json", {"job_id": "7", "job_name": "exp/first"})
+    return run
+
+
+def test_the_status_of_a_run_in_the_queue(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = waiting(make(status="queued"))
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    facts = JobFacts(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: Look(facts=facts))
+    show_status(console, run)
+    monkeypatch.undo()
+    time.tzset()
+    slurm = "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 07:06, 0:01:00 in the queue"
+    assert [row for row in rows_of(console) if row.startswith(("status", "Slurm"))] == ["status       queued", slurm]
+
+
+@pytest.mark.parametrize(
+    ("look", "row"),
+    [
+        (Look(away="no answer"), "Slurm        cannot be asked: no answer"),
+        (Look(), "Slurm        does not know its job any more"),
+    ],
+    ids=["away", "vanished"],
+)
+def test_the_status_of_a_job_that_slurm_tells_nothing_of(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: Look, row: str
+) -> None:
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: look)
+    show_status(console, waiting(make(status="finished")))
+    assert row in rows_of(console)
+
+
+def test_runs_ask_slurm_once_for_all_that_may_go_on(
+    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    runs = [waiting(make(name, status=status)) for name, status in (("first", "queued"), ("done", "finished"))]
+    gone = make("gone", status="queued")
+    write_json(gone.path / "slurm.json", {"job_id": "8"})
+    asked: list[object] = []
+
+    def ask_many(jobs: list[str]) -> dict[str, JobFacts]:
+        asked.append(jobs)
+        return {"7": JobFacts(id="7", name="exp/first", state="PENDING", reason="Priority")}
+
+    monkeypatch.setattr(queue, "ask_many", ask_many)
+    monkeypatch.setattr(queue, "look_at", lambda job: asked.append(job.id) or Look())
+    show_runs(console, [*runs, gone], runs_dir)
+    assert asked == [["7", "8"], "8"]
+    text = text_of(console)
+    assert [word for word in ("job 7 waits (Priority)", "lost", "Slurm does not know job 8") if word not in text] == []
+
+
+def test_runs_say_that_slurm_is_away(
+    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_many(jobs: list[str]) -> dict[str, JobFacts]:
+        raise SlurmAwayError("no squeue here", installed=False)
+
+    console = Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(queue, "ask_many", ask_many)
+    show_runs(console, [waiting(make(status="queued"))], runs_dir)
+    assert "queued" in text_of(console)
+    assert rows_of(console)[-1] == "Slurm does not say how jobs stand (no squeue here)"

@@ -21,7 +21,10 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist import lease
+from hpcdist.cluster import queue
+from hpcdist.cluster.queue import JobFacts, Look
 from hpcdist.errors import TrackingError
+from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.rundir import write_json
 from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 
@@ -50,10 +53,12 @@ def test_sync_closes_a_run_whose_supervisor_died(scene: Scene) -> None:
         {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": renewed, "acquired": 0},
     )
     report = sync(scene.run, scene.uri)
-    assert report == SyncReport(num_points=6, num_repeated=1, num_broken=1, num_artifacts=2, closed=True)
+    assert report == SyncReport(
+        num_points=6, num_repeated=1, num_broken=1, num_artifacts=2, closed="its supervisor died"
+    )
     assert str(report) == (
         "6 points and 2 artifacts shipped, 1 points left out that an earlier attempt had logged,"
-        " 1 broken lines skipped; its supervisor had died: marked as failed"
+        " 1 broken lines skipped; closed: its supervisor died"
     )
     state = scene.run.read_state()
     assert (state.status, state.reason, state.ended) == ("failed", "its supervisor died", renewed)
@@ -71,6 +76,63 @@ def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
         report = sync(scene.run, scene.uri)
     assert report == SyncReport(busy=True)
     assert str(report) == "another process ships it at this moment"
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("CANCELLED", "KILLED"), ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED")]
+)
+def test_sync_closes_a_run_whose_job_died_with_what_slurm_says(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, state: str, status: str
+) -> None:
+    write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
+    lives = {"0": {"nodes": "n1", "queue_s": 3.4}, "1": {"nodes": "n2", "queue_s": 100.0}}
+    write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
+    scene.state(status="queued", attempt=1)
+    facts = JobFacts(id="12", state="PENDING", reason="BeginTime")
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: Look(facts=facts))
+    assert sync(scene.run, scene.uri).closed == ""
+    assert scene.entity.info.status == "SCHEDULED"
+    facts = JobFacts(id="12", state=state, nodes="n2", ended=2e9)
+    assert sync(scene.run, scene.uri).closed == f"job 12 ended as {state} on n2"
+    run = scene.entity
+    assert (run.info.status, run.info.end_time) == (status, int(2e12))
+    tags = {key: value for key, value in run.data.tags.items() if key.startswith(("hpcdist.slurm", "hpcdist.reason"))}
+    assert tags == {
+        "hpcdist.reason": f"job 12 ended as {state} on n2",
+        "hpcdist.slurm.job_id": "12",
+        "hpcdist.slurm.cluster": "c",
+        "hpcdist.slurm.lives": "2",
+        "hpcdist.slurm.nodes": "n2",
+        "hpcdist.slurm.queue_s": "103",
+    }
+
+
+def test_a_followers_shipper_stays_through_the_queue_until_it_is_told(scene: Scene) -> None:
+    scene.log([1, 2])
+    scene.state(status="stopped", attempt=1, ended=2e9)
+    shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
+    shipped = scene.run.journal / "shipped.json"
+    await_(lambda: shipped.exists() and '"status": "KILLED 1"' in shipped.read_text(), 60)
+    # It only looked like the end: the job runs again.
+    scene.log([3], attempt=2)
+    scene.state(status="running", attempt=2, ended=None)
+    await_(lambda: '"status": "RUNNING 2"' in shipped.read_text(), 60)
+    scene.state(status="finished", ended=2e9)
+    assert shipper.drain(60)
+    assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
+
+
+def test_that_a_follower_is_gone_says_nothing_of_the_run(scene: Scene) -> None:
+    scene.state(status="queued")
+    assert not ship_forever(scene.run, scene.uri, GONE, through_queue=True)
+    assert not scene.run.mlflow.exists()
+
+
+def test_a_run_that_is_queued_again_is_over_for_its_jobs_shipper(scene: Scene) -> None:
+    scene.log([1, 2])
+    scene.state(status="queued", attempt=1)
+    assert ship_forever(scene.run, scene.uri, os.getppid())
+    assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
 def test_a_dead_supervisor_is_told_to_mlflow(scene: Scene) -> None:

@@ -71,6 +71,9 @@ class Scene:
     def entity(self) -> MlflowEntity:
         return self.client.get_run(self.run_id)
 
+    def status(self) -> str:
+        return str(self.entity.info.status)
+
     def steps(self, key: str = "loss") -> list[int]:
         return sorted(metric.step for metric in self.client.get_metric_history(self.run_id, key))
 

@@ -1,0 +1,168 @@
+"""Watching runs on a real Slurm: what is said while they wait, run and die, with accounting and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import HELD, finish
+from slurm_cluster import DevCluster
+from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
+
+from hpcdist.rundir import read_json, write_json
+
+WAITING = "cluster.sbatch.begin=now+1hour"
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
+    yield
+    devcluster.cancel_all()
+
+
+@pytest.fixture
+def without_accounting(tmp_path: Path) -> str:
+    """A PATH with all that a login node has, except sacct."""
+    for command in ("scontrol", "squeue", "scancel", "sbatch", "git", "sh"):
+        (tmp_path / command).symlink_to(shutil.which(command) or command)
+    return str(tmp_path)
+
+
+class Following:
+    """A command that goes on, and the lines that it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.lines: list[str] = []
+
+    def until(self, start: str) -> str:
+        """The next line that begins so."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith(start):
+                return line.rstrip()
+        raise AssertionError(f"no line {start!r} in {self.lines}")
+
+    def end(self) -> tuple[int, list[str]]:
+        """Exit code and the lines that were left."""
+        code, output = finish(self._process)
+        return code, output.splitlines()
+
+
+def submitting(runs: SlurmRuns, name: str, *arguments: str) -> tuple[Following, str]:
+    """`hpcdist submit` with an option that goes on, and the job's id."""
+    config = runs.config(name, *ON_FOUR_RANKS)
+    following = Following(runs.start("submit", *config, *arguments, "--cluster", "devcluster"))
+    return following, following.until(f"{name} is job ").split()[3].rstrip(":")
+
+
+def test_a_run_is_followed_through_reasons_and_a_requeue_to_its_end(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
+    name = "followed"
+    following, job = submitting(slurm_runs, name, *HELD, WAITING, "--follow")
+    assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
+    devcluster.run("scontrol", "hold", job)
+    following.until(f"queued: job {job} waits (JobHeld")
+    devcluster.run("scontrol", "release", job)
+    slurm_runs.start_now(job)
+    following.until(f"running: job {job} on n[1-2]")
+    slurm_runs.wait_held(name, NUM_RANKS)
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    following.until("queued: stopped with everything saved (SIGTERM to the supervisor); job ")
+    slurm_runs.start_now(job)
+    code, lines = following.end()
+    assert (code, lines[-1]) == (0, "finished: trained 90 steps, 2 epochs"), lines
+    # Whoever followed it has shipped it.
+    assert slurm_runs.mlflow_status(name) == "FINISHED"
+    tags = slurm_runs.tags(name)
+    assert (tags["hpcdist.slurm.job_id"], tags["hpcdist.slurm.lives"]) == (job, "2")
+    assert float(tags["hpcdist.slurm.queue_s"]) >= 1
+    slurm_runs.assert_finished_as(name, job, slurm_control)
+
+
+def test_who_waits_is_told_that_the_job_was_cancelled_in_the_queue(
+    slurm_runs: SlurmRuns, devcluster: DevCluster
+) -> None:
+    name = "waited-for"
+    waiting, job = submitting(slurm_runs, name, WAITING, "--wait")
+    waiting.until(f"queued: job {job} waits (BeginTime)")
+    code, output = slurm_runs.command("explain", name)
+    assert code == 0
+    assert "it may not start before the time that was asked for, or was requeued a moment ago (BeginTime)" in output
+    devcluster.run("scancel", job)
+    code, lines = waiting.end()
+    assert (code, lines[-1]) == (130, f"cancelled: job {job} was cancelled in the queue"), lines
+    assert slurm_runs.mlflow_status(name) == "KILLED"
+
+
+def test_a_run_leaves_the_queue_for_now_and_the_other_for_good(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
+) -> None:
+    """With squeue and scontrol alone, as where nobody keeps accounts."""
+    env = {"PATH": without_accounting}
+    for action, status in (("stop", "stopped"), ("cancel", "cancelled")):
+        name = f"queue-{action}"
+        job = slurm_runs.submit(name, WAITING)
+        code, output = slurm_runs.command("status", name, **env)
+        assert f"job {job} waits (BeginTime), expected to start at " in output
+        code, output = slurm_runs.command(action, name, **env)
+        said = f"job {job} of {name} is taken out of the queue; `hpcdist resume {name}` puts it back\n"
+        assert (code, output) == (0, said)
+        assert devcluster.job(job)["JobState"] == "CANCELLED"
+        assert slurm_runs.state(name).status == status
+    code, output = slurm_runs.command("runs", **env)
+    assert "cancelled in the queue" in output
+
+
+def test_sync_closes_runs_whose_jobs_are_gone(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
+) -> None:
+    name = "vanished"
+    job = slurm_runs.submit(name, WAITING)
+    code, output = slurm_runs.command("sync", name)
+    assert (code, "closed" in output) == (0, False), output
+    devcluster.run("scancel", job)
+    # A long time later: the controller has forgotten it, and nobody keeps accounts.
+    path = slurm_runs.run_dir(name).path / "slurm.json"
+    write_json(path, (read_json(path) or {}) | {"job_id": "99999"})
+    code, output = slurm_runs.command("sync", name, PATH=without_accounting)
+    reason = "Slurm does not know job 99999 any more, and its supervisor left no word"
+    assert (code, output.rstrip().partition("; ")[2]) == (0, f"closed: {reason}")
+    assert slurm_runs.mlflow_status(name) == "FAILED"
+    assert slurm_runs.tags(name)["hpcdist.reason"] == reason
+
+
+def test_a_killed_supervisor_is_told_by_what_slurm_says(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+    name = "told"
+    following, job = submitting(slurm_runs, name, *HELD, "--follow")
+    slurm_runs.wait_held(name, NUM_RANKS)
+    os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
+    code, lines = following.end()
+    assert code == 1, lines
+    assert lines[-1].startswith(f"failed: job {job} ended as FAILED"), lines
+    assert lines[-1].endswith(" on n[1-2]")
+    assert slurm_runs.mlflow_status(name) == "FAILED"
+    code, output = slurm_runs.command("explain", name)
+    assert (code, len(output.splitlines()) <= 5) == (0, True)
+    assert f"\nslurm:    job {job} ended as FAILED" in output
+    slurm_runs.assert_no_process_left(name)
+
+
+def test_a_rejected_run_is_explained(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+    name = "rejected"
+    waiting, job = submitting(slurm_runs, name, "data.name=mnist", f"data.root={tmp_path}/nowhere", "--wait")
+    code, lines = waiting.end()
+    assert code == 2, lines
+    code, output = slurm_runs.command("explain", name)
+    rows = {key: text.strip() for key, _, text in (line.partition(":") for line in output.splitlines())}
+    assert rows["cause"] == "what was asked for cannot be run"
+    assert f"{tmp_path}/nowhere" in rows["evidence"] + rows["status"]
+    assert rows["slurm"].startswith(f"job {job} ended as ")
