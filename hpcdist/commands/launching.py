@@ -179,7 +179,7 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
     # A run that someone has ended is no failed job.
-    return _exit_code(state) if state.status == "failed" else 0
+    return exit_code(state) if state.status == "failed" else 0
 
 
 def _begin(run: RunDir, config: Config, *, detach: bool) -> int:

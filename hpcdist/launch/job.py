@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpcdist.cluster.queue import parse_facts, parse_time
 from hpcdist.errors import HpcdistError
 
 
@@ -48,19 +48,6 @@ class Job:
             # Of two requeues at once one wins, and the other is told that the job is pending.
             if "pending execution" not in str(error).lower():
                 raise
-
-
-def parse_facts(line: str) -> dict[str, str]:
-    """`Key=value` words as `scontrol --oneliner` prints them; a value with spaces is cut at the first."""
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
-
-
-def parse_time(text: str | None) -> float | None:
-    """Slurm's local time (`2026-11-20T07:05:00`) in seconds since the epoch; None for Unknown and the like."""
-    try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
 
 
 def parse_minutes(text: str) -> float | None:

@@ -12,7 +12,7 @@ from hpcdist.cluster.queue import SlurmAwayError, cluster_name
 from hpcdist.errors import UserMistake
 from hpcdist.launch.batch import supervise_in_job
 from hpcdist.launch.sbatch import render, sbatch_parameters
-from hpcdist.rundir import RunDir, write_json
+from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
 
 
@@ -47,7 +47,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
 
-    before = run.read_state()
+    before, job_before = run.read_state(), read_json(run.path / "slurm.json")
     # Before the run waits: one that waits for a job that is over counts as dead.
     write_json(run.path / "slurm.json", {"job_id": None})
     # First, since the job may start before this process goes on.
@@ -58,6 +58,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
         job = executor.submit(supervise_in_job, str(run.path))
     except FailedJobError as error:
         run.write_state(before)
+        write_json(run.path / "slurm.json", job_before or {"job_id": None})
         raise UserMistake(f"Slurm refused the job: {' '.join(str(error).split())}") from error
     write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
     return str(job.job_id)

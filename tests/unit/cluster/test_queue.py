@@ -20,6 +20,7 @@ from hpcdist.cluster.queue import (
     ask,
     ask_many,
     look_at,
+    parse_facts,
     parse_sacct,
     parse_scontrol,
     parse_squeue,
@@ -176,6 +177,38 @@ def test_what_accounting_alone_knows() -> None:
 
 def test_tasks_that_wait_are_one_record_of_accounting() -> None:
     assert parse_sacct(recorded("sacct", "array-waiting"), "10_2") is None
+
+
+# --- words
+
+
+def test_facts_of_a_job() -> None:
+    facts = parse_facts(
+        "JobId=41 JobName=digits/first JobState=RUNNING Dependency=(null) Restarts=2 EndTime=2026-11-20T07:05:00"
+        " Command=/shared/my run.sh --flag=a=b"
+    )
+    assert (facts["JobId"], facts["Restarts"], facts["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
+    assert (facts["Dependency"], facts["Command"], facts["--flag"]) == ("(null)", "/shared/my", "a=b")
+    assert parse_facts("") == {}
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_times_are_local(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        seconds = parse_time("2026-11-20T07:05:00")
+        assert seconds is not None
+        assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
+        assert (seconds == 1795158300) == (zone == "UTC")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize("text", ["Unknown", "N/A", "", None, "None"])
+def test_no_time_is_none(text: str | None) -> None:
+    assert parse_time(text) is None
 
 
 # --- which command is asked

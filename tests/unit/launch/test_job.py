@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
+from hpcdist.cluster.queue import parse_time
 from hpcdist.errors import HpcdistError
-from hpcdist.launch.job import Job, parse_facts, parse_minutes, parse_time
+from hpcdist.launch.job import Job, parse_minutes
 
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
@@ -31,32 +31,6 @@ def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "says").write_text(LINE + "\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
-
-
-def test_facts_of_a_job() -> None:
-    facts = parse_facts(LINE)
-    assert (facts["JobId"], facts["Restarts"], facts["EndTime"]) == ("41", "2", "2026-11-20T07:05:00")
-    assert (facts["Dependency"], facts["Command"], facts["--flag"]) == ("(null)", "/shared/my", "a=b")
-    assert parse_facts("") == {}
-
-
-@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
-def test_times_are_local(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", zone)
-    time.tzset()
-    try:
-        seconds = parse_time("2026-11-20T07:05:00")
-        assert seconds is not None
-        assert time.strftime("%H:%M", time.localtime(seconds)) == "07:05"
-        assert (seconds == 1795158300) == (zone == "UTC")
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-
-
-@pytest.mark.parametrize("text", ["Unknown", "N/A", "", None, "None"])
-def test_no_time_is_none(text: str | None) -> None:
-    assert parse_time(text) is None
 
 
 def test_the_job_around_this_process(fake_scontrol: Path) -> None:
