@@ -49,6 +49,11 @@ class Following:
                 return line.rstrip()
         raise AssertionError(f"no line {start!r} in {self.lines}")
 
+    def interrupt(self) -> tuple[int, list[str]]:
+        """The same as `end`, after Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+        return self.end()
+
     def end(self) -> tuple[int, list[str]]:
         """Exit code and the lines that were left."""
         code, output = finish(self._process)
@@ -140,10 +145,18 @@ def test_sync_closes_runs_whose_jobs_are_gone(
     assert slurm_runs.tags(name)["hpcdist.reason"] == reason
 
 
-def test_a_killed_supervisor_is_told_by_what_slurm_says(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+def test_ctrl_c_leaves_a_run_and_a_killed_supervisor_is_told_by_what_slurm_says(
+    slurm_runs: SlurmRuns, devcluster: DevCluster
+) -> None:
     name = "told"
     following, job = submitting(slurm_runs, name, *HELD, "--follow")
+    following.until(f"running: job {job} on n[1-2]")
     slurm_runs.wait_held(name, NUM_RANKS)
+    code, lines = following.interrupt()
+    said = f"{name} goes on without you: `hpcdist follow {name}` shows it again, `hpcdist stop` ends it"
+    assert (code, lines[-1], slurm_runs.state(name).status) == (130, said, "running"), lines
+    following = Following(slurm_runs.start("follow", name))
+    following.until(f"running: job {job} on n[1-2]")
     os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
     code, lines = following.end()
     assert code == 1, lines
