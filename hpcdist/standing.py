@@ -120,6 +120,8 @@ def close_if_dead(run: RunDir) -> str:
     Returns the reason that was written, nothing where the run lives, waits, or has ended by itself. Raises
     RunFolderError when a supervisor takes the run at this moment.
     """
+    if run.read_state().status in ENDED:
+        return ""  # without asking Slurm: of old runs there are many
     look = look_now(run)
     found = stand(run, look)
     left = read_json(run.lease) or {}

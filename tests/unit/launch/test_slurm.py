@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpcdist.errors import UserMistake
 from hpcdist.launch import slurm
+from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
 
 
@@ -32,3 +35,39 @@ def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     with pytest.raises(UserMistake) as caught:
         slurm.check(Config(name="probe"))
     assert str(caught.value) == told
+
+
+@pytest.fixture
+def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Sets what sbatch does, a line of shell; scontrol knows the cluster's name."""
+
+    def does(line: str) -> None:
+        scripts = {"sbatch": line, "srun": "exit 0", "scontrol": "echo 'ClusterName = here'"}
+        for name, text in scripts.items():
+            script = tmp_path / name
+            script.write_text(f"#!/bin/sh\n{text}\n")
+            script.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return does
+
+
+def test_a_submitted_run_knows_its_job(sbatch: Callable[[str], None], runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    sbatch("echo 'Submitted batch job 41'")
+    assert slurm.submit(Config(runs_dir=str(runs_dir)), run) == "41"
+    assert run.read_state().status == "queued"
+    assert read_json(run.path / "slurm.json") == {"job_id": "41", "job_name": "exp/first", "cluster": "here"}
+
+
+def test_a_refused_run_is_left_as_it_was(sbatch: Callable[[str], None], runs_dir: Path) -> None:
+    """Above all it does not wait for the job that it was before: that one is over, and the run would count as dead."""
+    run = RunDir.create(runs_dir / "exp" / "first")
+    state = replace(run.read_state(), status="stopped", attempt=1)
+    run.write_state(state)
+    write_json(run.path / "slurm.json", {"job_id": "40"})
+    sbatch("echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    with pytest.raises(UserMistake, match=r"^Slurm refused the job: .*Invalid qos"):
+        slurm.submit(Config(runs_dir=str(runs_dir)), run)
+    assert run.read_state() == state
+    assert read_json(run.path / "slurm.json") == {"job_id": "40"}
