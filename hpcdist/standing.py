@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, JobRef, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import JobRef, Look
 from hpcdist.lease import hold, holder
 from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, write_json
 

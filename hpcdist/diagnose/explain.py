@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpcdist.cluster.queue import JobFacts
+from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.diagnose.patterns import (
     HOST_MEMORY_FIX,
     NODE_FIX,

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpcdist.cluster.queue import parse_facts, parse_time
+from hpcdist.cluster.job_facts import parse_facts, parse_time
 from hpcdist.errors import HpcdistError
 
 

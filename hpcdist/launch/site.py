@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpcdist.cluster.queue import parse_facts
+from hpcdist.cluster.job_facts import parse_facts
 
 #: States in which a node takes no job, by `sinfo`'s long names; a trailing * marks one that does not answer.
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")

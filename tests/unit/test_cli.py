@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from hpcdist import cli
-from hpcdist.cluster.queue import JobFacts, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import Look
 from hpcdist.config import load_config
 from hpcdist.launch import start
 from hpcdist.lease import hold

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from hpcdist import following
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import Look
 from hpcdist.errors import RunFolderError
 from hpcdist.following import follow, stream_log
 from hpcdist.lease import hold

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, JobRef, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import JobRef, Look
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.standing import close_if_dead, job_lives, job_of, note_life, stand

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from hpcdist import view
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, Look, SlurmAwayError
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import Look, SlurmAwayError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import hold

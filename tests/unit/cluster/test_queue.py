@@ -11,21 +11,15 @@ from typing import Any
 import pytest
 
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import (
+from hpcdist.cluster.job_facts import (
     JobFacts,
-    JobRef,
-    JobWatch,
-    Look,
-    SlurmAwayError,
-    ask,
-    ask_many,
-    look_at,
     parse_facts,
     parse_sacct,
     parse_scontrol,
     parse_squeue,
     parse_time,
 )
+from hpcdist.cluster.queue import JobRef, JobWatch, Look, SlurmAwayError, ask, ask_many, look_at
 
 RECORDED = Path(__file__).parent / "slurm_22_05"
 

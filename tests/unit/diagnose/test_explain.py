@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import Look
 from hpcdist.diagnose.explain import explain
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, write_json

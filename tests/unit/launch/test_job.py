@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cluster.queue import parse_time
+from hpcdist.cluster.job_facts import parse_time
 from hpcdist.errors import HpcdistError
 from hpcdist.launch.job import Job, parse_minutes
 

@@ -22,7 +22,8 @@ from tracking_scene import CONFIG, Scene
 
 from hpcdist import lease
 from hpcdist.cluster import queue
-from hpcdist.cluster.queue import JobFacts, Look
+from hpcdist.cluster.job_facts import JobFacts
+from hpcdist.cluster.queue import Look
 from hpcdist.errors import TrackingError
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.rundir import write_json
