@@ -56,7 +56,19 @@ ROOMS = (
     "diagnose",
     "devcluster",
 )
-GROUND_FLOOR = ("errors", "schema", "config", "rundir", "lease", "pace", "standing", "logs", "cluster", "models", "data")
+GROUND_FLOOR = (
+    "errors",
+    "schema",
+    "config",
+    "rundir",
+    "lease",
+    "pace",
+    "standing",
+    "logs",
+    "cluster",
+    "models",
+    "data",
+)
 
 
 def of(*rooms: str) -> dict[str, set[str]]:
