@@ -24,6 +24,7 @@ from hpcdist.schema import Config, cross_check, describe
 
 REDACTED = "***"
 _SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
+_ROLE_REQUESTS = "cluster.roles."
 # Up to the last @ before a slash: a password may hold an @ of its own.
 _URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 
@@ -248,14 +249,14 @@ def _kinds() -> dict[str, str]:
 
 def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
-    known = _kinds()
+    known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
         first = str(error).splitlines()[0]
         return f"{key} must be {known[key]}, got {value!r} ({first})"
     if any(path.startswith(f"{key}.") for path in known):
         return f"{key} is a section: give it keys, got {value!r}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
-    if holder:
+    if holder and not key.startswith(_ROLE_REQUESTS):
         return f"{holder} must be {known[holder]}, got {value!r} for {key}"
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
@@ -263,6 +264,15 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     near = difflib.get_close_matches(key, same_leaf or {*known, *sections}, n=1, cutoff=0.0 if same_leaf else 0.6)
     hint = f"did you mean {near[0]!r}?" if near else "`hpcdist config --schema` lists all keys"
     return f"{key} is not a key: {hint}"
+
+
+def _for_role(path: str, key: str) -> str:
+    """A key of the schema for the role that `key` names, where both are about what a role asks of a cluster."""
+    if not key.startswith(_ROLE_REQUESTS):
+        return path
+    return path.replace(
+        f"{_ROLE_REQUESTS}ROLE.", f"{_ROLE_REQUESTS}{key.removeprefix(_ROLE_REQUESTS).partition('.')[0]}."
+    )
 
 
 def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

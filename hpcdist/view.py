@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.table import Column, Table
 
 from hpcdist.cluster import queue
 from hpcdist.cluster.queue import Look, SlurmAwayError
+from hpcdist.cluster.roles import rank_table
 from hpcdist.config import redacted
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
@@ -51,14 +53,17 @@ def show_plan(
     shown = redacted(config)
     trainer = " ".join(shown["trainer"]["script"]) or config.trainer.target
     last = plan.num_ranks - 1
+    kinds = Counter(map(plan.device_of, range(plan.num_ranks)))
+    devices = " + ".join(f"{count} × {device}" for device, count in kinds.items())
     rows = {
         "trainer": trainer,
         "roles": f"trainer → rank 0{f' … {last}' if last else ''}",
-        "devices": f"{plan.num_ranks} × {plan.device}, {plan.backend},"
-        f" {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
+        "devices": f"{devices}, {plan.backend}, {plan.threads} thread{'s' * (plan.threads > 1)} per rank",
         "run folder": str(run_folder),
         "MLflow": redact_uri(tracking_uri),
     }
+    if plan.roles is not None:
+        rows["roles"] = "\n".join(rank_table(plan.roles, [(range(plan.num_ranks), "")], plan.devices))
     if verbose:
         rows["command"] = shlex.join(rank_command(run_folder))
         env = plan.env | shown["launch"]["env"]

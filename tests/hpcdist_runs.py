@@ -151,6 +151,10 @@ class Runs:
         """The run's tags in MLflow."""
         return dict(self._query("select key, value from tags where run_uuid = ?", self.mlflow_id(name)))
 
+    def param(self, name: str, key: str) -> str:
+        query = "select value from params where run_uuid = ? and key = ?"
+        return str(self._query(query, self.mlflow_id(name), key)[0][0])
+
     def mlflow_id(self, name: str) -> str:
         return str((read_json(self.run_dir(name).mlflow) or {})["run_id"])
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,7 +142,25 @@ def ports_for(job_id: str, attempt: int) -> tuple[int, int]:
     return _GROUP_PORTS_START + slot, _RPC_PORTS_START + slot
 
 
-def cuda_index(topology: Topology, num_visible: int, env: Mapping[str, str]) -> int | None:
+def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
+    """The ranks of this rank's node, in the order of their local ranks; raises TopologyError as `from_env` does."""
+    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
+        # Right for every --distribution, and for heterogeneous steps.
+        return [int(rank) for rank in Variables(env, _SLURM_FIX).parsed("SLURM_GTIDS", _numbers)]
+    first = topology.rank - topology.local_rank
+    return list(range(first, first + topology.local_world_size))
+
+
+def _numbers(text: str) -> list[str]:
+    parts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
+        raise TopologyError(f"must be whole numbers with commas between, got {shortened(text)!r}")
+    return parts
+
+
+def cuda_index(
+    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
+) -> int | None:
     """Return which of the `num_visible` GPUs that this process sees is this rank's; None where it sees none.
 
     With a GPU in sight for every local rank it is number local_rank: right where all ranks see the same
@@ -150,12 +168,14 @@ def cuda_index(topology: Topology, num_visible: int, env: Mapping[str, str]) -> 
     rank may be seeing GPUs of its own: SLURM_GPUS_ON_NODE tells, which counts those of all the step's tasks
     on this node; where it is not set, a CUDA_VISIBLE_DEVICES that names one device does. Anything else raises
     TopologyError, for two ranks on one GPU end in NCCL's "Duplicate GPU detected".
+
+    `sharers` are the ranks of this node that use GPUs where not all do; they alone count then.
     """
-    num_local = topology.local_world_size
+    num_local = topology.local_world_size if sharers is None else len(sharers)
     if num_visible == 0:
         return None
     if num_visible >= num_local:
-        return topology.local_rank
+        return topology.local_rank if sharers is None else sharers.index(topology.rank)
     variables = Variables(
         env,
         f"ask for a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
@@ -168,8 +188,8 @@ def cuda_index(topology: Topology, num_visible: int, env: Mapping[str, str]) -> 
         return 0
     known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
     raise variables.error(
-        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks run on its node, "
-        "and two would take the same one"
+        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
+        f"{'run' if sharers is None else 'use GPUs'} on its node, and two would take the same one"
     )
 
 
@@ -244,6 +264,7 @@ def _from_slurm(variables: Variables) -> Topology:
     seen = variables.shown(names)
     if len(hosts) != len(tasks):
         raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
+    hosts, tasks = _in_component_order(variables, hosts, tasks)
     if sum(tasks) != variables.number(count_name):
         raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, unlike {count_name} ({seen})")
     if node_rank >= len(hosts):
@@ -266,6 +287,17 @@ def _from_slurm(variables: Variables) -> Topology:
         **_meeting(variables, hosts[0], job_id, attempt),
         launcher="slurm",
     )
+
+
+def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]) -> tuple[list[str], list[int]]:
+    """The nodes as a heterogeneous step numbers them: SLURM_NODEID goes by component, its lists are sorted by name."""
+    size = variables.number("SLURM_HET_SIZE", 0)
+    groups = [name for index in range(size) if variables.has(name := f"SLURM_JOB_NODELIST_HET_GROUP_{index}")]
+    counts = dict(zip(hosts, tasks, strict=True))
+    ordered = [host for name in groups for host in variables.parsed(name, expand) if host in counts]
+    if sorted(ordered) != sorted(hosts):  # another step, or an environment that was not handed on whole
+        return hosts, tasks
+    return ordered, [counts[host] for host in ordered]
 
 
 def _from_nothing(env: Mapping[str, str]) -> Topology:

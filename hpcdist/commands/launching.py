@@ -85,18 +85,23 @@ def submit(
         hpcdist submit mnist.yaml --cluster mysite --dependency afterok:first --begin 20:00
     """
     from hpcdist.config import load_config
-    from hpcdist.launch import checks, start
+    from hpcdist.launch import checks, slurm, start
+    from hpcdist.launch.components import table
     from hpcdist.launch.sbatch import render
     from hpcdist.rundir import RunDir
 
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
     flags = _submission_flags(loaded, dependency, begin)
+    loaded, note = slurm.settle_het(loaded)
+    who = [*filter(None, [note]), *table(loaded)]
     if dry_run:
         checks.check_config(loaded, Path.cwd())
+        print("\n".join(f"# {line}" for line in who))
         script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name), flags)
         print(f"{script}\n# then, in the batch step:\n# {step}")
         return 0
     _ask_slurm(loaded, flags, Path.cwd(), force=force)
+    print("\n".join(who))
     if test:
         return 0
     run = start.create_run(loaded, Path.cwd(), launcher="slurm")

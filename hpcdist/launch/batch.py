@@ -14,14 +14,14 @@ from hpcdist import logs
 from hpcdist.config import load_run_config, secrets_of
 from hpcdist.errors import HpcdistError
 from hpcdist.launch import snapshot
+from hpcdist.launch.components import table
 from hpcdist.launch.job import Job
-from hpcdist.launch.plan import processor_env
 from hpcdist.launch.policy import Failure
+from hpcdist.launch.srun import rank_env
 from hpcdist.launch.step import StepLauncher
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
-from hpcdist.schema import Config
 from hpcdist.standing import note_life
 from hpcdist.tracking.uri import choose_uri
 
@@ -90,8 +90,10 @@ def _supervise(run: RunDir, job: Job) -> State:
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
     import_path = snapshot.import_path(code, run)
-    launcher = StepLauncher(run, config.cluster, env=env | rank_env(config), import_path=import_path, cwd=cwd)
+    launcher = StepLauncher(run, config, env=env | rank_env(config), import_path=import_path, cwd=cwd)
     lead_s = config.cluster.signal_lead_s
+    for line in table(config, launcher.nodes):
+        log.info("%s", line)
     with launcher:
         state = Supervisor(
             run,
@@ -104,14 +106,6 @@ def _supervise(run: RunDir, job: Job) -> State:
             stop_at=(job.end_time - lead_s, TIME_LIMIT) if job.end_time is not None else None,
         ).run()
     return _after(run, job, state, launcher, config.cluster.max_requeues)
-
-
-def rank_env(config: Config) -> dict[str, str]:
-    """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently."""
-    threads = config.launch.threads or config.cluster.cpus_per_task
-    policy = processor_env(threads, use_gpus=config.cluster.gpus_per_node > 0 and config.launch.device != "cpu")
-    policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
-    return {**policy, **config.cluster.env, **config.launch.env}
 
 
 def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requeues: int) -> State:

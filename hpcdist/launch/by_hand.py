@@ -68,6 +68,8 @@ def cluster_of(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: f
     gpus = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
     return replace(
         cluster,
+        # Roles share what the script has asked for, in components where it has made some.
+        het=int(env.get("SLURM_HET_SIZE") or 0) > 1 if cluster.roles else cluster.het,
         partition=env.get("SLURM_JOB_PARTITION"),
         account=env.get("SLURM_JOB_ACCOUNT"),
         qos=env.get("SLURM_JOB_QOS"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.launch import flags, limits, site, slurm, start
+from hpcdist.launch.components import allocations, cluster_for
 from hpcdist.launch.limits import Findings
 from hpcdist.launch.mounts import file_system, folder_problems
 from hpcdist.launch.site import Partition
@@ -43,12 +44,17 @@ def check(
     """
     slurm.require()
     certain = _config_problems(config, cwd)
-    certain += flags.refused("sbatch", {**config.cluster.sbatch, **submission}, own=submission)
+    asked = [cluster_for(config.cluster, part) for part in allocations(config)]
+    further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
+    certain += flags.refused("sbatch", {**further, **submission}, own=submission)
     certain += flags.refused("srun", config.cluster.srun)
     found = Findings()
     partitions = site.ask_partitions()
-    chosen = limits.chosen_of(config.cluster, partitions, found) if partitions is not None else []
-    limits.check_partitions(config.cluster, chosen, found)
+    chosen = []
+    for cluster in asked:
+        own = limits.chosen_of(cluster, partitions, found) if partitions is not None else []
+        limits.check_partitions(cluster, own, found)
+        chosen += own
     _check_qos(config.cluster, found)
     _check_folder(config, chosen, found)
     _check_lead(config, found)
@@ -73,7 +79,8 @@ def check(
 
 
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
-    problems = flags.collisions(config.cluster)
+    asked = [cluster_for(config.cluster, part) for part in allocations(config)]
+    problems = list(dict.fromkeys(line for cluster in asked for line in flags.collisions(cluster)))
     try:
         if cwd is not None:
             start.check_trainer(config, cwd)

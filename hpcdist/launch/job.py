@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.cluster.job_facts import parse_facts, parse_time
@@ -26,19 +26,20 @@ class Job:
         job_id = env.get("SLURM_JOB_ID")
         if not job_id:
             raise HpcdistError("SLURM_JOB_ID is not set: this is for the inside of a Slurm job")
-        facts = parse_facts(_scontrol("show", "job", "--oneliner", job_id))
+        records = job_records(job_id)
+        facts = records[0] if records else {}
+        ends = [end for record in records if (end := parse_time(record.get("EndTime"))) is not None]
         return cls(
             id=job_id,
-            restart_count=int(facts.get("Restarts", "0")),
-            end_time=parse_time(facts.get("EndTime")),
+            restart_count=_restarts(records),
+            end_time=min(ends, default=None),
             time_limit_min=parse_minutes(facts.get("TimeLimit", "")),
             may_requeue=facts.get("Requeue") != "0",
         )
 
     def will_run_again(self) -> bool:
         """Whether Slurm has put the job back into the queue: a preemption or a lost node, not a cancellation."""
-        facts = parse_facts(_scontrol("show", "job", "--oneliner", self.id))
-        return int(facts.get("Restarts", "0")) > self.restart_count
+        return _restarts(job_records(self.id)) > self.restart_count
 
     def requeue(self) -> None:
         """Put the job back into the queue; it may be there already, which is just as well."""
@@ -48,6 +49,46 @@ class Job:
             # Of two requeues at once one wins, and the other is told that the job is pending.
             if "pending execution" not in str(error).lower():
                 raise
+
+
+def job_ids(env: Mapping[str, str]) -> list[str]:
+    """Ids of the job around this process: one for each component of a heterogeneous job, its leader first."""
+    size = int(env.get("SLURM_HET_SIZE") or 0)
+    return [env[f"SLURM_JOB_ID_HET_GROUP_{index}"] for index in range(size)] or [env["SLURM_JOB_ID"]]
+
+
+def why_no_het_jobs() -> str:
+    """Why this cluster runs no heterogeneous jobs, empty where it does. Raises HpcdistError as `scontrol` does."""
+    settings = dict(line.split("=", 1) for line in _scontrol("show", "config").splitlines() if "=" in line)
+    facts = {name.strip(): value.strip() for name, value in settings.items()}
+    if facts.get("SchedulerType", "sched/backfill") != "sched/backfill":
+        return f"SchedulerType={facts['SchedulerType']}"
+    if "disable_hetjob_steps" in facts.get("SchedulerParameters", ""):
+        return "SchedulerParameters=disable_hetjob_steps"
+    return ""
+
+
+def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
+    """The features that each node has now. Raises HpcdistError when `scontrol` does not answer."""
+    records = parse_records(_scontrol("show", "node", "--oneliner", ",".join(nodes)))
+    return {
+        facts["NodeName"]: frozenset(facts.get("ActiveFeatures", "").split(",")) - {"", "(null)"} for facts in records
+    }
+
+
+def job_records(job_id: str) -> list[dict[str, str]]:
+    """What Slurm says of a job, by component, its leader first. Raises HpcdistError when `scontrol` does not answer."""
+    return parse_records(_scontrol("show", "job", "--oneliner", job_id))
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """What `scontrol --oneliner` prints, a record a line: a heterogeneous job has one for each component."""
+    return [parse_facts(line) for line in text.splitlines() if line.strip()]
+
+
+def _restarts(records: Sequence[Mapping[str, str]]) -> int:
+    """Slurm queues all components of a job again, or none."""
+    return int(records[0].get("Restarts", "0")) if records else 0
 
 
 def parse_minutes(text: str) -> float | None:

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hpcdist.cluster.roles import DEFAULT_ROLE, Roles
 from hpcdist.cluster.topology import ports_for
 from hpcdist.errors import ConfigError
-from hpcdist.schema import Config
+from hpcdist.schema import Config, role_device
 
 #: All ranks of a local run meet on the loopback interface; nothing listens to the outside.
 LOOPBACK = "127.0.0.1"
@@ -56,6 +57,12 @@ class Plan:
     threads: int
     #: Variables that all ranks get on top of the caller's environment.
     env: dict[str, str]
+    #: Who plays which role, where the config says so, and each role's device.
+    roles: Roles | None = None
+    devices: dict[str, str] = field(default_factory=dict)
+
+    def device_of(self, rank: int) -> str:
+        return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int, rpc_port: int) -> dict[str, str]:
         """`env` and the variables that tell one rank its place (see cluster/topology.py)."""
@@ -72,35 +79,73 @@ class Plan:
             "JOB_ID": job_id,
             "ATTEMPT": attempt,
         }
-        return {**self.env, **{f"HPCDIST_{key}": str(value) for key, value in place.items()}}
+        mixed = self.device_of(rank) == "cpu" and self.device != "cpu"
+        own = processor_env(self.threads, use_gpus=False) if mixed else {}
+        return {**own, **self.env, **{f"HPCDIST_{key}": str(value) for key, value in place.items()}}
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
     """Decide how a config runs on a machine.
 
-    Raises ConfigError when the config asks for GPUs that are not there or for more ranks than GPUs.
+    Raises ConfigError when the config asks for GPUs that are not there or for more ranks than GPUs, or when its
+    roles do not add up.
     """
     launch = config.launch
-    use_gpus = machine.num_gpus > 0 and launch.device != "cpu"
-    if launch.device == "cuda" and not use_gpus:
-        raise ConfigError(["launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"])
-    if use_gpus and launch.ranks > machine.num_gpus:
-        raise ConfigError(
-            [
-                f"launch.ranks={launch.ranks}, but {machine.num_gpus} GPUs are visible:"
-                " lower it, or use launch.device=cpu"
-            ]
-        )
-    num_ranks = launch.ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
+    roles = _roles(config)
+    asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
+    use_gpus = machine.num_gpus > 0 and any(device != "cpu" for device in asked.values())
+    for role, device in asked.items():
+        if device == "cuda" and not use_gpus:
+            key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
+            raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
+    if use_gpus:
+        _check_gpus(launch.ranks, roles, asked, machine.num_gpus)
+    ranks = roles.world_size if roles else launch.ranks
+    num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
     threads = launch.threads or max(1, machine.num_cpus // num_ranks)
-    backend = launch.backend if launch.backend != "auto" else ("nccl" if use_gpus else "gloo")
+    all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
+    backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
     return Plan(
         num_ranks=num_ranks,
         device="cuda" if use_gpus else "cpu",
         backend=backend,
         threads=threads,
         env={**processor_env(threads, use_gpus=use_gpus), **launch.env},
+        roles=roles,
+        devices={role: "cuda" if use_gpus and asked[role] != "cpu" else "cpu" for role in asked} if roles else {},
     )
+
+
+def _roles(config: Config) -> Roles | None:
+    """The config's roles, None where it has none."""
+    if not config.roles:
+        return None
+    roles = Roles.of(config.roles, sum(config.roles.values()))
+    if config.launch.ranks not in (0, roles.world_size):
+        raise ConfigError(
+            [
+                f"roles add up to {roles.world_size} ranks ({roles}), but launch.ranks={config.launch.ranks}:"
+                " leave launch.ranks out, or change one of them"
+            ]
+        )
+    return roles
+
+
+def _check_gpus(ranks: int, roles: Roles | None, asked: Mapping[str, str], num_gpus: int) -> None:
+    if roles is None:
+        if ranks > num_gpus:
+            raise ConfigError(
+                [f"launch.ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
+            )
+        return
+    wanting = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
+    if wanting.world_size > num_gpus:
+        raise ConfigError(
+            [
+                f"roles: {wanting.world_size} ranks want a GPU each ({wanting}), but {num_gpus} are visible: say which"
+                f" roles need none, as in launch.devices.{wanting.names[-1]}=cpu"
+            ]
+        )
 
 
 def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:

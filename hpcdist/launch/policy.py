@@ -21,9 +21,10 @@ class Failure:
     step: int | None
     error: str
     traceback: tuple[str, ...] = ()
+    role: str = ""  #: `role:index` of the rank, in runs with roles
 
     def sentence(self) -> str:
-        where = f"rank {self.rank} on {self.host}"
+        where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
         return f"{where} {'' if self.kind in ('killed', 'hung', 'vanished') else 'failed with '}{self.error}{at}"
 

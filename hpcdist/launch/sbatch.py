@@ -7,16 +7,19 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from hpcdist.launch.components import allocations, cluster_for
 from hpcdist.launch.flags import without_value
 from hpcdist.launch.plan import rank_command
-from hpcdist.launch.step import srun_command
+from hpcdist.launch.srun import step_command
 from hpcdist.rundir import RunDir
-from hpcdist.schema import Config
+from hpcdist.schema import ClusterConfig, Config
 
 
 def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What submitit's executor is told, by sbatch's names; `flags` are those of one submission alone."""
-    cluster = config.cluster
+    first, *others = allocations(config)
+    cluster = cluster_for(config.cluster, first)
+    components = [line for part in others for line in component_lines(cluster_for(config.cluster, part))]
     optional = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -34,7 +37,13 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "nodes": cluster.nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
-        "setup": [*(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()), *cluster.setup],
+        # submitit knows no heterogeneous jobs. Its set-up lines follow its parameters, and to sbatch a comment that
+        # stands before the first command is as good as those.
+        "setup": [
+            *components,
+            *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+            *cluster.setup,
+        ],
         # The supervisor runs once, in the batch step, and starts the ranks with an srun of its own.
         "use_srun": False,
         "stderr_to_stdout": True,
@@ -45,6 +54,23 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     }
 
 
+def component_lines(cluster: ClusterConfig) -> list[str]:
+    """What sbatch reads of a further component; job name, account, time limit and the like are the first one's."""
+    flags = {
+        "partition": cluster.partition,
+        "constraint": cluster.constraint,
+        "mem": cluster.mem,
+        "exclude": cluster.exclude,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        **{name: without_value(value) for name, value in cluster.sbatch.items()},
+    }
+    told = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
+    return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in told.items())]
+
+
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> tuple[str, str]:
     """The whole batch script and the first attempt's srun line, also where no Slurm is installed."""
     from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
@@ -52,4 +78,4 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     folder = run.path / "submitit"
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags))
-    return script, shlex.join(srun_command(config.cluster, run.attempt(1), rank_command(run.path)))
+    return script, shlex.join(step_command(config, run.attempt(1), rank_command(run.path)))

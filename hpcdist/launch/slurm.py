@@ -11,6 +11,8 @@ from pathlib import Path
 from hpcdist.cluster.queue import SlurmAwayError, cluster_name
 from hpcdist.errors import UserMistake
 from hpcdist.launch.batch import supervise_in_job
+from hpcdist.launch.components import allocations, is_het
+from hpcdist.launch.job import why_no_het_jobs
 from hpcdist.launch.sbatch import render, sbatch_parameters
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
@@ -20,6 +22,23 @@ def require() -> None:
     """Raise UserMistake where there is no Slurm to submit to."""
     if shutil.which("sbatch") is None:
         raise UserMistake("no sbatch here: submit from a login node, or look at the script with --dry-run")
+
+
+def settle_het(config: Config) -> tuple[Config, str]:
+    """The config as this cluster can run it, and why that is not what was asked for, empty when it is.
+
+    Left open, `cluster.het` is turned off where Slurm has no such jobs; the run's config says so from then on.
+    Raises ConfigError for what roles ask and neither can give.
+    """
+    allocations(config)
+    if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
+        return config, ""
+    why = why_no_het_jobs()
+    if not why:
+        return config, ""
+    settled = replace(config, cluster=replace(config.cluster, het=False))
+    allocations(settled)
+    return settled, f"this cluster runs no heterogeneous jobs ({why}): the roles share one allocation"
 
 
 def check(config: Config, flags: Mapping[str, str] | None = None) -> str:

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
-from hpcdist.launch.flags import without_value
+from hpcdist.launch.components import components, hosts_by_rank, is_het, place
+from hpcdist.launch.job import job_ids, node_features
 from hpcdist.launch.local import Guard
 from hpcdist.launch.plan import rank_command
+from hpcdist.launch.srun import roll_call_command, standby_command, step_command
 from hpcdist.rundir import Attempt, RunDir
-from hpcdist.schema import ClusterConfig
+from hpcdist.schema import Config
 
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
@@ -37,35 +39,12 @@ SEARCH_PAUSE = 50.0
 FOLDER_TICK_S = 2.0
 
 
-def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str]) -> list[str]:
-    """The step that runs every rank once.
+def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
+    """Host and exit code (negative: signal) of every task that srun reports as ended badly, in its order.
 
-    A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
-    taken them over from sbatch since Slurm 22.05. Until a rank can hear SIGUSR2, which Slurm sends ahead of the time
-    limit, it must not die of it: the supervisor asks it again.
+    Args:
+        first_ranks: first rank of the component that a host belongs to; srun counts a component's tasks from 0.
     """
-    flags = {
-        "job-name": f"attempt-{attempt.number:03d}",
-        "nodes": cluster.nodes,
-        "ntasks": cluster.nodes * cluster.tasks_per_node,
-        "ntasks-per-node": cluster.tasks_per_node,
-        "cpus-per-task": cluster.cpus_per_task,
-        "gpus-per-node": cluster.gpus_per_node or None,
-        "kill-on-bad-exit": 1,
-        "input": "none",
-        "open-mode": "append",
-        # One file per task, its number padded as in Attempt.log.
-        "output": str(attempt.path / "rank-%5t.log"),
-        **{name: without_value(value) for name, value in cluster.srun.items()},
-    }
-    options = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None
-    ]
-    return ["srun", *options, "sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *command]
-
-
-def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
-    """Host and exit code (negative: signal) of every task that srun reports as ended badly, in its order."""
     found: dict[int, tuple[str, int]] = {}
     for match in _TASK_ENDED.finditer(messages):
         how = match["how"].strip()
@@ -73,7 +52,8 @@ def ended_tasks(messages: str) -> dict[int, tuple[str, int]]:
         number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
         value = int(code[1]) if code else -number if number is not None else 1
         for task in expand(f"t[{match['ranks']}]"):
-            found.setdefault(int(task[1:]), (match["host"], value))
+            rank = int(task[1:]) + (first_ranks or {}).get(match["host"], 0)
+            found.setdefault(rank, (match["host"], value))
     return found
 
 
@@ -93,7 +73,11 @@ class StepRanks:
         guard: Guard,
         *,
         cwd: Path,
+        hosts: Sequence[str] = (),
+        first_ranks: Mapping[str, int] | None = None,
     ) -> None:
+        self._planned_hosts = hosts
+        self._first_ranks = first_ranks
         self._num_ranks = num_ranks
         self._attempt = attempt
         self._guard = guard
@@ -127,8 +111,9 @@ class StepRanks:
         return self._running
 
     def host_of(self, rank: int) -> str:
-        """What srun said when the rank ended badly; before that only the allocation is known."""
-        return self._hosts.get(rank, os.environ["SLURM_JOB_NODELIST"])
+        """What srun said when the rank ended badly; before that where it was placed, or only the allocation."""
+        planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
+        return self._hosts.get(rank, planned)
 
     def wait(self, timeout_s: float) -> None:
         """Return when the step has ended or the time is over.
@@ -152,7 +137,7 @@ class StepRanks:
         self._unread += self._log.read()
         end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
         news, self._unread = self._unread[:end], self._unread[end:]
-        for rank, (host, code) in ended_tasks(news.decode(errors="replace")).items():
+        for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             self.exits.setdefault(rank, code)
 
@@ -194,9 +179,10 @@ class StepRanks:
         os.close(self._descriptor)
 
     def _scancel(self, *flags: str) -> None:
-        job = os.environ["SLURM_JOB_ID"]
+        # A step over several components is one step in each of them.
+        jobs = ",".join(job_ids(os.environ))
         steps = subprocess.run(
-            ["squeue", "--steps", f"--jobs={job}", "--noheader", "--format=%i %j"],
+            ["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"],
             capture_output=True,
             text=True,
             check=False,
@@ -214,41 +200,74 @@ class StepLauncher:
         env: what ranks inherit.
         import_path: folders that ranks import code from, before all others.
         cwd: the ranks' current folder.
+
+    Raises HpcdistError where the allocation's nodes are not what the roles need.
     """
 
     def __init__(
-        self, run: RunDir, cluster: ClusterConfig, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+        self, run: RunDir, config: Config, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
     ) -> None:
-        self.num_ranks = cluster.nodes * cluster.tasks_per_node
+        parts = components(config)
+        self.num_ranks = sum(part.num_ranks for part in parts)
         #: Nodes of the allocation that did not answer the last roll call.
         self.lost_nodes: list[str] = []
+        #: Names of each component's nodes.
+        self.nodes = nodes_of(config, env)
+        self._het = is_het(config)
         self._run = run
-        self._cluster = cluster
+        self._config = config
         inherited = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
         # Ranks live by their environment, also where the job was submitted with --export=NONE, as some sites want it.
         own = {"PYTHONPATH": os.pathsep.join([*import_path, *inherited]), "SLURM_EXPORT_ENV": "ALL"}
         self._env = {**env, **own}
         self._cwd = cwd
+        self._hosts = hosts_by_rank(parts, self.nodes)
+        #: In a heterogeneous step: first rank of the component that a host belongs to.
+        self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
 
     def __enter__(self) -> StepLauncher:
         self._guard = Guard()
+        self._standby: subprocess.Popen[bytes] | None = None
+        if self._het:
+            command = standby_command(self._env["SLURM_JOB_ID"])
+            self._standby = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._guard.watch(self._standby.pid)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._standby is not None:
+            # Its task ends with the job, at once.
+            self._standby.kill()
+            self._standby.wait()
         self._guard.close()
 
     def start(self, attempt: Attempt) -> StepRanks:
-        command = srun_command(self._cluster, attempt, rank_command(self._run.path))
+        command = step_command(self._config, attempt, rank_command(self._run.path))
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
-        return StepRanks(command, env, self.num_ranks, attempt, self._guard, cwd=self._cwd)
+        if len(self.nodes) > 1 and not self._het:
+            hostfile = attempt.path / "hosts"
+            hostfile.write_text("".join(f"{host}\n" for host in self._hosts))
+            # Slurm sorts the step's nodes, so the first of them need not be rank 0's.
+            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
+            # Stands for the allocation, and srun would warn that it cannot be kept.
+            env.pop("SLURM_NTASKS_PER_NODE", None)
+        return StepRanks(
+            command,
+            env,
+            self.num_ranks,
+            attempt,
+            self._guard,
+            cwd=self._cwd,
+            # Elsewhere the user may have chosen another --distribution.
+            hosts=self._hosts if len(self.nodes) > 1 else (),
+            first_ranks=self._first_ranks,
+        )
 
     def broken(self) -> str:
         """Call the roll: a sentence about nodes that do not answer any more, empty when all do."""
-        nodes = expand(self._env["SLURM_JOB_NODELIST"])
-        step = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
         try:
             answer = subprocess.run(
-                [*step, "--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"],
+                roll_call_command(self.nodes, het=self._het),
                 capture_output=True,
                 text=True,
                 env=self._env,
@@ -258,5 +277,17 @@ class StepLauncher:
         except subprocess.TimeoutExpired as late:
             answer = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
         here = set(answer.split())
-        self.lost_nodes = [node for node in nodes if node not in here]
+        self.lost_nodes = [node for own in self.nodes for node in own if node not in here]
         return f"lost {', '.join(self.lost_nodes)}" if self.lost_nodes else ""
+
+
+def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Names of each component's nodes, in the job whose environment this is."""
+    parts = components(config)
+    if is_het(config):
+        return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
+    nodes = expand(env["SLURM_JOB_NODELIST"])
+    if len(parts) == 1:
+        return [tuple(nodes)]
+    wants_features = len({part.constraint for part in parts}) > 1
+    return place(parts, nodes, node_features(nodes) if wants_features else {})

@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from hpcdist.cluster.roles import Roles
 from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.policy import Decision, Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
@@ -95,6 +96,9 @@ class Supervisor:
             end, failure = self._one_attempt(attempt)
             if failure is None:
                 return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
+            if self._config.roles:
+                roles = Roles.of(self._config.roles, self._launcher.num_ranks)
+                failure = replace(failure, role=roles.name_of(failure.rank))
             failures.append(failure)
             self._report.failure(failure, attempt.log(failure.rank))
             decision = decide(failures, self._config.launch.max_restarts, stop_asked=attempt.request.exists())

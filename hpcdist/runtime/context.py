@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import CheckpointError
 from hpcdist.rundir import Attempt, RunDir
@@ -40,6 +41,7 @@ class Context:
 
     Attributes:
         topology: rank, world size, local rank, hosts.
+        roles: who plays which role (`ctx.roles.count("observer")`, `ctx.roles.name_of(rank)`, `ctx.roles.require(…)`).
         device: this rank's device.
         run: the run folder.
         config: the whole config (also the second argument of `train`).
@@ -62,6 +64,7 @@ class Context:
         self.run = run
         self.attempt = attempt
         self.topology = topology
+        self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
         self._groups = groups
         self._stop = stop
@@ -85,6 +88,25 @@ class Context:
     @property
     def world_size(self) -> int:
         return self.topology.world_size
+
+    @property
+    def role(self) -> str:
+        """What this rank does: a key of the config's `roles`, or `trainer` where it has none."""
+        return self.roles.of_rank(self.rank)[0]
+
+    @property
+    def role_index(self) -> int:
+        """0 to the role's count - 1."""
+        return self.roles.of_rank(self.rank)[1]
+
+    @property
+    def rpc_name(self) -> str:
+        """`role:index`, this rank's name in RPC."""
+        return self.roles.name_of(self.rank)
+
+    def ranks_of(self, role: str) -> range:
+        """The ranks that play a role, in the order of their index. Raises ConfigError where nobody plays it."""
+        return self.roles.ranks_of(role)
 
     @property
     def is_main(self) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from hpcdist.cluster.topology import Topology, cuda_index
+from hpcdist.cluster.roles import Roles
+from hpcdist.cluster.topology import Topology, cuda_index, ranks_on_node
 from hpcdist.errors import ConfigError
-from hpcdist.schema import Config
+from hpcdist.schema import Config, role_device
 
 
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
@@ -17,10 +18,19 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
 
     Raises ConfigError when the config asks for what this machine does not have.
     """
-    wanted = config.launch.device
-    index = cuda_index(topology, torch.cuda.device_count(), env) if wanted != "cpu" else None
+    roles = Roles.of(config.roles, topology.world_size)
+    asked = {role: role_device(config, role) for role in roles.names}
+    role, _ = roles.of_rank(topology.rank)
+    wanted = asked[role]
+    mixed = "cpu" in asked.values() and set(asked.values()) != {"cpu"}
+    sharers = None
+    if mixed:
+        here = ranks_on_node(topology, env)
+        sharers = [rank for rank in here if asked[roles.of_rank(rank)[0]] != "cpu"]
+    index = cuda_index(topology, torch.cuda.device_count(), env, sharers) if wanted != "cpu" else None
     if wanted == "cuda" and index is None:
-        raise ConfigError(["launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"])
+        key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
+        raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
@@ -33,7 +43,8 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
         torch.backends.cudnn.allow_tf32 = config.precision.tf32
     backend = config.launch.backend
     if backend == "auto":
-        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        # Ranks without a GPU can be in no group of NCCL's.
+        backend = "nccl" if device.type == "cuda" and not mixed and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError(["launch.backend=nccl needs GPUs, and none is visible here: use gloo"])
     return device, backend

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 from hpcdist import logs
+from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
@@ -34,9 +35,10 @@ from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime import network
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
-from hpcdist.schema import Config
+from hpcdist.schema import Config, role_device
 
-log = logging.getLogger(__name__)
+#: By its name, since this module runs as `__main__`, whose lines below WARNING are not shown.
+log = logging.getLogger("hpcdist.runtime.worker")
 #: In messages of gloo, NCCL and the store: this rank failed because another one has gone.
 _PEER_LOST = (
     "Connection closed by peer",
@@ -139,6 +141,12 @@ def _train(
     flag = StopFlag()
     flag.install()
 
+    roles = Roles.of(config.roles, topology.world_size)
+    role, _ = roles.of_rank(topology.rank)
+    log.info("this is %s of %s", roles.name_of(topology.rank), roles)
+    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
+        # RPC would set up all GPUs in sight, also in ranks that compute on none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if topology.launcher == "slurm":
         os.environ.update(network.interface_env(topology.master_addr, os.environ))
 

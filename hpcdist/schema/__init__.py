@@ -5,9 +5,9 @@ Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this pa
 (`hpcdist config --schema`).
 """
 
-from hpcdist.schema.cluster import ClusterConfig
+from hpcdist.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.schema.describe import describe
-from hpcdist.schema.run import Config, cross_check
+from hpcdist.schema.run import Config, cross_check, role_device
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
     DataConfig,
@@ -28,10 +28,12 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PrecisionConfig",
+    "RoleRequest",
     "ScheduleConfig",
     "StopConfig",
     "TrackingConfig",
     "TrainerConfig",
     "cross_check",
     "describe",
+    "role_device",
 ]

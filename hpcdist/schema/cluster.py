@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.schema.checks import at_least, check
+from hpcdist.schema.checks import at_least, check, strings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleRequest:
+    """What a role's ranks ask of Slurm where it differs from the rest of `cluster`; null takes the value from there."""
+
+    nodes: int | None = None
+    """Number of nodes for this role; null follows from its count of ranks and tasks_per_node."""
+    tasks_per_node: int | None = None
+    """Ranks of this role on each of its nodes; null follows from its count of ranks and nodes."""
+    gpus_per_node: int | None = None
+    """GPUs on each of its nodes; 0 also keeps its ranks off the GPUs of a machine that has some."""
+    cpus_per_task: int | None = None
+    """Cores for each of its ranks."""
+    mem: str | None = None
+    """Memory on each of its nodes."""
+    partition: str | None = None
+    """Partition of its nodes."""
+    constraint: str | None = None
+    """Features of its nodes."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """Further flags of sbatch for its component of a heterogeneous job, by their long names."""
+
+    def problems(self) -> list[str]:
+        """Mistakes, by key; the cluster's section tells them, since only it knows the role's name."""
+        return (
+            at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
+            + at_least(self, 0, "gpus_per_node")
+            + strings(self, "sbatch")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +69,10 @@ class ClusterConfig:
     """Nodes to stay away from."""
     shared_runs: bool = False
     """All nodes see `runs_dir`, though its file system's type does not say so: spares the check at submission."""
+    roles: dict[str, RoleRequest] = field(default_factory=dict)
+    """What single roles ask for where it differs; roles without an entry get what is asked for here."""
+    het: bool | None = None
+    """Heterogeneous job, or one allocation for all roles; null: the first where they ask for different hardware."""
     sbatch: dict[str, str] = field(default_factory=dict)
     """Any further flag of sbatch by its long name: `mail-type: FAIL`; `exclusive: true` for one without a value."""
     srun: dict[str, str] = field(default_factory=dict)
@@ -52,4 +86,5 @@ class ClusterConfig:
         check(
             at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task", "time_min")
             + at_least(self, 0, "gpus_per_node", "signal_lead_s", "max_requeues")
+            + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from hpcdist.schema.cluster import RoleRequest
 from hpcdist.schema.run import Config
 
 
@@ -29,6 +30,8 @@ def describe(section: type = Config, prefix: str = "") -> list[tuple[str, str, A
         default = key.default if not callable(key.default_factory) else key.default_factory()
         if hasattr(default, "__dataclass_fields__"):
             rows += describe(type(default), f"{prefix}{key.name}.")
-        else:
-            rows.append((prefix + key.name, annotations[key.name], default, documentation.get(key.name, "")))
+            continue
+        rows.append((prefix + key.name, annotations[key.name], default, documentation.get(key.name, "")))
+        if annotations[key.name] == f"dict[str, {RoleRequest.__name__}]":
+            rows += describe(RoleRequest, f"{prefix}{key.name}.ROLE.")
     return rows

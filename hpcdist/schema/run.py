@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from hpcdist.schema.training import (
     TrainerConfig,
 )
 
+#: Part of RPC names, of config keys and of lines in logs.
+ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -32,6 +36,8 @@ class Config:
     seed: int = 0
     """Seeds weights, shuffling, augmentation and dropout; each rank derives its own from it."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    roles: dict[str, int] = field(default_factory=dict)
+    """How many ranks play which role, in rank order; empty makes all of them trainers."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -53,7 +59,27 @@ class Config:
         ]
         if not self.experiment:
             problems.append("experiment must not be empty")
+        for role, count in self.roles.items():
+            if not ROLE_NAME.fullmatch(role):
+                problems.append(f"roles: {role!r} is no name for a role: letters, digits and '_', a letter first")
+            if count < 1:
+                problems.append(f"roles.{role} must be >= 1, got {count}")
         check(problems + at_least(self, 0, "seed"))
+
+
+def role_device(config: Config, role: str) -> str:
+    """`auto`, `cpu` or `cuda`: a role that asks the cluster for no GPUs, where others do, needs none anywhere."""
+    if role in config.launch.devices:
+        return config.launch.devices[role]
+    asked = {
+        name: config.cluster.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
+        for name, request in config.cluster.roles.items()
+    }
+    own = config.cluster.roles.get(role)
+    gpus = asked.get(role, config.cluster.gpus_per_node)
+    if gpus == 0 and (any(asked.values()) or (own is not None and own.gpus_per_node == 0)):
+        return "cpu"
+    return config.launch.device
 
 
 def cross_check(config: Config) -> list[str]:
@@ -68,4 +94,13 @@ def cross_check(config: Config) -> list[str]:
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:
             problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
+    elif config.launch.backend == "nccl":
+        without = [role for role in config.roles if role_device(config, role) == "cpu"]
+        if without:
+            problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
+    known = list(config.roles) or ["trainer"]
+    for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
+        problems += [
+            f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
+        ]
     return problems

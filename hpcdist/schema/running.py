@@ -52,8 +52,10 @@ class LaunchConfig:
     """Ranks on this machine; 0 means one per visible GPU, or two where there is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; `auto` takes GPUs where there are any."""
+    devices: dict[str, str] = field(default_factory=dict)
+    """Device by role where it is not launch.device: `parameter_server: cpu` leaves the GPUs to the others."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collective backend; `auto` is nccl on GPUs and gloo on CPUs."""
+    """Collective backend; `auto` is nccl where all ranks have GPUs, else gloo."""
     threads: int = 0
     """Processor threads per rank (OMP_NUM_THREADS); 0 shares the cores out evenly."""
     init_timeout_s: float = 120.0
@@ -74,4 +76,9 @@ class LaunchConfig:
             at_least(self, 0, "ranks", "threads", "max_restarts")
             + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
             + strings(self, "env")
+            + [
+                f"devices.{role} must be auto, cpu or cuda, got {device!r}"
+                for role, device in self.devices.items()
+                if device not in ("auto", "cpu", "cuda")
+            ]
         )

@@ -196,3 +196,18 @@ def test_the_heartbeat_tells_how_far_the_rank_is(tmp_path: Path) -> None:
         ctx.close()
     beat = json.loads(run.attempts()[0].beat(0).read_text())
     assert (beat["step"], beat["total_steps"], beat["metrics"]) == (3, 10, {"loss": 0.25})
+
+
+def who_am_i(here: Rank, path: Path) -> tuple[Any, ...]:
+    with open_context(here, RunDir(path), Config(roles={"agent": 1, "observer": 2})) as ctx:
+        found = (ctx.role, ctx.role_index, ctx.rpc_name, list(ctx.ranks_of("observer")), ctx.roles.name_of(2))
+        ctx.close()
+    return found
+
+
+def test_a_rank_knows_its_role_and_those_of_the_others(tmp_path: Path) -> None:
+    assert spawn_ranks(who_am_i, 3, path=new_run(tmp_path).path) == [
+        ("agent", 0, "agent:0", [1, 2], "observer:1"),
+        ("observer", 0, "observer:0", [1, 2], "observer:1"),
+        ("observer", 1, "observer:1", [1, 2], "observer:1"),
+    ]

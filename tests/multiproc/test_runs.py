@@ -118,3 +118,14 @@ def _sleepers(runs: Runs) -> list[int]:
         for process in psutil.process_iter(["cmdline", "cwd"])
         if process.info["cmdline"] == ["sleep", "1000"] and process.info["cwd"] == str(runs.project)
     ]
+
+
+def test_a_trainer_refuses_roles_that_it_cannot_work_with(runs: Runs) -> None:
+    """The user's mistake: one line, exit code 2, no restart."""
+    code, output = runs.command("run", *runs.config("wrong-roles", "trainer=roles:train", "roles.worker=2"))
+    message = (
+        "this trainer needs the roles server 1, worker 1 or more, got worker 2: set roles='{server: 1, worker: 1}'"
+    )
+    assert (code, f"failed with {message}" in output) == (2, True), output
+    assert "(worker:" in output
+    assert runs.run_dir("wrong-roles").read_state().attempt == 1

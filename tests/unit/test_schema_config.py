@@ -20,7 +20,7 @@ from hpcdist.config import (
     to_yaml,
 )
 from hpcdist.errors import ConfigError
-from hpcdist.schema import Config, describe
+from hpcdist.schema import Config, RoleRequest, describe, role_device
 
 Write = Callable[[str], Path]
 
@@ -141,7 +141,8 @@ def test_describe_lists_every_leaf_with_type_default_and_a_line() -> None:
 
     rows = describe()
     assert [row[0] for row in rows] == list(dict.fromkeys(row[0] for row in rows))
-    assert {row[0] for row in rows} == leaves(Config())
+    roles = {f"cluster.roles.ROLE.{field.name}" for field in dataclasses.fields(RoleRequest)}
+    assert {row[0] for row in rows} == leaves(Config()) | roles
     for path, kind, _, documentation in rows:
         assert kind, path
         assert documentation.strip(), path
@@ -471,3 +472,94 @@ def test_mistakes_around_profiles(write: Write, tmp_path: Path) -> None:
 )
 def test_impossible_requests(write: Write, override: str, problem: str) -> None:
     assert problems(write("seed: 1\n"), override) == (problem,)
+
+
+# --- roles
+
+ROLES = "roles: {server: 1, worker: 4}\ncluster:\n  roles:\n    worker: {gpus_per_node: 2, nodes: 2}\n"
+
+
+def test_roles_keep_the_order_in_which_they_are_written(write: Write) -> None:
+    config = load_config(write(ROLES), ["roles.server=2", "roles.judge=1", "cluster.roles.server.cpus_per_task=8"])
+    assert list(config.roles.items()) == [("server", 2), ("worker", 4), ("judge", 1)]
+    assert config.cluster.roles == {
+        "worker": RoleRequest(gpus_per_node=2, nodes=2),
+        "server": RoleRequest(cpus_per_task=8),
+    }
+
+
+def test_roles_come_back_from_their_yaml(write: Write, tmp_path: Path) -> None:
+    config = load_config(write(ROLES))
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert load_run_config(again, [], {}) == config
+    assert list(load_run_config(again, [], {}).roles) == ["server", "worker"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("roles: {a-b: 1}", "roles: 'a-b' is no name for a role: letters, digits and '_', a letter first"),
+        ("roles: {a: 0}", "roles.a must be >= 1, got 0"),
+        (
+            "roles: {a: many}",
+            "roles must be dict[str, int], got 'many' for roles.a",
+        ),
+        ("cluster: {roles: {worker: {nodes: 2}}}", "cluster.roles.worker: no such role, `roles` has trainer"),
+        ("roles: {a: 1}\nlaunch: {devices: {b: cpu}}", "launch.devices.b: no such role, `roles` has a"),
+        (
+            "roles: {a: 1, b: 1}\nlaunch: {backend: nccl, devices: {b: cpu}}",
+            "launch.backend=nccl needs GPUs for all ranks, but b has none: use gloo",
+        ),
+        ("launch: {devices: {trainer: gpu}}", "launch.devices.trainer must be auto, cpu or cuda, got 'gpu'"),
+        (
+            "cluster: {roles: {trainer: {nodez: 2}}}",
+            "cluster.roles.trainer.nodez is not a key: did you mean 'cluster.roles.trainer.nodes'?",
+        ),
+        (
+            "cluster: {roles: {trainer: {nodes: x}}}",
+            "cluster.roles.trainer.nodes must be int | None, got 'x'"
+            " (Value 'x' of type 'str' could not be converted to Integer)",
+        ),
+        ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
+        ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),
+        (
+            "cluster: {roles: {trainer: {gpus_per_node: -1}}}",
+            "cluster.roles.trainer.gpus_per_node must be >= 0, got -1",
+        ),
+    ],
+)
+def test_mistakes_in_roles(write: Write, text: str, expected: str) -> None:
+    assert problems(write(text)) == (expected,)
+
+
+def test_het_is_on_off_or_open(write: Write) -> None:
+    assert [load_config(write(f"cluster: {{het: {word}}}")).cluster.het for word in ("on", "off", "null")] == [
+        True,
+        False,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "devices"),
+    [
+        ("", ("cpu", "auto")),  # GPUs are asked for, and not for the server
+        ("launch: {device: cpu}", ("cpu", "cpu")),
+        ("launch: {device: cuda}", ("cpu", "cuda")),
+        ("launch: {devices: {server: auto, worker: cpu}}", ("auto", "cpu")),
+    ],
+)
+def test_a_role_that_asks_for_no_gpus_needs_none(write: Write, more: str, devices: tuple[str, str]) -> None:
+    config = load_config(write(f"{ROLES}{more}\n"))
+    assert tuple(role_device(config, role) for role in config.roles) == devices
+
+
+def test_no_gpus_can_be_said_of_one_role_alone(write: Write) -> None:
+    config = load_config(write("roles: {server: 1, worker: 4}\ncluster: {roles: {server: {gpus_per_node: 0}}}\n"))
+    assert [role_device(config, role) for role in config.roles] == ["cpu", "auto"]
+
+
+def test_the_schema_lists_what_a_role_can_ask_for() -> None:
+    rows = {path: documentation for path, _, _, documentation in describe()}
+    assert rows["cluster.roles.ROLE.nodes"].startswith("Number of nodes for this role")

@@ -20,6 +20,7 @@ from hpcdist import view
 from hpcdist.cluster import queue
 from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.cluster.queue import Look, SlurmAwayError
+from hpcdist.cluster.roles import Roles
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import hold
@@ -78,6 +79,19 @@ def test_the_plan_in_five_lines(console: Console, tmp_path: Path) -> None:
         "devices     2 × cpu, gloo, 1 thread per rank",
         f"run folder  {tmp_path}",
         "MLflow      http://ada:***@mlflow:5000",
+    ]
+
+
+def test_the_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Path) -> None:
+    roles = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
+    devices = {"trainer": "cuda", "parameter_server": "cpu"}
+    with_roles = plan(num_ranks=3, device="cuda", roles=roles, devices=devices)
+    show_plan(console, Config(), with_roles, tmp_path, "x", verbose=False)
+    assert rows_of(console)[1:5] == [
+        "roles       rank  role                  device",
+        "            0     trainer:0             cuda",
+        "            1-2   parameter_server:0-1  cpu",
+        "devices     1 × cuda + 2 × cpu, gloo, 1 thread per rank",
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.cluster.topology import Topology, cuda_index, ports_for
+from hpcdist.cluster.topology import Topology, cuda_index, ports_for, ranks_on_node
 from hpcdist.errors import TopologyError
 
 Env = dict[str, str]
@@ -68,6 +68,44 @@ STEP: Env = {  # srun -N3 -n5, rank 1
     "SLURM_STEP_TASKS_PER_NODE": "3,1(x2)",
     "SLURM_JOB_NODELIST": "n[1-3]",
     "SLURM_TASKS_PER_NODE": "3,1(x2)",
+}
+HET: Env = {  # one step over two components, 1 x 1 and 2 x 2 tasks, as rank 4 saw it
+    "SLURM_GTIDS": "3,4",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_ID_HET_GROUP_0": "3",
+    "SLURM_JOB_ID_HET_GROUP_1": "4",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_NPROCS": "5",
+    "SLURM_NTASKS": "5",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "1,2(x2)",
+    "SLURM_TASKS_PER_NODE": "1,2(x2)",
+}
+ARBITRARY: Env = {  # a host file of n3 n1 n1 n2 n2, as rank 0 saw it: Slurm sorts the nodes
+    "SLURM_GTIDS": "0",
+    "SLURM_JOB_ID": "10",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
 }
 BATCH: Env = {  # the shell of sbatch -n1
     "SLURM_JOB_ID": "14",
@@ -470,6 +508,64 @@ def test_ports_are_the_same_in_every_process() -> None:
     assert ports_for("1234", 0) == (22414, 28558)
 
 
+# --- roles on different nodes ---------------------------------------------------------------------------------
+
+
+def test_ranks_count_through_a_heterogeneous_step() -> None:
+    topology = Topology.from_env(HET)
+    assert place(topology) == (4, 5, 1, 2, 2, 3)
+    assert (topology.hosts, topology.master_addr, topology.job_id) == (("n1", "n2", "n3"), "n1", "3")
+    first = HET | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
+    assert place(Topology.from_env(first)) == (0, 5, 0, 1, 0, 3)
+    assert Topology.from_env(first).token == topology.token
+
+
+def test_nodes_of_a_heterogeneous_step_count_by_component() -> None:
+    """Seen with 22.05: the first component's node comes last by name, and is SLURM_NODEID 0."""
+    env = HET | {
+        "SLURM_JOB_NODELIST": "n[1-2,4]",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n4",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[1-2]",
+        "SLURM_STEP_NODELIST": "n[1-2,4]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    }
+    topology = Topology.from_env(env)
+    assert place(topology) == (4, 5, 1, 2, 2, 3)
+    assert (topology.hosts, topology.master_addr) == (("n4", "n1", "n2"), "n4")
+    first = env | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert place(Topology.from_env(first)) == (0, 5, 0, 1, 0, 3)
+
+
+def test_a_step_in_one_component_alone() -> None:
+    env = HET | {
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "n[2-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    assert place(Topology.from_env(env)) == (3, 4, 1, 2, 1, 2)
+    assert Topology.from_env(env | {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}).hosts == ("n2", "n3")
+
+
+def test_ranks_that_were_told_their_nodes_meet_where_rank_0_is() -> None:
+    topology = Topology.from_env(ARBITRARY | {"HPCDIST_MASTER_ADDR": "n3"})
+    assert (place(topology), topology.master_addr) == ((0, 5, 0, 1, 2, 3), "n3")
+    other = {"SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "HPCDIST_MASTER_ADDR": "n3"}
+    assert place(Topology.from_env(ARBITRARY | other)) == (2, 5, 1, 2, 0, 3)
+
+
+def test_the_ranks_of_a_node() -> None:
+    assert ranks_on_node(Topology.from_env(HET), HET) == [3, 4]
+    cyclic = STEP | {"SLURM_GTIDS": "1,4,5"}
+    assert ranks_on_node(Topology.from_env(cyclic), cyclic) == [1, 4, 5]
+    assert ranks_on_node(Topology.from_env(OWN), OWN) == [2, 3]
+    assert ranks_on_node(Topology.from_env(STEP), STEP) == [0, 1, 2]
+    wrong = HET | {"SLURM_GTIDS": "3,x"}
+    with pytest.raises(TopologyError, match=r"^SLURM_GTIDS: must be whole numbers with commas between, got '3,x'; "):
+        ranks_on_node(Topology.from_env(wrong), wrong)
+
+
 # --- GPUs --------------------------------------------------------------------------------------------------
 
 
@@ -521,3 +617,10 @@ def test_cuda_index_refuses_to_share(num_local: int, num_visible: int, env: Env,
 def test_cuda_index_reads_strictly() -> None:
     with pytest.raises(TopologyError, match="SLURM_GPUS_ON_NODE must be a whole number, got 'gpu:2'"):
         cuda_index(on_node(1, 2), 1, {"SLURM_GPUS_ON_NODE": "gpu:2"})
+
+
+def test_cuda_index_counts_those_alone_that_use_gpus() -> None:
+    """A master, two trainers and a parameter server on a machine with two GPUs."""
+    assert [cuda_index(on_node(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
+    with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, and two would take the same one"):
+        cuda_index(on_node(1, 4), 1, {}, [1, 2])

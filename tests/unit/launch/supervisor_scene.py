@@ -89,6 +89,7 @@ class Scene:
         #: What stands in for the shipper.
         self.shipper = ["true"]
         self.num_ranks = 2
+        self.roles: dict[str, int] = {}
 
     def script(self, **attempts: list[list[list[Any]]]) -> None:
         """What the ranks do: `first=[rank 0's deeds, rank 1's deeds], second=…`."""
@@ -99,6 +100,7 @@ class Scene:
     def supervisor(self) -> Supervisor:
         config = Config(
             trainer=TrainerConfig(**self.trainer),
+            roles=self.roles,
             launch=LaunchConfig(**self.launch),
             tracking=TrackingConfig(**self.tracking),
         )

@@ -16,7 +16,6 @@ from hpcdist.launch.job import Job
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.step import StepLauncher
 from hpcdist.rundir import RunDir, State, Status
-from hpcdist.schema import ClusterConfig, Config, LaunchConfig
 
 
 class FakeJob:
@@ -141,24 +140,6 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
     if by is not None:
         run.attempt(1).ask("stop", by=by, reason="…")
     assert batch._is_over(run, State(status=status, attempt=1)) == over
-
-
-def test_ranks_get_threads_and_what_the_config_says() -> None:
-    cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
-    env = batch.rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
-    assert env == {
-        "OMP_NUM_THREADS": "6",
-        "PYTHONUNBUFFERED": "1",
-        "MALLOC_MMAP_THRESHOLD_": "33554432",
-        "MALLOC_TRIM_THRESHOLD_": "1073741824",
-        "A": "job",
-        "B": "rank",
-    }
-
-
-def test_ranks_on_gpus_leave_the_allocator_alone() -> None:
-    env = batch.rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(threads=3)))
-    assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
 
 
 def test_the_jobs_log_tells_of_attempts_and_failures(

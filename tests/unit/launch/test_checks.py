@@ -10,7 +10,7 @@ import pytest
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.launch.checks import check, check_config, longest_save
 from hpcdist.rundir import write_json
-from hpcdist.schema import ClusterConfig, Config, DataConfig, TrainerConfig
+from hpcdist.schema import ClusterConfig, Config, DataConfig, RoleRequest, TrainerConfig
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
 SCRIPTS = {
@@ -161,3 +161,17 @@ def test_the_longest_save_of_an_experiment(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         write_json(folder / "manifest.json", content)
     assert longest_save(tmp_path) == (12.0, "b")
+
+
+def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> None:
+    roles = {
+        "server": RoleRequest(partition="mian"),
+        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
+    }
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
+    assert caught.value.problems[1:3] == (
+        "cluster.partition=mian: no such partition, did you mean 'main'? there are main",
+        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs on a node: lower it or choose another",
+    )
+    assert caught.value.problems[0].startswith("cluster.sbatch.nodes")

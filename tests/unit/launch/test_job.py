@@ -9,7 +9,14 @@ import pytest
 
 from hpcdist.cluster.job_facts import parse_time
 from hpcdist.errors import HpcdistError
-from hpcdist.launch.job import Job, parse_minutes
+from hpcdist.launch.job import (
+    Job,
+    job_ids,
+    node_features,
+    parse_minutes,
+    parse_records,
+    why_no_het_jobs,
+)
 
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
@@ -31,6 +38,48 @@ def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "says").write_text(LINE + "\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
+
+
+HET = (
+    "JobId=41 HetJobId=41 HetJobOffset=0 HetJobIdSet=41-42 JobState=RUNNING Restarts=1 EndTime=2026-11-20T07:05:00\n"
+    "JobId=42 HetJobId=41 HetJobOffset=1 HetJobIdSet=41-42 JobState=RUNNING Restarts=1 EndTime=2026-11-20T06:05:00\n"
+)
+
+
+def test_a_heterogeneous_job_has_a_record_for_each_component(fake_scontrol: Path) -> None:
+    assert [(facts["JobId"], facts["HetJobOffset"]) for facts in parse_records(HET)] == [("41", "0"), ("42", "1")]
+    (fake_scontrol / "says").write_text(HET)
+    env = {"SLURM_JOB_ID": "41", "SLURM_HET_SIZE": "2"}
+    # It ends with the component that ends first.
+    assert Job.here(env) == Job(id="41", restart_count=1, end_time=parse_time("2026-11-20T06:05:00"))
+    assert job_ids(env | {"SLURM_JOB_ID_HET_GROUP_0": "41", "SLURM_JOB_ID_HET_GROUP_1": "42"}) == ["41", "42"]
+    assert job_ids({"SLURM_JOB_ID": "41"}) == ["41"]
+
+
+def test_features_of_nodes(fake_scontrol: Path) -> None:
+    (fake_scontrol / "says").write_text(
+        "NodeName=n1 Arch=x86_64 AvailableFeatures=a,b,c ActiveFeatures=a,b\n"
+        "NodeName=n2 AvailableFeatures=(null) ActiveFeatures=(null)\n"
+    )
+    assert node_features(["n1", "n2"]) == {"n1": {"a", "b"}, "n2": set()}
+    assert (fake_scontrol / "asked").read_text() == "show node --oneliner n1,n2\n"
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("SchedulerParameters     = bf_interval=1\nSchedulerType           = sched/backfill\n", ""),
+        ("SchedulerType           = sched/builtin\n", "SchedulerType=sched/builtin"),
+        (
+            "SchedulerParameters = a=1,disable_hetjob_steps\nSchedulerType = sched/backfill\n",
+            "SchedulerParameters=disable_hetjob_steps",
+        ),
+    ],
+)
+def test_whether_a_cluster_has_heterogeneous_jobs(fake_scontrol: Path, says: str, why: str) -> None:
+    (fake_scontrol / "says").write_text("Configuration data as of 2026-11-20T08:00:00\n" + says)
+    assert why_no_het_jobs() == why
+    assert (fake_scontrol / "asked").read_text() == "show config\n"
 
 
 def test_the_job_around_this_process(fake_scontrol: Path) -> None:

@@ -17,7 +17,7 @@ from hpcdist.cluster.topology import Topology, ports_for
 from hpcdist.errors import ConfigError
 from hpcdist.launch import plan as plans
 from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_ports, make_plan, rank_command
-from hpcdist.schema import Config, LaunchConfig
+from hpcdist.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 
 CPU = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -204,3 +204,67 @@ def test_a_machine_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plans, "ports_for", lambda *_: (taken, taken))
         with pytest.raises(ConfigError, match=r"^no free pair of ports for job exp/first: what listens .*`ss -ltnp`"):
             free_ports("exp/first", 1)
+
+
+# --- roles
+
+HYBRID = {"master": 1, "trainer": 1, "parameter_server": 2}
+
+
+def planned_with_roles(
+    num_gpus: int, roles: dict[str, int], cluster: ClusterConfig | None = None, **launch: Any
+) -> Plan:
+    config = Config(roles=roles, launch=LaunchConfig(**launch), cluster=cluster or ClusterConfig())
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
+
+
+def devices(plan: Plan) -> list[str]:
+    return [plan.device_of(rank) for rank in range(plan.num_ranks)]
+
+
+def test_the_world_is_as_large_as_its_roles() -> None:
+    plan = planned_with_roles(0, HYBRID)
+    assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cpu", "gloo", 2)
+    assert plan == planned_with_roles(0, HYBRID, ranks=4)
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(0, HYBRID, ranks=3)
+    assert str(caught.value) == (
+        "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.ranks=3: leave launch.ranks out,"
+        " or change one of them"
+    )
+
+
+def test_roles_that_need_no_gpu_leave_it_to_the_others() -> None:
+    plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"})
+    assert devices(plan) == ["cpu", "cuda", "cpu", "cpu"]
+    # NCCL's groups have no place for ranks without a GPU.
+    assert (plan.device, plan.backend) == ("cuda", "gloo")
+    asked = ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=1)})
+    assert devices(planned_with_roles(1, HYBRID, asked)) == devices(plan)
+
+
+def test_ranks_without_a_gpu_get_the_allocators_policy_of_cpus() -> None:
+    plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"}, env={"A": "b"})
+    place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1, "rpc_port": 2}
+    envs = [plan.rank_env(rank, **place) for rank in range(4)]
+    assert [{k: env[k] for k in env if k.startswith("MALLOC_")} != {} for env in envs] == [True, False, True, True]
+    assert {env["A"] for env in envs} == {"b"}
+
+
+def test_all_roles_on_gpus_meet_over_nccl() -> None:
+    plan = planned_with_roles(2, {"agent": 1, "observer": 1})
+    assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")
+
+
+def test_more_ranks_that_want_a_gpu_than_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(1, HYBRID, devices={"master": "cpu"})
+    assert str(caught.value) == (
+        "roles: 3 ranks want a GPU each (trainer 1, parameter_server 2), but 1 are visible: say which roles need none,"
+        " as in launch.devices.parameter_server=cpu"
+    )
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(0, HYBRID, devices={"trainer": "cuda"})
+    assert str(caught.value) == (
+        "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu"
+    )

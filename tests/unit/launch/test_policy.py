@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,11 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
 )
 def test_a_failure_in_one_sentence(kind: str, error: str, step: int | None, sentence: str) -> None:
     assert failure(kind, error, step).sentence() == sentence
+
+
+def test_a_failure_says_which_role_it_struck() -> None:
+    struck = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
+    assert struck.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
 
 
 SAID = "rank 1 on n1 failed with ValueError: nan at step 7"

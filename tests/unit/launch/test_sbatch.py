@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdist.launch import sbatch
 from hpcdist.rundir import RunDir
-from hpcdist.schema import ClusterConfig, Config
+from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
 RUN = RunDir(Path("/shared/my runs/digits/first"))
 SMALL: dict[str, Any] = {
@@ -118,3 +118,77 @@ def test_flags_of_one_submission() -> None:
     script, _ = sbatch.render(Config(), RUN, flags)
     assert "\n#SBATCH --dependency=afterok:12\n" in script
     assert "\n#SBATCH --begin=now+1hour\n" in script
+
+
+def with_roles(**cluster: Any) -> Config:
+    requests = {
+        "server": RoleRequest(partition="cpu", cpus_per_task=8, mem="16G"),
+        "worker": RoleRequest(
+            nodes=2,
+            gpus_per_node=4,
+            mem="64G",
+            constraint="a100|h100",
+            sbatch={"gres-flags": "x y", "exclusive": "true"},
+        ),
+    }
+    more = {"setup": ["module load cuda"], "sbatch": {"mail-type": "FAIL"}, "exclude": "n9"} | cluster
+    return Config(
+        roles={"server": 1, "worker": 8},
+        cluster=ClusterConfig(roles=requests, partition="gpu", account="climate", time_min=90, **more),
+    )
+
+
+def test_the_script_of_a_heterogeneous_job() -> None:
+    """A further component's lines stand before the first command, or sbatch would not read them."""
+    script, step = sbatch.render(with_roles(), RUN)
+    folder = RUN.path / "submitit"
+    assert [line for line in script.splitlines() if line] == [
+        "#!/bin/bash",
+        "# Parameters",
+        "#SBATCH --account=climate",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --exclude=n9",
+        "#SBATCH --job-name=digits/first",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --mem=16G",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output='{folder}/%j_0_log.out'",
+        "#SBATCH --partition=cpu",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@120",
+        "#SBATCH --time=90",
+        "# setup",
+        "#SBATCH hetjob",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --constraint='a100|h100'",
+        "#SBATCH --mem=64G",
+        "#SBATCH --exclude=n9",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --gres-flags='x y'",
+        "#SBATCH --exclusive",
+        "module load cuda",
+        "# command",
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"{sys.executable} -u -m submitit.core._submit '{folder}'",
+    ]
+    assert step.startswith("srun --het-group=0 ")
+
+
+def test_the_script_of_one_allocation_for_all_roles() -> None:
+    roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
+    found = sbatch.sbatch_parameters(
+        Config(roles={"server": 1, "worker": 8}, cluster=ClusterConfig(roles=roles, het=False)), RUN
+    )
+    assert found == SMALL | {
+        "nodes": 3,
+        "ntasks_per_node": 4,
+        "cpus_per_task": 8,
+        "gpus_per_node": 4,
+        "mem": "64G",
+    }

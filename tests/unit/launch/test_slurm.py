@@ -11,7 +11,7 @@ import pytest
 from hpcdist.errors import UserMistake
 from hpcdist.launch import slurm
 from hpcdist.rundir import RunDir, read_json, write_json
-from hpcdist.schema import Config
+from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
 
 def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,3 +71,36 @@ def test_a_refused_run_is_left_as_it_was(sbatch: Callable[[str], None], runs_dir
         slurm.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
     assert read_json(run.path / "slurm.json") == {"job_id": "40"}
+
+
+def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> None:
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'SchedulerType           = {scheduler}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+HET = Config(roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1)}))
+
+
+def test_where_there_are_no_heterogeneous_jobs_one_allocation_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_scontrol(tmp_path, monkeypatch, "sched/builtin")
+    settled, note = slurm.settle_het(HET)
+    assert settled == replace(HET, cluster=replace(HET.cluster, het=False))
+    assert note == (
+        "this cluster runs no heterogeneous jobs (SchedulerType=sched/builtin): the roles share one allocation"
+    )
+    partitions = {"server": RoleRequest(), "worker": RoleRequest(partition="gpu")}
+    with pytest.raises(UserMistake, match=r"^cluster\.roles: partition differs between roles, which only a hetero"):
+        slurm.settle_het(replace(HET, cluster=ClusterConfig(roles=partitions)))
+    for config in (Config(), settled, replace(HET, cluster=replace(HET.cluster, het=True))):
+        assert slurm.settle_het(config) == (config, "")
+
+
+def test_where_there_are_some_or_nobody_knows_the_config_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_scontrol(tmp_path, monkeypatch, "sched/backfill")
+    assert slurm.settle_het(HET) == (HET, "")
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert slurm.settle_het(HET) == (HET, "")

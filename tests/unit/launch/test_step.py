@@ -1,10 +1,10 @@
-"""The step that runs the ranks: its command line, and what srun says of ranks that ended."""
+"""The step that runs the ranks: what srun says of those that ended, and which nodes they have."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +12,9 @@ import pytest
 
 from hpcdist.launch import step
 from hpcdist.launch.local import Guard
-from hpcdist.launch.step import StepRanks, ended_tasks, srun_command
+from hpcdist.launch.step import StepRanks, ended_tasks, nodes_of
 from hpcdist.rundir import Attempt, RunDir, write_json
-from hpcdist.schema import ClusterConfig
-
-RANK = ["python", "-m", "worker", "/shared/my run"]
-#: A rank ignores SIGUSR2 until it can hear it.
-WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
-
-
-def test_the_whole_step() -> None:
-    cluster = ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=8, srun={"mpi": "none"})
-    assert srun_command(cluster, Attempt(Path("/runs/e/r/attempts/012")), RANK) == [
-        "srun",
-        "--job-name=attempt-012",
-        "--nodes=2",
-        "--ntasks=8",
-        "--ntasks-per-node=4",
-        "--cpus-per-task=8",
-        "--gpus-per-node=4",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        "--open-mode=append",
-        "--output=/runs/e/r/attempts/012/rank-%5t.log",
-        "--mpi=none",
-        *WRAPPED,
-    ]
-
-
-def test_without_gpus_none_are_asked_for_and_a_site_has_the_last_word() -> None:
-    cluster = ClusterConfig(srun={"kill-on-bad-exit": "0"})
-    command = srun_command(cluster, Attempt(Path("/a/001")), RANK)
-    assert command == [
-        "srun",
-        "--job-name=attempt-001",
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=1",
-        "--kill-on-bad-exit=0",
-        "--input=none",
-        "--open-mode=append",
-        "--output=/a/001/rank-%5t.log",
-        *WRAPPED,
-    ]
-
-
-def test_logs_of_tasks_are_where_the_attempt_looks_for_them() -> None:
-    attempt = Attempt(Path("/a/001"))
-    (output,) = [word for word in srun_command(ClusterConfig(), attempt, RANK) if word.startswith("--output=")]
-    for rank in (0, 7, 31999):
-        assert output.removeprefix("--output=").replace("%5t", f"{rank:05d}") == str(attempt.log(rank))
+from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
 
 @pytest.mark.parametrize(
@@ -98,6 +50,41 @@ def test_the_first_word_on_a_task_counts_and_the_order_is_kept() -> None:
     )
     assert list(found) == [3, 0, 1, 2]
     assert found[3] == ("n2", -signal.SIGKILL)
+
+
+def test_tasks_of_a_further_component_are_counted_from_its_first_rank() -> None:
+    """As 22.05 said it of ranks 3 and 0 of a heterogeneous step with 1 and 4 tasks."""
+    messages = "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"
+    assert ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1}) == {
+        3: ("n3", -signal.SIGKILL),
+        0: ("n1", -signal.SIGTERM),
+    }
+
+
+def roles(**worker: object) -> Config:
+    requests = {"worker": RoleRequest(nodes=2, **worker)}  # type: ignore[arg-type]
+    return Config(roles={"server": 1, "worker": 4}, cluster=ClusterConfig(roles=requests))
+
+
+def test_the_nodes_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"SLURM_JOB_NODELIST": "n[1-3]"}
+    assert nodes_of(Config(), whole) == [("n1", "n2", "n3")]
+    assert nodes_of(roles(), whole) == [("n1",), ("n2", "n3")]
+    # In the batch step of a heterogeneous job the plain list is the first component's.
+    het = {
+        "SLURM_JOB_NODELIST": "n2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3-4]",
+    }
+    assert nodes_of(roles(gpus_per_node=1), het) == [("n2",), ("n3", "n4")]
+
+    def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
+        return {node: frozenset({"fast"} if node in ("n1", "n2") else ()) for node in nodes}
+
+    monkeypatch.setattr(step, "node_features", node_features)
+    wanting = roles(constraint="fast")
+    placed = Config(roles=wanting.roles, cluster=ClusterConfig(roles=wanting.cluster.roles, het=False))
+    assert nodes_of(placed, whole) == [("n3",), ("n1", "n2")]
 
 
 # --- the ranks of a step

@@ -124,6 +124,13 @@ def test_a_killed_fake_rank_is_named_and_not_the_peers_that_lost_it(scene: Scene
     assert failure.sentence().endswith("was killed by SIGKILL (out of memory?) at step 7")
 
 
+def test_a_failing_fake_rank_is_named_with_its_role(scene: Scene) -> None:
+    scene.roles = {"agent": 1, "observer": 1}
+    scene.launch = {"max_restarts": 0}
+    scene.script(first=[PEER_LOST, fails("ValueError: nan")])
+    assert scene.supervise().reason == "rank 1 (observer:0) on fakehost failed with ValueError: nan at step 5"
+
+
 def test_a_fake_rank_that_the_supervisor_kills_is_not_blamed(scene: Scene) -> None:
     """Rank 0 hangs, rank 1 loses patience with it and reports a lost peer; that much is known."""
     scene.launch = {"max_restarts": 0}

@@ -1,0 +1,122 @@
+"""Command lines of the steps inside a job: the one that runs the ranks, and the roll call. Pure functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcdist.launch.components import Component, allocations, cluster_for, components, is_het
+from hpcdist.launch.flags import without_value
+from hpcdist.launch.plan import processor_env
+from hpcdist.rundir import Attempt
+from hpcdist.schema import ClusterConfig, Config
+
+#: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
+_RANK = "trap '' USR2; exec \"$@\""
+#: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
+_RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
+
+
+def step_command(config: Config, attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """The step that runs every rank of a run once, whatever its roles ask for."""
+    parts = components(config)
+    if is_het(config):
+        return _het_command(config, parts, attempt, command)
+    (whole,) = allocations(config)
+    if len(parts) == 1:
+        return srun_command(cluster_for(config.cluster, whole), attempt, command)
+    return _placed_command(cluster_for(config.cluster, whole), sum(part.num_ranks for part in parts), attempt, command)
+
+
+def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """The step where all nodes hold equally many ranks.
+
+    A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
+    taken them over from sbatch since Slurm 22.05.
+    """
+    return ["srun", *_options(_flags(cluster, attempt)), "sh", "-c", _RANK, "sh", *command]
+
+
+def _het_command(config: Config, parts: Sequence[Component], attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """One step over all components: ranks count through them."""
+    words = ["srun"]
+    base = rank_env(config)
+    for index, part in enumerate(parts):
+        flags = _flags(cluster_for(config.cluster, part), attempt)
+        for name in ("output", "open-mode"):
+            if name not in config.cluster.srun:
+                del flags[name]
+        env = _env_words(base, rank_env(config, part))
+        words += [":"] * (index > 0) + [f"--het-group={index}", *_options(flags)]
+        words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
+    return words
+
+
+def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """A command's head that changes one environment into another; srun has but one for all components."""
+    unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
+    changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
+    return ["env", *unset, *changed] if unset or changed else []
+
+
+def _placed_command(cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str]) -> list[str]:
+    """The step where each rank is told its node, in the file that SLURM_HOSTFILE names."""
+    flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
+    flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
+    return ["srun", *_options(flags), "sh", "-c", _RANK, "sh", *command]
+
+
+def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
+    return {
+        "job-name": f"attempt-{attempt.number:03d}",
+        "nodes": cluster.nodes,
+        "ntasks": cluster.nodes * cluster.tasks_per_node,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "cpus-per-task": cluster.cpus_per_task,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "kill-on-bad-exit": 1,
+        "input": "none",
+        "open-mode": "append",
+        # One file per task, its number padded as in Attempt.log.
+        "output": str(attempt.path / "rank-%5t.log"),
+        **{name: without_value(value) for name, value in cluster.srun.items()},
+    }
+
+
+def _options(flags: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
+    """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently.
+
+    Args:
+        part: whose ranks are meant; those of the first component, which the job's environment is made for.
+    """
+    part = part or allocations(config)[0]
+    threads = config.launch.threads or part.cpus_per_task
+    policy = processor_env(threads, use_gpus=part.gpus_per_node > 0 and config.launch.device != "cpu")
+    policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
+    return {**policy, **config.cluster.env, **config.launch.env}
+
+
+def standby_command(job_id: str) -> list[str]:
+    """A step on one node of the second component: see standby.py."""
+    flags = ["--het-group=1", "--overlap", "--job-name=standby", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.launch.standby", job_id]
+
+
+def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
+    """A step that lets each node say its name, beside whatever else runs there.
+
+    Args:
+        nodes: names of the nodes, by component.
+        het: whether the components are those of a heterogeneous job.
+    """
+    words = ["srun"]
+    for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * het
+        words += ["--overlap", f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
+        words += ["--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"]
+    return words

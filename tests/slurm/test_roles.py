@@ -1,0 +1,232 @@
+"""Roles on different nodes: one heterogeneous job, or one allocation in which each rank is told its node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hpcdist_runs import assert_same, wait_for
+from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
+
+from hpcdist.devcluster import cluster, nodes
+from hpcdist.rundir import read_json
+
+STEPS, SAVED_AT, HOLD_AT = 40, 20, 25
+NUM_RANKS = 5
+ROLES = [
+    "trainer=roles:train",
+    f"params.steps={STEPS}",
+    "checkpoint.every_steps=10",
+    "roles.server=1",
+    "roles.worker=4",
+    "launch.devices.worker=cpu",  # the dev cluster's GPUs are not real
+]
+#: One node for the server, two for the workers, who alone get GPUs.
+HET = ["cluster.roles.server.gpus_per_node=0", "cluster.gpus_per_node=2"]
+#: So that order by component and order by name differ.
+SERVER_ON_THE_LAST_NODE = ["cluster.roles.server.sbatch.nodelist=n4"]
+#: What the nodes are good for, for those who ask.
+FEATURES = {"n1": "plain", "n2": "fast", "n3": "fast", "n4": "plain"}
+PLACED = [
+    "cluster.het=off",
+    "cluster.roles.server.constraint=plain",
+    "cluster.roles.worker.constraint=fast",
+    "cluster.exclude=n1",
+]
+
+
+@pytest.fixture(autouse=True)
+def a_whole_cluster_again(devcluster: DevCluster) -> Iterator[None]:
+    yield
+    devcluster.cancel_all()
+    for name in cluster.status(devcluster.layout).dead:
+        nodes.start_node(devcluster.layout, name.removeprefix("slurmd-"))
+    devcluster.until(
+        lambda: {node.state for node in cluster.status(devcluster.layout).nodes} == {"idle"}, "all nodes are idle"
+    )
+
+
+@pytest.fixture
+def features(devcluster: DevCluster) -> Iterator[None]:
+    """Nodes of two kinds, told apart by their features."""
+
+    for node, feature in FEATURES.items():
+        for kind in ("AvailableFeatures", "ActiveFeatures"):
+            devcluster.run("scontrol", "update", f"NodeName={node}", f"{kind}={feature}")
+    yield
+    for node in FEATURES:
+        for kind in ("ActiveFeatures", "AvailableFeatures"):
+            devcluster.run("scontrol", "update", f"NodeName={node}", f"{kind}=")
+
+
+@pytest.fixture(scope="module")
+def control(slurm_runs: SlurmRuns) -> str:
+    """Name of a run of five ranks on this machine, without Slurm, that nothing happened to."""
+    name = "roles-control"
+    code, output = slurm_runs.command("run", *slurm_runs.config(name, *ROLES))
+    assert code == 0, output
+    assert "roles       rank  role        device\n            0     server:0    cpu\n" in output
+    assert "            1-4   worker:0-3  cpu\n" in output
+    return name
+
+
+def submit_held(runs: SlurmRuns, name: str, *overrides: str) -> tuple[str, str]:
+    """Submit, wait until the trainer holds all ranks; returns the job's id and what was printed."""
+    arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_AT}", *overrides)
+    code, output = runs.command("submit", *arguments, "--cluster", "devcluster")
+    assert code == 0, output
+    runs.wait_held(name, NUM_RANKS)
+    return str((read_json(runs.run_dir(name).path / "slurm.json") or {})["job_id"]), output
+
+
+def who(runs: SlurmRuns, name: str, attempt: int = 1) -> list[list[Any]]:
+    """Of each rank: rank, name, role, index, host, local rank; as the ranks have told each other."""
+    return list((read_json(runs.attempt(name, attempt).path / "who.json") or {})["ranks"])
+
+
+def expected(server: str, *workers: str) -> list[list[Any]]:
+    rows: list[list[Any]] = [[0, "server:0", "server", 0, server, 0]]
+    return rows + [[1 + i, f"worker:{i}", "worker", i, workers[i // 2], i % 2] for i in range(4)]
+
+
+def table_of(runs: SlurmRuns, name: str) -> list[str]:
+    """The rank tables of the job's log, without times and heads."""
+    lines = [line.partition(" INFO ")[2] for line in runs.job_log(name).splitlines()]
+    return [" ".join(line.split()) for line in lines if "server:" in line or "worker:" in line]
+
+
+def conclude(runs: SlurmRuns, name: str, job: str, control: str, resumed_at: int) -> None:
+    """Assert that the run went on from a step and ended as the undisturbed one, in MLflow as well."""
+    state = runs.wait_end(name, job)
+    assert (state.status, state.attempt) == ("finished", 2), f"{state}\n{runs.job_log(name)}"
+    assert runs.resumed_at(name, 2) == resumed_at
+    code, output = runs.command("sync", name)
+    assert code == 0, output
+    assert runs.checkpoint_steps(name)[-1] == STEPS
+    assert_same(runs.final_state(name), runs.final_state(control))
+    points = sorted(point for point in runs.points(name) if point[0] == "train/norm")
+    assert points == sorted(point for point in runs.points(control) if point[0] == "train/norm")
+    assert len(points) == STEPS
+    assert runs.mlflow_status(name) == "FINISHED"
+    runs.assert_no_process_left(name)
+
+
+def test_a_heterogeneous_job_is_requeued(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+    name = "het-requeued"
+    job, output = submit_held(slurm_runs, name, *HET, *SERVER_ON_THE_LAST_NODE)
+    assert "0     server:0    cpu     component 0: 1 node × 1, partition main\n" in output
+    assert "1-4   worker:0-3  cpu     component 1: 2 nodes × 2, 2 GPUs each, partition main\n" in output
+    records = devcluster.run("scontrol", "--oneliner", "show", "job", job).splitlines()
+    assert [("HetJobOffset=" in line, "gres/gpu=4" in line) for line in records] == [(True, False), (True, True)]
+    assert who(slurm_runs, name) == expected("n4", "n1", "n2")
+    assert table_of(slurm_runs, name) == ["0 server:0 cpu n4", "1-2 worker:0-1 cpu n1", "3-4 worker:2-3 cpu n2"]
+    assert "INFO rank 3 on n2: this is worker:2 of server 1, worker 4\n" in slurm_runs.attempt(name).log(3).read_text()
+
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    slurm_runs.start_now(job)
+    conclude(slurm_runs, name, job, control, saved)
+    assert devcluster.job(job)["Restarts"] == "1"
+    assert who(slurm_runs, name, 2) == expected("n4", "n1", "n2")
+    assert slurm_runs.param(name, "roles.worker") == "4"
+
+
+def test_a_rank_of_the_second_component_is_killed(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+    name = "het-rank-killed"
+    job, _ = submit_held(slurm_runs, name, *HET)
+    os.kill(int((slurm_runs.attempt(name).path / "held-3").read_text()), signal.SIGKILL)
+    slurm_runs.release(name)
+    conclude(slurm_runs, name, job, control, SAVED_AT)
+    assert devcluster.job(job)["Restarts"] == "0"
+    # srun counts a component's tasks from 0, and says 2 of this rank.
+    assert "rank 3 (worker:2) on n3 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
+
+
+@pytest.mark.usefixtures("features")
+def test_roles_in_one_allocation_are_requeued(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+    """Rank 0 stands on the last node, since that is of the kind that the server asks for."""
+    name = "placed-requeued"
+    job, output = submit_held(slurm_runs, name, *PLACED)
+    assert "0     server:0    cpu     1 node × 1, partition main, plain\n" in output
+    assert "HetJob" not in devcluster.run("scontrol", "--oneliner", "show", "job", job)
+    assert devcluster.job(job)["Features"] == "[plain*1&fast*2]"
+    assert who(slurm_runs, name) == expected("n4", "n2", "n3")
+    assert table_of(slurm_runs, name) == ["0 server:0 cpu n4", "1-2 worker:0-1 cpu n2", "3-4 worker:2-3 cpu n3"]
+
+    devcluster.run("scontrol", "requeue", job)
+    slurm_runs.release(name)
+    slurm_runs.wait_status(name, "queued")
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    slurm_runs.start_now(job)
+    conclude(slurm_runs, name, job, control, saved)
+    assert who(slurm_runs, name, 2) == expected("n4", "n2", "n3")
+
+
+# --- heavier faults
+
+
+@pytest.mark.faults
+def test_a_part_of_a_heterogeneous_job_is_preempted(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
+) -> None:
+    """Slurm queues all components again when one of them has to go."""
+    name = "het-preempted"
+    job, _ = submit_held(slurm_runs, name, *HET)
+    high = devcluster.sbatch("true", "--partition=high", "--nodelist=n3", "--exclusive")
+    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.release(name)
+    slurm_runs.wait_status(name, "queued")
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert saved >= HOLD_AT
+    devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    slurm_runs.start_now(job)
+    conclude(slurm_runs, name, job, control, saved)
+
+
+@pytest.mark.faults
+def test_the_time_limit_of_a_heterogeneous_job(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+    """Nobody releases the ranks: they go on once they are asked to stop, which only the time limit does."""
+    name = "het-time-limit"
+    arguments = ["cluster.time_min=2", "cluster.signal_lead_s=60"]
+    job, _ = submit_held(slurm_runs, name, *HET, *arguments)
+    slurm_runs.wait_status(name, "queued", timeout_s=100)
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert 0 < saved < STEPS
+    slurm_runs.start_now(job)
+    conclude(slurm_runs, name, job, control, saved)
+    assert devcluster.job(job)["Restarts"] == "1"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", ["n1", "n3"])
+def test_a_node_of_a_heterogeneous_job_dies(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str, victim: str
+) -> None:
+    """n1 is the batch host and the server's node, n3 one of the workers'.
+
+    With n1 the supervisor dies and Slurm queues the first component alone: the standby sees to the rest.
+    """
+    name = f"het-dead-{victim}"
+    job, _ = submit_held(slurm_runs, name, *HET)
+    nodes.kill_node(devcluster.layout, victim)
+    slurm_runs.release(name)
+
+    def runs_again() -> bool:
+        facts = devcluster.job(job)
+        if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
+            slurm_runs.start_now(job)
+        return facts["JobState"] == "RUNNING" and int(facts["Restarts"]) > 0
+
+    devcluster.until(runs_again, f"job {job} runs again", within_s=150)
+    conclude(slurm_runs, name, job, control, SAVED_AT)
+    assert victim not in {row[4] for row in who(slurm_runs, name, 2)}
+    log = (devcluster.layout.logs / "slurmctld.log").read_text()
+    assert f"requeue job JobId={job}+{0 if victim == 'n1' else 1}(" in log, "it was the node's failure"
