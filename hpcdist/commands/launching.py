@@ -96,9 +96,8 @@ def submit(
     who = [*filter(None, [note]), *table(loaded)]
     if dry_run:
         checks.check_config(loaded, Path.cwd())
-        print("\n".join(f"# {line}" for line in who))
         script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name), flags)
-        print(f"{script}\n# then, in the batch step:\n# {step}")
+        print(f"{script}\n# then, in the batch step:\n# {step}\n#\n" + "\n".join(f"# {line}" for line in who))
         return 0
     _ask_slurm(loaded, flags, Path.cwd(), force=force)
     print("\n".join(who))

@@ -149,7 +149,7 @@ def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
     arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
     code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output
-    _, _, last = output.splitlines()
+    last = output.splitlines()[-1]
     assert last.startswith(f"not in MLflow yet: MLflow at {uri}"), output
     assert slurm_runs.state("offline").status == "queued"
 
@@ -219,6 +219,9 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
     assert output.startswith("#!/bin/bash\n")
     assert "\n#SBATCH --partition=main\n" in output
     assert "\n# srun --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 " in output
+    assert output.endswith(
+        "\n# rank  role         device  where\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
+    )
     assert not slurm_runs.run_dir(name).path.exists()
 
 
