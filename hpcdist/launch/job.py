@@ -10,6 +10,19 @@ from hpcdist.cluster.job_facts import parse_facts, parse_time
 from hpcdist.errors import HpcdistError
 
 
+def job_id_of(env: Mapping[str, str]) -> str:
+    """The id of the job around this process as all of Slurm's commands take it: `41`, or `41_2` for an array's task.
+
+    A task has an id of its own in SLURM_JOB_ID, but the last one's is the array's, and asking for that means all tasks.
+    Raises HpcdistError when there is no job.
+    """
+    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    if not env.get("SLURM_JOB_ID"):
+        raise HpcdistError("SLURM_JOB_ID is not set: this is for the inside of a Slurm job")
+    return env["SLURM_JOB_ID"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A running job."""
@@ -23,9 +36,7 @@ class Job:
     @classmethod
     def here(cls, env: Mapping[str, str]) -> Job:
         """The job around this process. Raises HpcdistError when there is none or `scontrol` does not answer."""
-        job_id = env.get("SLURM_JOB_ID")
-        if not job_id:
-            raise HpcdistError("SLURM_JOB_ID is not set: this is for the inside of a Slurm job")
+        job_id = job_id_of(env)
         records = job_records(job_id)
         facts = records[0] if records else {}
         ends = [end for record in records if (end := parse_time(record.get("EndTime"))) is not None]
@@ -54,7 +65,7 @@ class Job:
 def job_ids(env: Mapping[str, str]) -> list[str]:
     """Ids of the job around this process: one for each component of a heterogeneous job, its leader first."""
     size = int(env.get("SLURM_HET_SIZE") or 0)
-    return [env[f"SLURM_JOB_ID_HET_GROUP_{index}"] for index in range(size)] or [env["SLURM_JOB_ID"]]
+    return [env[f"SLURM_JOB_ID_HET_GROUP_{index}"] for index in range(size)] or [job_id_of(env)]
 
 
 def why_no_het_jobs() -> str:

@@ -11,6 +11,7 @@ from hpcdist.cluster.job_facts import parse_time
 from hpcdist.errors import HpcdistError
 from hpcdist.launch.job import (
     Job,
+    job_id_of,
     job_ids,
     node_features,
     parse_minutes,
@@ -54,6 +55,7 @@ def test_a_heterogeneous_job_has_a_record_for_each_component(fake_scontrol: Path
     assert Job.here(env) == Job(id="41", restart_count=1, end_time=parse_time("2026-11-20T06:05:00"))
     assert job_ids(env | {"SLURM_JOB_ID_HET_GROUP_0": "41", "SLURM_JOB_ID_HET_GROUP_1": "42"}) == ["41", "42"]
     assert job_ids({"SLURM_JOB_ID": "41"}) == ["41"]
+    assert job_ids({"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}) == ["41_2"]
 
 
 def test_features_of_nodes(fake_scontrol: Path) -> None:
@@ -80,6 +82,14 @@ def test_whether_a_cluster_has_heterogeneous_jobs(fake_scontrol: Path, says: str
     (fake_scontrol / "says").write_text("Configuration data as of 2026-11-20T08:00:00\n" + says)
     assert why_no_het_jobs() == why
     assert (fake_scontrol / "asked").read_text() == "show config\n"
+
+
+def test_the_last_task_of_an_array_does_not_go_by_the_arrays_id() -> None:
+    assert job_id_of({"SLURM_JOB_ID": "41"}) == "41"
+    task = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}
+    assert job_id_of(task) == "41_2"
+    with pytest.raises(HpcdistError, match="SLURM_JOB_ID is not set"):
+        job_id_of({"SLURM_ARRAY_TASK_ID": "2"})
 
 
 def test_the_job_around_this_process(fake_scontrol: Path) -> None:
