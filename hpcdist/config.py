@@ -60,7 +60,7 @@ def load_run_config(
     tree = _read_yaml(path)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
-    for path_of_key, value in list(_leaves(tree)):
+    for path_of_key, value in list(leaves(tree)):
         key, name = ".".join(path_of_key), _variable(path_of_key)
         if not _is_redacted(value) or key in given:
             continue
@@ -106,7 +106,7 @@ def redacted(config: Config) -> dict[str, Any]:
 def redacted_argument(text: str) -> str:
     """A word of the command line, its value replaced when it is an override that sets a secret."""
     key, _, raw = text.partition("=")
-    value = _parse(raw)
+    value = parse_value(raw)
     if _redact(key.rpartition(".")[2], value) != value:
         text = f"{key}={REDACTED}"
     return _URI_PASSWORD.sub(rf"\1:{REDACTED}@", text)
@@ -138,10 +138,10 @@ def _variable(path: Sequence[str]) -> str:
 
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
-    clean = dict(_leaves(redacted(config)))
+    clean = dict(leaves(redacted(config)))
     return {
         _variable(path): value if isinstance(value, str) else json.dumps(value)
-        for path, value in _leaves(dataclasses.asdict(config))
+        for path, value in leaves(dataclasses.asdict(config))
         if clean[path] != value
     }
 
@@ -168,7 +168,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
             problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
-        elif not _insert(tree, key.split("."), _parse(raw)):
+        elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     if isinstance(tree.get("trainer"), str):
         tree["trainer"] = {"target": tree["trainer"]}
@@ -178,7 +178,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         merged = OmegaConf.merge(merged, tree)
     except (OmegaConfBaseException, ValueError, TypeError):
         # A merge stops at the first mistake, so look again leaf by leaf for all of them.
-        for path, value in _leaves(tree):
+        for path, value in leaves(tree):
             leaf: dict[str, Any] = {}
             _insert(leaf, path, value)
             try:
@@ -205,7 +205,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     return _checked(sections, source)
 
 
-def _parse(raw: str) -> Any:
+def parse_value(raw: str) -> Any:
     """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
@@ -275,7 +275,7 @@ def _for_role(path: str, key: str) -> str:
     )
 
 
-def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value that is not a mapping (an empty one counts as a value), with the keys that lead to it.
 
     Keys, not a dotted path: free keys such as MLflow's tags may hold dots themselves.
@@ -283,7 +283,7 @@ def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
     for key, value in tree.items():
         path = (*above, str(key))
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
+            yield from leaves(value, path)
         else:
             yield path, value
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.commands.options import RUNS, ConfigName, Detach, Overrides, RunName, RunsDir, console, exit_code
+from hpcdist.commands.options import (
+    RUNS,
+    ConfigName,
+    Detach,
+    Overrides,
+    RunName,
+    RunsDir,
+    SweepAxes,
+    console,
+    exit_code,
+)
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
@@ -29,6 +39,7 @@ Force = Annotated[bool, typer.Option("--force", help="Submit also what hpcdist, 
 def run(
     config: ConfigName,
     overrides: Overrides = None,
+    sweep: SweepAxes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     detach: Detach = False,
 ) -> int:
@@ -41,6 +52,8 @@ def run(
         hpcdist run configs/ddp_mnist.yaml data.root=~/data optim.lr=0.01 launch.ranks=4
 
         hpcdist run ddp_mnist --detach
+
+        hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
     """
     from hpcdist.config import load_config
     from hpcdist.launch import start
@@ -48,6 +61,11 @@ def run(
     from hpcdist.tracking.uri import choose_uri
     from hpcdist.view import show_plan
 
+    if sweep:
+        from hpcdist.commands import sweeping
+
+        sweeping.check_options(sweep, None, detach=detach)
+        return sweeping.run_sweep(sweeping.read_sweep(config, overrides or [], sweep), dry_run=dry_run)
     loaded = start.with_name(load_config(config, overrides or []))
     start.check_trainer(loaded, Path.cwd())
     plan = make_plan(loaded, Machine.inspect(os.environ))
@@ -73,8 +91,12 @@ def submit(
     force: Annotated[
         bool, typer.Option("--force", help="Submit also what hpcdist, not Slurm, holds for wrong.")
     ] = False,
+    sweep: SweepAxes = None,
+    array_parallelism: Annotated[
+        int | None, typer.Option(min=1, help="At most so many cells of a sweep run at a time.")
+    ] = None,
 ) -> int:
-    """Send a run to Slurm.
+    """Send a run to Slurm, or a sweep as one job array.
 
     Examples:
 
@@ -83,13 +105,27 @@ def submit(
         hpcdist submit mnist.yaml --cluster ~/mysite.yaml cluster.nodes=4 --dry-run
 
         hpcdist submit mnist.yaml --cluster mysite --dependency afterok:first --begin 20:00
+
+        hpcdist submit mnist.yaml --cluster ~/mysite.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
     """
+    from hpcdist.commands import sweeping
     from hpcdist.config import load_config
     from hpcdist.launch import checks, slurm, start
     from hpcdist.launch.components import table
     from hpcdist.launch.sbatch import render
     from hpcdist.rundir import RunDir
 
+    sweeping.check_options(sweep, array_parallelism, detach=False)
+    if sweep:
+        cells = sweeping.read_sweep(config, overrides or [], sweep, cluster)
+        flags = _submission_flags(cells.cells[0].config, dependency, begin)
+
+        def ask(one: Config) -> None:
+            _ask_slurm(one, flags, Path.cwd(), force=force)
+
+        return sweeping.submit_sweep(
+            cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
+        )
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
     flags = _submission_flags(loaded, dependency, begin)
     loaded, note = slurm.settle_het(loaded)

@@ -18,6 +18,10 @@ RunsDir = Annotated[
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, name, or a unique prefix of its name.")]
 ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="Path of a YAML file, or a shipped config's name.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value …]", help="Overrides of the config.")]
+SweepAxes = Annotated[
+    list[str] | None,
+    typer.Option("--sweep", metavar="key=v1,v2", help="Values to try; several of these span a grid of runs."),
+]
 Detach = Annotated[bool, typer.Option("--detach/--follow", help="Leave it running in the background.")]
 RUNS = Path("runs")
 

@@ -71,11 +71,15 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
     return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in told.items())]
 
 
-def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The whole batch script and the first attempt's srun line, also where no Slurm is installed."""
+def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
+    """The whole batch script and the first attempt's srun line, also where no Slurm is installed.
+
+    Args:
+        array: submitit's `map_count` and `array_parallelism`, for a job array.
+    """
     from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
 
     folder = run.path / "submitit"
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
-    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags))
+    script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     return script, shlex.join(step_command(config, run.attempt(1), rank_command(run.path)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from hpcdist.launch.job import why_no_het_jobs
 from hpcdist.launch.sbatch import render, sbatch_parameters
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
+
+#: States of a job that has not come to its end, in squeue's words.
+_IN_QUEUE = frozenset(
+    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+    | {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+)
 
 
 def require() -> None:
@@ -90,3 +97,55 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
     except SlurmAwayError:
         cluster = ""
     write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
+
+
+def submit_array(
+    config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
+) -> list[str]:
+    """Submit runs that are made as one job array, at most `parallelism` of them running at a time.
+
+    Returns the tasks' job ids (`41_0`; a single run is an ordinary job), which each run's `slurm.json` keeps.
+    """
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError
+
+    before = [(run, run.read_state(), read_json(run.path / "slurm.json")) for run in runs]
+    for run, state, _ in before:
+        write_json(run.path / "slurm.json", {"job_id": None})
+        run.write_state(replace(state, status="queued", reason="", ended=None))
+    executor = SlurmExecutor(sweep.path / "submitit")
+    executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
+    try:
+        jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])
+    except FailedJobError as error:
+        for run, state, job_before in before:
+            run.write_state(state)
+            write_json(run.path / "slurm.json", job_before or {"job_id": None})
+        raise UserMistake(f"Slurm refused the job array: {' '.join(str(error).split())}") from error
+    for run, job in zip(runs, jobs, strict=True):
+        write_job(run, str(job.job_id), name=f"{sweep.experiment}/{sweep.name}")
+        _link_log(run, job.paths.stdout)
+    return [str(job.job_id) for job in jobs]
+
+
+def _link_log(run: RunDir, log: Path) -> None:
+    """Show the task's log, which is with the array's, where that of a run submitted alone is."""
+    log.touch()
+    folder = run.path / "submitit"
+    folder.mkdir(exist_ok=True)
+    (folder / log.name).symlink_to(os.path.relpath(log, folder))
+
+
+def queued_jobs(job_ids: Sequence[str]) -> dict[str, str] | None:
+    """The state, by job id, of those jobs that Slurm has not done with; None when it cannot be asked."""
+    if not job_ids:
+        return {}
+    command = ["squeue", "--array", "--noheader", "--states=all", "--format=%i %T", f"--jobs={','.join(job_ids)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        return None
+    states = dict(line.split() for line in done.stdout.splitlines())
+    return {job: state for job, state in states.items() if job in job_ids and state in _IN_QUEUE}

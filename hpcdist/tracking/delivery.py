@@ -11,19 +11,11 @@ from hpcdist.rundir import ENDED, RunDir, State
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.parent import Parent
 from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Tail
 
 LOGS_EVERY_S = 60.0
-#: MLflow has no state for a run that was stopped and will go on: the tag `hpcdist.state` tells.
-_MLFLOW_STATUS = {
-    "created": "SCHEDULED",
-    "queued": "SCHEDULED",
-    "finished": "FINISHED",
-    "failed": "FAILED",
-    "cancelled": "KILLED",
-    "stopped": "KILLED",
-}
 
 
 class Shipper:
@@ -39,6 +31,7 @@ class Shipper:
         self.progress = Progress()
         self._saved = run.journal / "shipped.json"
         self._mlflow: MlflowRun | None = None
+        self._parent = Parent.of(run, uri)
         self._logs_shipped = 0.0
         #: How long to wait, at least, before the next pass: journals of many nodes are not to be asked often.
         self.pause_s = 0.0
@@ -111,6 +104,8 @@ class Shipper:
 
     def _ship_tags(self, state: State) -> None:
         tags = labels.fixed_tags(self.run, self.config) | labels.job_tags(self.run) | labels.state_tags(state)
+        if self._parent is not None:
+            tags |= self._parent.cell_tags()
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
         if changed:
             self.open_run().set_tags(changed)
@@ -154,11 +149,13 @@ class Shipper:
             self.progress.save(self._saved)
 
     def _ship_status(self, state: State) -> None:
-        status = _MLFLOW_STATUS.get(state.status, "RUNNING")
+        status = labels.MLFLOW_STATUS.get(state.status, "RUNNING")
         # With the attempt, since a run may end in the same way again after it was resumed.
         known = f"{status} {state.attempt}"
         if self.progress.status != known:
             ended = state.ended if state.ended is not None else time.time()
             self.open_run().set_status(status, int(ended * 1000) if state.status in ENDED else None)
+            if self._parent is not None:
+                self._parent.refresh()
             self.progress.status = known
             self.progress.save(self._saved)

@@ -16,6 +16,15 @@ from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
 MAX_TAG = 8000
+#: MLflow has no state for a run that was stopped and will go on: the tag `hpcdist.state` tells.
+MLFLOW_STATUS = {
+    "created": "SCHEDULED",
+    "queued": "SCHEDULED",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+    "stopped": "KILLED",
+}
 
 
 def read_config(run: RunDir) -> dict[str, Any]:

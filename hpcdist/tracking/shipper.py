@@ -175,8 +175,10 @@ class SyncReport:
         return text + (f"; closed: {self.closed}" if self.closed else "")
 
 
-def sync(run: RunDir, uri: str) -> SyncReport:
+def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     """Ship, in this process, all that MLflow does not have of a run, and close one that died without a word.
+
+    Without `close_dead` nobody asks whether it has.
 
     Raises TrackingError when MLflow does not answer or refuses, and RunFolderError when a supervisor takes the run
     at this moment.
@@ -184,7 +186,7 @@ def sync(run: RunDir, uri: str) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
-        closed = close_if_dead(run)
+        closed = close_if_dead(run) if close_dead else ""
         shipper = Shipper(run, uri)
         shipper.open_run()
         before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))

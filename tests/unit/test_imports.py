@@ -64,6 +64,8 @@ GROUND_FLOOR = (
     "lease",
     "pace",
     "standing",
+    "sweep",
+    "sweepdir",
     "logs",
     "cluster",
     "models",

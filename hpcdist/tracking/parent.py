@@ -1,0 +1,111 @@
+"""The MLflow run above the cells of a sweep. Whoever ships a cell keeps it up to date; there is no process of its own.
+
+Every call may be repeated, by several shippers at once, on several hosts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.rundir import ENDED, RunDir, State, read_json
+from hpcdist.sweep import text_of
+from hpcdist.sweepdir import SweepDir, sweep_of
+from hpcdist.tracking import labels
+from hpcdist.tracking.mlflow_run import MlflowRun
+
+_PARENT_TAG = "mlflow.parentRunId"
+#: Tags of a cell that say where the whole sweep came from.
+_SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
+
+
+class Parent:
+    """The parent run of one cell. All methods raise TrackingError when MLflow is away or refuses."""
+
+    def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
+        self._cell = cell
+        self._sweep = sweep
+        self._uri = uri
+        self._mlflow: MlflowRun | None = None
+
+    @classmethod
+    def of(cls, run: RunDir, uri: str) -> Parent | None:
+        """None for a run that is no cell of a sweep."""
+        sweep = sweep_of(run)
+        return cls(run, sweep, uri) if sweep is not None else None
+
+    def cell_tags(self) -> dict[str, str]:
+        """What makes the cell's MLflow run a child, under the name of its values."""
+        cell = read_json(self._cell.path / "cell.json") or {}
+        return {
+            _PARENT_TAG: self._open().run_id,
+            "mlflow.runName": str(cell.get("label", self._cell.name))[:250],
+            "hpcdist.sweep": self._sweep.name,
+        }
+
+    def _open(self) -> MlflowRun:
+        if self._mlflow is None:
+            # One at a time, so that one of them creates it and the others find it. On a file system without locks two
+            # might: all cells then agree on the one that mlflow.json names, at the latest with their next start.
+            with _alone(self._sweep):
+                opened = MlflowRun(self._sweep, self._uri)
+            self._describe(opened)
+            self._mlflow = opened
+        return self._mlflow
+
+    def _describe(self, opened: MlflowRun) -> None:
+        try:
+            facts = self._sweep.read()
+        except RunFolderError as error:
+            raise TrackingError(str(error)) from error
+        axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
+        for cell in facts["cells"]:
+            for key, value in cell["values"].items():
+                axes[key][text_of(value)] = None
+        opened.log_params({key: ", ".join(texts)[: labels.MAX_PARAM] for key, texts in axes.items()})
+        of_cell = labels.fixed_tags(self._cell, labels.read_config(self._cell))
+        tags = {key: value for key, value in of_cell.items() if key in _SHARED}
+        values = json.dumps({key: list(texts) for key, texts in axes.items()})
+        opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[: labels.MAX_TAG]})
+
+    def refresh(self) -> None:
+        """Tell MLflow how the whole sweep stands, by the cells' folders."""
+        opened = self._open()
+        state = self._read()
+        while True:
+            ended = state.status in ENDED
+            opened.set_tags(
+                {
+                    "mlflow.note.content": f"{state.status}: {state.reason}",
+                    "hpcdist.state": state.status,
+                    "hpcdist.reason": state.reason,
+                }
+            )
+            status = labels.MLFLOW_STATUS.get(state.status, "RUNNING")
+            opened.set_status(status, int((state.ended or 0) * 1000) if ended else None)
+            # Two that do this at once may overtake each other. Each looks again at what it has just told, so the
+            # last word is true, whoever has it.
+            before, state = state, self._read()
+            if (before.status, before.reason) == (state.status, state.reason):
+                return
+
+    def _read(self) -> State:
+        try:
+            return self._sweep.read_state()
+        except RunFolderError as error:
+            raise TrackingError(str(error)) from error
+
+
+@contextmanager
+def _alone(sweep: SweepDir) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(sweep.path / ".mlflow.lock", "a"))
+        except OSError as error:
+            raise TrackingError(f"{sweep.path} cannot be written ({error.strerror})") from error
+        with suppress(OSError):  # not every network file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
