@@ -57,16 +57,22 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     from hpcdist import logs
     from hpcdist.launch import sweeping
     from hpcdist.launch.plan import Machine, make_plan
+    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.view import show_plan
 
     machine = Machine.inspect(os.environ)
     plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
+    first = sweep.cells[0]
+    uri = choose_uri(os.environ, first.config.tracking.uri, Path(first.config.runs_dir))
     choices = sweeping.choose(sweep)
+    show_plan(console(), first.config, plans[first.name], sweep.folder, uri, verbose=dry_run)
     show_choices(sweep, choices)
     if dry_run:
         return 0
     to_run = [choice for choice in choices if choice.runs]
     logs.configure()
     terminal = console()
+    refused = False
     with _told_to_end() as told, sweeping.at_work(sweep) as there:
         sweeping.make_ready(to_run, there, Path.cwd(), launcher="local")
         for number, choice in enumerate(to_run, 1):
@@ -76,12 +82,13 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
             try:
                 _run_cell(choice, plans[choice.cell.name])
             except HpcdistError as error:
+                refused = True
                 terminal.print(f"{choice.run.name}: {error}", markup=False, highlight=False, soft_wrap=True)
             if _ended_by_signal(choice.run):
                 break
     if any(choice.run.read_state().status == "created" for choice in to_run):
         _tell_parent(to_run[0])
-    return show_end(sweep, choices)
+    return show_end(sweep, choices) or int(refused)
 
 
 def _run_cell(choice: Choice, plan: Plan) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.rundir import ENDED, RunDir, State, read_json
@@ -48,19 +49,19 @@ class Parent:
 
     def _open(self) -> MlflowRun:
         if self._mlflow is None:
-            # One at a time, so that one of them creates it and the others find it. On a file system without locks two
-            # might: all cells then agree on the one that mlflow.json names, at the latest with their next start.
-            with _alone(self._sweep):
-                opened = MlflowRun(self._sweep, self._uri)
-            self._describe(opened)
+            try:
+                facts = self._sweep.read()
+                # One at a time, so that one of them creates it and the others find it. On a file system without
+                # locks two might: the cells agree on the one that mlflow.json names, at the latest when next shipped.
+                with _alone(self._sweep):
+                    opened = MlflowRun(self._sweep, self._uri)
+            except RunFolderError as error:
+                raise TrackingError(str(error)) from error
+            self._describe(opened, facts)
             self._mlflow = opened
         return self._mlflow
 
-    def _describe(self, opened: MlflowRun) -> None:
-        try:
-            facts = self._sweep.read()
-        except RunFolderError as error:
-            raise TrackingError(str(error)) from error
+    def _describe(self, opened: MlflowRun, facts: Mapping[str, Any]) -> None:
         axes: dict[str, dict[str, None]] = {key: {} for key in facts["keys"]}
         for cell in facts["cells"]:
             for key, value in cell["values"].items():

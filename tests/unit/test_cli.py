@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hpcdist import cli
 from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.cluster.queue import Look
 from hpcdist.config import load_config
+from hpcdist.errors import UserMistake
 from hpcdist.launch import start
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_json
@@ -147,6 +149,14 @@ def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[st
         (["run", "ddp_digit"], "ddp_digit: no such config file: did you mean 'ddp_digits'?"),
         (["run", "ddp_digits", "trainer=dpp"], "trainer: 'dpp' is not one of "),
         (["run", "ddp_digits", "launch.device=cuda"], "launch.device=cuda, but no GPU is visible here"),
+        (["run", "ddp_digits", "--sweep", "seed=1,1"], "--sweep: seed: 1 stands there twice"),
+        (["run", "ddp_digits", "seed=3", "--sweep", "seed=1,2"], "--sweep: seed is both swept and overridden"),
+        (["run", "ddp_digits", "--sweep", "optim.lr=0.1,-1"], "optim.lr must be > 0, got -1.0"),
+        (["run", "ddp_digits", "--sweep", "trainer=ddp,dpp"], "trainer: 'dpp' is not one of "),
+        (["run", "ddp_digits", "--sweep", "seed=1,2", "--detach"], "--detach is for a single run: "),
+        (["run", "ddp_digits", "--sweep", "seed=1,2", "tracking.uri=http://ada:***@mlflow"], "the password of "),
+        (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism is for a job array: "),
+        (["submit", "ddp_digits", "--sweep", "cluster.nodes=1,2"], "--sweep: cluster.nodes cannot be swept: "),
         (["config"], "which config? Shipped ones are "),
         (["config", "ddp_digits", "seed=x"], "seed must be int, got 'x'"),
         (["status", "nope"], "no run 'nope' under "),
@@ -690,3 +700,104 @@ def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPa
     assert hpcdist("ui", "--uri", "http://mlflow:5000").out == "the UI of that server is at http://mlflow:5000\n"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
     assert hpcdist("ui").out == "the UI of that server is at https://other\n"
+
+
+# --- sweeps
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State]]:
+    """How cells end, by the last part of their names; all others finish."""
+    ends: dict[str, Callable[[RunDir], State]] = {}
+
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+        run.new_attempt()
+        how = ends.get(run.name.rpartition("-")[2], lambda run: State(status="finished", reason="done"))
+        state = replace(how(run), attempt=1)
+        run.write_state(state)
+        return state
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    monkeypatch.setattr("hpcdist.commands.sweeping._tell_parent", lambda choice: print("told the parent"))
+    return ends
+
+
+SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
+
+
+def test_the_cells_of_a_sweep_are_shown_and_nothing_is_made(hpcdist: Cli) -> None:
+    result = hpcdist(*SWEEP, "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    assert "sweep tune: 3 cells, 3 to run, in " in result.out
+    assert "  2: seed=3 lr=0.1 (new)  tune-seed_3-lr_0.1\n" in result.out
+    assert "hpcdist.runtime.worker" in result.out
+    assert os.listdir() == []
+
+
+def test_a_failed_cell_does_not_end_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
+    swept = (*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
+    cells["seed_2"] = lambda run: State(status="failed", reason="it broke")
+    result = hpcdist(*swept)
+    assert (result.code, result.err) == (1, "")
+    assert "sweep tune: 1 failed, 2 finished" in result.out
+    del cells["seed_2"]
+    result = hpcdist(*swept)
+    assert (result.code, result.err) == (0, "")
+    assert "sweep tune: 3 cells, 1 to run, in " in result.out
+    assert "cell 1 of 1: lr=0.1 seed=2" in result.out
+    assert "sweep tune: 3 finished" in result.out
+    assert "told the parent" not in result.out
+
+
+def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
+    hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]
+) -> None:
+    def fails(run: RunDir) -> State:
+        raise UserMistake("someone else has it")
+
+    cells["lr_0.1"] = fails
+    result = hpcdist(*SWEEP[:4], "seed=1", "--sweep", "optim.lr=0.1,0.2")
+    assert "tune-seed_1-lr_0.1: someone else has it" in result.out
+    assert "1 finished" in result.out
+    assert result.code == 1
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within a cell", "between two"])
+def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], within: bool) -> None:
+    def stopped(run: RunDir) -> State:
+        if within:  # the supervisor's own handler leaves this
+            run.attempt(1).ask("stop", by="SIGINT", reason="SIGINT to the supervisor")
+            return State(status="stopped", reason="saved")
+        os.kill(os.getpid(), signal.SIGINT)
+        return State(status="finished")
+
+    cells["seed_2"] = stopped
+    result = hpcdist(*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
+    assert (result.code, result.err) == (0, "")
+    ended = "1 created, 1 finished, 1 stopped" if within else "1 created, 2 finished"
+    assert f"sweep tune: {ended}" in result.out
+    assert "the same command again runs what is missing or has failed" in result.out
+    assert "told the parent" in result.out
+
+
+def test_stopping_one_cell_leaves_the_others(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
+    def stopped(run: RunDir) -> State:
+        run.attempt(1).ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        return State(status="stopped", reason="saved")
+
+    cells["seed_1"] = stopped
+    result = hpcdist(*SWEEP[:4], "optim.lr=0.1", "--sweep", "seed=1,2,3")
+    assert "sweep tune: 2 finished, 1 stopped" in result.out
+    assert result.code == 0
+
+
+def test_the_script_of_a_job_array(hpcdist: Cli) -> None:
+    result = hpcdist("submit", *SWEEP[1:], "--cluster", "devcluster", "--array-parallelism", "2", "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    assert "\n#SBATCH --array=0-2%2\n" in result.out
+    assert "\n#SBATCH --job-name=digits/tune\n" in result.out
+    assert "\n# srun --job-name=attempt-001 " in result.out
+    assert os.listdir() == []
+    result = hpcdist("submit", *SWEEP[1:4], "seed=1", "--cluster", "devcluster", "--dry-run")
+    assert "--array" not in result.out, "a single cell is an ordinary job"

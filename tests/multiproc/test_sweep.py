@@ -1,0 +1,62 @@
+"""A sweep on this machine: its cells are real runs, children of one MLflow run, and only what is left runs again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import Runs, finish, wait_for
+from swept import mend, mlflow_runs
+
+#: One rank a cell, and no training: it is all about what becomes of the cells.
+SMALL = ["trainer=picky:train", "launch.ranks=1", "launch.max_restarts=0"]
+
+
+@pytest.fixture
+def own_runs(tmp_path: Path, ready_database: Path) -> Runs:
+    """A folder of its own, since the user's code is changed."""
+    return Runs(tmp_path, ready_database)
+
+
+def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
+    swept = ["run", *own_runs.config("tune", *SMALL, "params.until=3"), "--sweep", "seed=1,2"]
+    code, output = own_runs.command(*swept)
+    assert code == 1, output
+    assert "ValueError: cannot bear seed 2" in output
+    assert "sweep tune: 1 failed, 1 finished\n" in output
+    before = mlflow_runs(own_runs.database, "tune")
+    assert {name: run[:2] for name, run in before.items()} == {
+        "tune": ("FAILED", None),
+        "seed=1": ("FINISHED", "tune"),
+        "seed=2": ("FAILED", "tune"),
+    }
+
+    mend(own_runs.project)
+    code, output = own_runs.command(*swept)
+    assert code == 0, output
+    assert "  0: seed=2 (failed)  tune-seed_2\n  -: seed=1 (finished)\n" in output
+    after = mlflow_runs(own_runs.database, "tune")
+    assert {run.status for run in after.values()} == {"FINISHED"}
+    assert {name: run.run_id for name, run in after.items()} == {name: run.run_id for name, run in before.items()}
+    assert [own_runs.run_dir(f"tune-seed_{seed}").read_state().attempt for seed in (1, 2)] == [1, 2]
+
+
+def test_ctrl_c_saves_the_running_cell_and_ends_the_sweep(own_runs: Runs) -> None:
+    swept = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
+    process = own_runs.start(*swept)
+    beat = own_runs.attempt("tune-seed_3").beat(0)
+    wait_for(beat.exists, "a step of the first cell")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "sweep tune: 1 created, 1 stopped\n" in output
+    assert own_runs.checkpoint_steps("tune-seed_3")
+    assert own_runs.run_dir("tune-seed_4").read_state().attempt == 0
+    assert {name: run.status for name, run in mlflow_runs(own_runs.database, "tune").items()} == {
+        "tune": "KILLED",
+        "seed=3": "KILLED",
+    }
+    code, output = own_runs.command(*swept, "--dry-run")
+    assert code == 0, output
+    assert "  0: seed=3 (stopped)  tune-seed_3\n  1: seed=4 (not started)  tune-seed_4\n" in output

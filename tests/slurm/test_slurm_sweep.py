@@ -1,0 +1,98 @@
+"""A sweep on a real Slurm: one job array, each of whose tasks lives a run's life of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import wait_for
+from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
+from swept import mend, mlflow_runs
+
+from hpcdist.rundir import read_json
+
+SMALL = ["launch.max_restarts=0", "cluster.nodes=1", "cluster.tasks_per_node=1"]
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path, slurm_runs: SlurmRuns, devcluster: DevCluster) -> Iterator[SlurmRuns]:
+    """A folder of its own, since the user's code is changed."""
+    yield SlurmRuns(tmp_path, slurm_runs.database, devcluster)
+    devcluster.cancel_all()
+
+
+def job_of(runs: SlurmRuns, name: str) -> str:
+    return str((read_json(runs.run_dir(name).path / "slurm.json") or {})["job_id"])
+
+
+def arguments(runs: SlurmRuns, *overrides: str) -> list[str]:
+    return ["submit", *runs.config("tune", *SMALL, *overrides), "--cluster", "devcluster", "--sweep", "seed=1,2,3"]
+
+
+def test_one_job_array_and_only_the_failed_cell_again(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
+    submit = arguments(sweeps, "trainer=picky:train", "params.until=5")
+    code, output = sweeps.command(*submit, "--array-parallelism", "2", "cluster.sbatch.begin=now+1hour")
+    assert code == 0, output
+    cells = [f"tune-seed_{seed}" for seed in (1, 2, 3)]
+    array = job_of(sweeps, cells[0]).partition("_")[0]
+    assert [job_of(sweeps, name) for name in cells] == [f"{array}_{index}" for index in range(3)]
+    assert f"tune is jobs {array}_0 to {array}_2\n" in output
+    facts = devcluster.job(array)
+    assert (facts["ArrayTaskId"], facts["ArrayTaskThrottle"], facts["JobName"]) == ("0-2%2", "2", "digits/tune")
+    assert {name: run[:2] for name, run in mlflow_runs(sweeps.database, "tune").items()} == {
+        "tune": ("SCHEDULED", None),
+        **{f"seed={seed}": ("SCHEDULED", "tune") for seed in (1, 2, 3)},
+    }
+
+    code, output = sweeps.command(*submit)
+    assert code == 0, output
+    assert "sweep tune: 3 cells, 0 to run, in " in output
+    assert output.count("(queued (pending))") == 3
+
+    devcluster.run("scontrol", "update", f"JobId={array}", "StartTime=now")
+    states = [sweeps.wait_end(name, job_of(sweeps, name)).status for name in cells]
+    assert states == ["finished", "failed", "finished"]
+    assert "attempt 1: starting 1 ranks" in sweeps.job_log(cells[0]), "the task's log is where a run's is"
+    mend(sweeps.project)
+    code, output = sweeps.command(*submit, "--follow")
+    assert code == 0, output
+    assert "  0: seed=2 (failed)  tune-seed_2\n" in output
+    assert "seed=2: finished counted to 5\n" in output
+    assert "sweep tune: 3 finished\n" in output
+    assert "_" not in job_of(sweeps, cells[1]), "a single cell is an ordinary job"
+    assert [sweeps.state(name).attempt for name in cells] == [1, 2, 1]
+    found = mlflow_runs(sweeps.database, "tune")
+    assert set(found) == {"tune", "seed=1", "seed=2", "seed=3"}
+    assert {run.status for run in found.values()} == {"FINISHED"}
+
+
+def test_a_requeue_of_the_last_task_is_its_own(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
+    """The last task's SLURM_JOB_ID is the whole array's, which all of Slurm's commands take for all tasks."""
+    code, output = sweeps.command(*arguments(sweeps, "trainer=counting:train", "params.until=100000"))
+    assert code == 0, output
+    first, last = "tune-seed_1", "tune-seed_3"
+    for name in (first, last):
+        wait_for(sweeps.attempt(name).beat(0).exists, f"a step of {name}")
+    job = job_of(sweeps, last)
+    assert devcluster.job(job)["JobId"] == job.partition("_")[0]
+
+    devcluster.run("scontrol", "requeue", job)
+    assert sweeps.wait_status(last, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
+    saved = sweeps.checkpoint_steps(last)[-1]
+    sweeps.start_now(job)
+    log = sweeps.attempt(last, 2).log(0)
+    wait_for(lambda: log.exists() and "resumed at step " in log.read_text(), "the task goes on")
+    assert sweeps.resumed_at(last, 2) == saved
+    assert devcluster.job(job)["Restarts"] == "1"
+    assert devcluster.job(job_of(sweeps, first))["Restarts"] == "0"
+    assert (sweeps.state(first).status, sweeps.state(first).attempt) == ("running", 1)
+
+    code, output = sweeps.command("stop", last)
+    assert code == 0, output
+    assert sweeps.wait_end(last, job).status == "stopped"
+    assert sweeps.state(first).status == "running"
+    code, output = sweeps.command(*arguments(sweeps, "trainer=counting:train", "params.until=100000"), "--dry-run")
+    assert "  0: seed=3 (stopped)  tune-seed_3\n" in output
+    assert output.count(" (running)\n") == 2
