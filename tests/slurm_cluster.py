@@ -64,7 +64,8 @@ class DevCluster:
 
     def cancel_all(self) -> None:
         """End all jobs, and wait until the nodes are free again."""
-        if jobs := self.run("squeue", "--noheader", "--format=%A").split():
+        # By array and index: of a task's own number Slurm 22.05 may say "invalid JobId" once the last task has ended.
+        if jobs := self.run("squeue", "--array", "--noheader", "--format=%i").split():
             self.run("scancel", *jobs)
         self.until(lambda: not self.run("squeue", "--noheader"), "all jobs are gone")
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcdist.commands.options import console
+from hpcdist.commands.sweep_view import say, show_choices, show_end
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
 
 if TYPE_CHECKING:
@@ -24,11 +25,17 @@ if TYPE_CHECKING:
 
 #: Who asks a run to stop when this process is told to end: see launch/supervisor.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
-#: What the table shows where no cell has the metric that decides on the best checkpoint.
-_FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
 LOOK_EVERY_S = 0.5
 #: Between two questions to Slurm, and between two passes of shipping.
 ASK_EVERY_S = 5.0
+
+
+def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
+    """Raise UserMistake for options that make no sense together."""
+    if parallelism is not None and not sweep:
+        raise UserMistake("--array-parallelism is for a job array: it needs --sweep")
+    if detach and sweep:
+        raise UserMistake("--detach is for a single run: leave a sweep in the background with nohup or tmux")
 
 
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
@@ -234,7 +241,7 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
             state = choice.run.read_state()
             if said.get(choice.run.name) != (text := f"{standing(choice.run, state)} {state.reason}".strip()):
                 said[choice.run.name] = text
-                _say(f"{choice.cell.label}: {text}")
+                say(f"{choice.cell.label}: {text}")
             if state.status not in ENDED and gone[choice.run.name] < 2:
                 open_runs.append(choice.run)
         if ships:
@@ -243,7 +250,7 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
             if changed and due:
                 shipped |= {run.name: _mark(run) for run in changed}
                 if (sentence := _ship(changed, config)).startswith("not"):
-                    _say(sentence)
+                    say(sentence)
         if not open_runs:
             break
         if time.monotonic() - asked >= ASK_EVERY_S:
@@ -256,73 +263,11 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
                 gone[run.name] = gone[run.name] + 1 if lost else 0
         time.sleep(LOOK_EVERY_S)
     if dead := [choice.run for choice in choices if choice.run.read_state().status not in ENDED]:
-        _say(f"gone from the queue without a word: {', '.join(run.name for run in dead)}")
-        _say(_ship(dead, config, close_dead=True))
+        say(f"gone from the queue without a word: {', '.join(run.name for run in dead)}")
+        say(_ship(dead, config, close_dead=True))
     return show_end(sweep, choices) or int(bool(dead))
 
 
 def _mark(run: RunDir) -> object:
     """Something that changes when there is more to ship."""
     return run.read_state(), sum(path.stat().st_size for path in run.journal.glob("*.jsonl"))
-
-
-# --- what people see
-
-
-def _say(text: str) -> None:
-    console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
-    """Which cells there are, and which of them run now."""
-    num = sum(choice.runs for choice in choices)
-    _say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {sweep.folder.parent}")
-    for index, choice in enumerate([choice for choice in choices if choice.runs]):
-        _say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
-    for choice in choices:
-        if not choice.runs:
-            _say(f"  -: {choice.cell.label} ({choice.why})")
-
-
-def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
-    """A table of all cells with status and final metric; returns the exit code that follows from them."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    from hpcdist.view import standing
-
-    beats = [_last_beat(choice.run) for choice in choices]
-    shown = (sweep.cells[0].config.checkpoint.best, *_FALLBACKS)
-    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
-    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=sweep.name)
-    names = []
-    for choice, beat in zip(choices, beats, strict=True):
-        state = choice.run.read_state()
-        names.append(standing(choice.run, state))
-        value = beat.get("metrics", {}).get(metric)
-        number = "" if value is None else f"{value:.6g}"
-        table.add_row(escape(choice.cell.label), names[-1], str(beat.get("step", "")), number, escape(state.reason))
-    console().print(table)
-    counts = Counter(names)
-    _say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
-    if set(names) != {"finished"}:
-        _say("the same command again runs what is missing or has failed")
-    if {"failed", "lost"} & set(names):
-        return 1
-    return 130 if "cancelled" in names else 0
-
-
-def _last_beat(run: RunDir) -> dict[str, Any]:
-    """Rank 0's last sign of life, with its metrics; empty before the first."""
-    from hpcdist.rundir import read_json
-
-    state = run.read_state()
-    return (read_json(run.attempt(state.attempt).beat(0)) or {}) if state.attempt else {}
-
-
-def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
-    """Raise UserMistake for options that make no sense together."""
-    if parallelism is not None and not sweep:
-        raise UserMistake("--array-parallelism is for a job array: it needs --sweep")
-    if detach and sweep:
-        raise UserMistake("--detach is for a single run: leave a sweep in the background with nohup or tmux")

@@ -22,13 +22,14 @@ from hpcdist.rundir import read_json
 MONDAY = ["data.batch_size=16", "stop.epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
+SWEPT = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
 
 
 @dataclass(frozen=True)
 class Weekend:
-    """Three runs, one finished, one failed, one stopped, and the address of the UI that shows them."""
+    """Three runs, one finished, one failed, one stopped, a sweep of two, and the address of the UI that shows them."""
 
     runs: Runs
     url: str
@@ -64,8 +65,9 @@ def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         answers = stack.enter_context(ui(runs, tmp_path_factory.mktemp("ui") / "ui.log"))
         failing = start("run", *config("failing", *FAILING))
         stopped = start("run", *config("stopped", *STOPPED))
+        swept = start("run", *config("tune", *SWEPT))
         wait_for(lambda: runs.attempt("stopped").beat(0).exists(), "a step of the run that is to be stopped")
-        for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (monday, 0)):
+        for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (monday, 0)):
             code, output = finish(process)
             assert code == expected, output
         yield Weekend(runs, answers(), output)
@@ -209,6 +211,23 @@ def test_a_run_that_did_not_finish(
     tag(page, "hpcdist.reason").click()
     expect(page.get_by_role("dialog")).to_contain_text(reason)
     expect(page.get_by_role("dialog")).to_contain_text(weekend.runs.run_dir(name).read_state().reason)
+
+
+def test_the_cells_of_a_sweep_are_below_it(page: Page, weekend: Weekend, screenshots: Path) -> None:
+    page.goto(weekend.page_of("tune"))
+    expect_status(page, "Finished")
+    expect_tag(page, "hpcdist.reason", "2 cells: 2 finished")
+    expect(page.get_by_role("row", name="seed 1, 2", exact=True)).to_be_attached()
+    experiment = (read_json(weekend.runs.run_dir("tune").mlflow) or {})["experiment_id"]
+    page.goto(f"{weekend.url}/#/experiments/{experiment}/runs")
+    expect(page.get_by_role("link", name="tune", exact=True)).to_be_visible()
+    cells = [page.get_by_role("link", name=f"seed={seed} lr=0.01", exact=True) for seed in (1, 2)]
+    expect(cells[0]).to_be_hidden()
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="tune", exact=True))
+    row.get_by_role("button").first.click()
+    for cell in cells:
+        expect(cell).to_be_visible()
+    page.screenshot(path=screenshots / "a_sweep.png")
 
 
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:

@@ -31,6 +31,11 @@ def arguments(runs: SlurmRuns, *overrides: str) -> list[str]:
     return ["submit", *runs.config("tune", *SMALL, *overrides), "--cluster", "devcluster", "--sweep", "seed=1,2,3"]
 
 
+def beat(runs: SlurmRuns, name: str, attempt: int) -> int:
+    """The step of rank 0's last sign of life."""
+    return int((read_json(runs.attempt(name, attempt).beat(0)) or {}).get("step", -1))
+
+
 def test_one_job_array_and_only_the_failed_cell_again(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
     submit = arguments(sweeps, "trainer=picky:train", "params.until=5")
     code, output = sweeps.command(*submit, "--array-parallelism", "2", "cluster.sbatch.begin=now+1hour")
@@ -68,31 +73,35 @@ def test_one_job_array_and_only_the_failed_cell_again(sweeps: SlurmRuns, devclus
     assert {run.status for run in found.values()} == {"FINISHED"}
 
 
-def test_a_requeue_of_the_last_task_is_its_own(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
+def test_requeue_and_cancel_of_the_last_task_are_its_own(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
     """The last task's SLURM_JOB_ID is the whole array's, which all of Slurm's commands take for all tasks."""
     code, output = sweeps.command(*arguments(sweeps, "trainer=counting:train", "params.until=100000"))
     assert code == 0, output
-    first, last = "tune-seed_1", "tune-seed_3"
-    for name in (first, last):
+    first, middle, last = (f"tune-seed_{seed}" for seed in (1, 2, 3))
+    for name in (first, middle, last):
         wait_for(sweeps.attempt(name).beat(0).exists, f"a step of {name}")
     job = job_of(sweeps, last)
     assert devcluster.job(job)["JobId"] == job.partition("_")[0]
 
-    devcluster.run("scontrol", "requeue", job)
-    assert sweeps.wait_status(last, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
-    saved = sweeps.checkpoint_steps(last)[-1]
-    sweeps.start_now(job)
-    log = sweeps.attempt(last, 2).log(0)
-    wait_for(lambda: log.exists() and "resumed at step " in log.read_text(), "the task goes on")
-    assert sweeps.resumed_at(last, 2) == saved
-    assert devcluster.job(job)["Restarts"] == "1"
-    assert devcluster.job(job_of(sweeps, first))["Restarts"] == "0"
-    assert (sweeps.state(first).status, sweeps.state(first).attempt) == ("running", 1)
+    for name in (first, last):
+        devcluster.run("scontrol", "requeue", job_of(sweeps, name))
+        state = sweeps.wait_status(name, "queued")
+        assert state.reason == "stopped with everything saved (SIGTERM to the supervisor)"
+        saved = sweeps.checkpoint_steps(name)[-1]
+        sweeps.start_now(job_of(sweeps, name))
+        log = sweeps.attempt(name, 2).log(0)
+        wait_for(lambda log=log: log.exists() and "resumed at step " in log.read_text(), f"{name} goes on")  # type: ignore[misc]
+        assert sweeps.resumed_at(name, 2) == saved
+    restarts = [devcluster.job(job_of(sweeps, name))["Restarts"] for name in (first, middle, last)]
+    assert restarts == ["1", "0", "1"]
 
-    code, output = sweeps.command("stop", last)
+    code, output = sweeps.command("cancel", last)
     assert code == 0, output
-    assert sweeps.wait_end(last, job).status == "stopped"
-    assert sweeps.state(first).status == "running"
+    assert sweeps.wait_end(last, job).status == "cancelled"
+    for name, attempt in ((first, 2), (middle, 1)):
+        step = beat(sweeps, name, attempt)
+        wait_for(lambda name=name, attempt=attempt, step=step: beat(sweeps, name, attempt) > step, "another step")  # type: ignore[misc]
+        assert (sweeps.state(name).status, sweeps.state(name).attempt) == ("running", attempt)
     code, output = sweeps.command(*arguments(sweeps, "trainer=counting:train", "params.until=100000"), "--dry-run")
-    assert "  0: seed=3 (stopped)  tune-seed_3\n" in output
+    assert "  0: seed=3 (cancelled)  tune-seed_3\n" in output
     assert output.count(" (running)\n") == 2

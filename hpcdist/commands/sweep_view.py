@@ -1,0 +1,68 @@
+"""What people see of a sweep: its cells before they run, and how they stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.commands.options import console
+
+if TYPE_CHECKING:
+    from hpcdist.launch.sweeping import Choice
+    from hpcdist.rundir import RunDir
+    from hpcdist.sweep import Sweep
+
+#: What the table shows where no cell has the metric that decides on the best checkpoint.
+_FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
+
+
+def say(text: str) -> None:
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
+    """Which cells there are, and which of them run now."""
+    num = sum(choice.runs for choice in choices)
+    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {sweep.folder.parent}")
+    for index, choice in enumerate([choice for choice in choices if choice.runs]):
+        say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
+    for choice in choices:
+        if not choice.runs:
+            say(f"  -: {choice.cell.label} ({choice.why})")
+
+
+def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
+    """A table of all cells with status and final metric; returns the exit code that follows from them."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from hpcdist.view import standing
+
+    beats = [_last_beat(choice.run) for choice in choices]
+    shown = (sweep.cells[0].config.checkpoint.best, *_FALLBACKS)
+    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
+    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=sweep.name)
+    names = []
+    for choice, beat in zip(choices, beats, strict=True):
+        state = choice.run.read_state()
+        names.append(standing(choice.run, state))
+        value = beat.get("metrics", {}).get(metric)
+        number = "" if value is None else f"{value:.6g}"
+        table.add_row(escape(choice.cell.label), names[-1], str(beat.get("step", "")), number, escape(state.reason))
+    console().print(table)
+    counts = Counter(names)
+    say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    if set(names) != {"finished"}:
+        say("the same command again runs what is missing or has failed")
+    if {"failed", "lost"} & set(names):
+        return 1
+    return 130 if "cancelled" in names else 0
+
+
+def _last_beat(run: RunDir) -> dict[str, Any]:
+    """Rank 0's last sign of life, with its metrics; empty before the first."""
+    from hpcdist.rundir import read_json
+
+    state = run.read_state()
+    return (read_json(run.attempt(state.attempt).beat(0)) or {}) if state.attempt else {}
