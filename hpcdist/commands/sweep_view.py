@@ -37,7 +37,7 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     from rich.markup import escape
     from rich.table import Column, Table
 
-    from hpcdist.view import standing
+    from hpcdist.standing import look_now, stand
 
     beats = [_last_beat(choice.run) for choice in choices]
     shown = (sweep.cells[0].config.checkpoint.best, *_FALLBACKS)
@@ -46,7 +46,7 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     names = []
     for choice, beat in zip(choices, beats, strict=True):
         state = choice.run.read_state()
-        names.append(standing(choice.run, state))
+        names.append(stand(choice.run, look_now(choice.run)).name)
         value = beat.get("metrics", {}).get(metric)
         number = "" if value is None else f"{value:.6g}"
         table.add_row(escape(choice.cell.label), names[-1], str(beat.get("step", "")), number, escape(state.reason))

@@ -226,7 +226,6 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
     from hpcdist.launch.slurm import queued_jobs
     from hpcdist.rundir import ENDED, read_json
     from hpcdist.tracking.uri import choose_uri
-    from hpcdist.view import standing
 
     config = sweep.cells[0].config
     ships = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
@@ -239,7 +238,7 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
         open_runs = []
         for choice in choices:
             state = choice.run.read_state()
-            if said.get(choice.run.name) != (text := f"{standing(choice.run, state)} {state.reason}".strip()):
+            if said.get(choice.run.name) != (text := f"{state.status} {state.reason}".strip()):
                 said[choice.run.name] = text
                 say(f"{choice.cell.label}: {text}")
             if state.status not in ENDED and gone[choice.run.name] < 2:
