@@ -124,7 +124,7 @@ def submit(
             _ask_slurm(one, flags, Path.cwd(), force=force)
 
         return sweeping.submit_sweep(
-            cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow
+            cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
         )
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
     flags = _submission_flags(loaded, dependency, begin)

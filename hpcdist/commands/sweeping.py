@@ -166,7 +166,12 @@ def submit_sweep(
         ask: looks whether Slurm would take a job of this config, before anything is made; raises UserMistake.
     """
     from hpcdist.launch import slurm, sweeping
+    from hpcdist.launch.components import is_het
 
+    if any(is_het(cell.config) for cell in sweep.cells):
+        raise UserMistake(
+            "Slurm has no job arrays of heterogeneous jobs: cluster.het=off places the roles in one allocation"
+        )
     choices = sweeping.choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
     show_choices(sweep, choices)
@@ -223,7 +228,7 @@ def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -
 
 def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Show the cells' states, and ship them unless their jobs do so, until all have ended."""
-    from hpcdist.launch.slurm import queued_jobs
+    from hpcdist.launch.sweeping import queued_jobs
     from hpcdist.rundir import ENDED, read_json
     from hpcdist.tracking.uri import choose_uri
 

@@ -18,12 +18,6 @@ from hpcdist.launch.sbatch import render, sbatch_parameters
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
 
-#: States of a job that has not come to its end, in squeue's words.
-_IN_QUEUE = frozenset(
-    {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-    | {"REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-)
-
 
 def require() -> None:
     """Raise UserMistake where there is no Slurm to submit to."""
@@ -134,18 +128,3 @@ def _link_log(run: RunDir, log: Path) -> None:
     folder = run.path / "submitit"
     folder.mkdir(exist_ok=True)
     (folder / log.name).symlink_to(os.path.relpath(log, folder))
-
-
-def queued_jobs(job_ids: Sequence[str]) -> dict[str, str] | None:
-    """The state, by job id, of those jobs that Slurm has not done with; None when it cannot be asked."""
-    if not job_ids:
-        return {}
-    command = ["squeue", "--array", "--noheader", "--states=all", "--format=%i %T", f"--jobs={','.join(job_ids)}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        return None
-    states = dict(line.split() for line in done.stdout.splitlines())
-    return {job: state for job, state in states.items() if job in job_ids and state in _IN_QUEUE}

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcdist.cluster import queue
+from hpcdist.cluster.queue import SlurmAwayError
 from hpcdist.config import to_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.launch import snapshot
-from hpcdist.launch.slurm import queued_jobs
 from hpcdist.launch.start import create_run
 from hpcdist.lease import hold, holder
 from hpcdist.rundir import ENDED, RunDir, State, read_json, write_atomic
@@ -48,6 +49,14 @@ def choose(sweep: Sweep) -> list[Choice]:
         runs_now, why = verdict(run.read_state(), held=holder(run) is not None, in_queue=in_queue)
         found.append(Choice(cell=cell, run=run, runs=runs_now, why=why, is_new=False))
     return found
+
+
+def queued_jobs(job_ids: Sequence[str]) -> dict[str, str] | None:
+    """The state, by job id, of those jobs that Slurm has not done with; None when it cannot be asked."""
+    try:
+        return {job: facts.state for job, facts in queue.ask_many(job_ids).items() if facts.alive}
+    except SlurmAwayError:
+        return None
 
 
 def _is_new(run: RunDir, sweep: Sweep) -> bool:

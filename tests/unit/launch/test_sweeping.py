@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.config import load_config
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.launch import slurm, sweeping
+from hpcdist.launch import sweeping
 from hpcdist.launch.start import create_run, label_of
 from hpcdist.launch.sweeping import Choice, at_work, choose, make_ready, verdict
 from hpcdist.lease import hold
@@ -201,20 +201,23 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     return squeue
 
 
+STATES = (("7_0", "RUNNING"), ("7_1", "COMPLETED"), ("7_2", "PENDING"), ("8", "PENDING"))
+
+
 def test_jobs_that_slurm_has_not_done_with(squeue: Callable[[str, str, int], Path]) -> None:
-    asked = squeue("7_0 RUNNING\\n7_1 COMPLETED\\n7_2 PENDING\\n8 PENDING\\n", "", 0)
-    assert slurm.queued_jobs(["7_0", "7_1", "7_2"]) == {"7_0": "RUNNING", "7_2": "PENDING"}
+    asked = squeue("".join(f"{task}|{state}|None|N/A|N/A|N/A|n1|1:00:00|e/s\\n" for task, state in STATES), "", 0)
+    assert sweeping.queued_jobs(["7_0", "7_1", "7_2"]) == {"7_0": "RUNNING", "7_2": "PENDING"}
     assert "--jobs=7_0,7_1,7_2" in asked.read_text()
-    assert slurm.queued_jobs([]) == {}
+    assert sweeping.queued_jobs([]) == {}
 
 
 def test_jobs_that_slurm_has_forgotten(squeue: Callable[[str, str, int], Path]) -> None:
     squeue("", "slurm_load_jobs error: Invalid job id specified", 1)
-    assert slurm.queued_jobs(["7_0"]) == {}
+    assert sweeping.queued_jobs(["7_0"]) == {}
 
 
 def test_a_slurm_that_does_not_answer(squeue: Callable[[str, str, int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     squeue("", "Unable to contact slurm controller", 1)
-    assert slurm.queued_jobs(["7_0"]) is None
+    assert sweeping.queued_jobs(["7_0"]) is None
     monkeypatch.setenv("PATH", "/nowhere")
-    assert slurm.queued_jobs(["7_0"]) is None
+    assert sweeping.queued_jobs(["7_0"]) is None
