@@ -7,7 +7,7 @@
         checkpoints/step-00000100/               see runtime/checkpoint.py
         model/                                   the final model in MLflow's layout
         attempts/001/                            one per start of the ranks
-            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json
+            rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
 """
@@ -109,6 +109,11 @@ class Attempt:
     def request(self) -> Path:
         """`{"action": "stop"|"cancel", "by": …, "reason": …}`: what someone asks of this attempt."""
         return self.path / "request.json"
+
+    @property
+    def failure(self) -> Path:
+        """What ended this attempt, if it failed (`launch/policy.py`)."""
+        return self.path / "failure.json"
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""
@@ -218,6 +223,13 @@ class RunDir:
 
     def write_state(self, state: State) -> None:
         write_json(self.path / "state.json", state.__dict__, durable=True)
+
+    def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
+        """Leave a request with the attempt under way, and with the next one if that begins at this very moment."""
+        asked = None
+        while (number := self.read_state().attempt) != asked:
+            self.attempt(number).ask(action, by=by, reason=reason)
+            asked = number
 
     def attempts(self) -> list[Attempt]:
         """All attempts, oldest first."""

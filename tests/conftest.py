@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from fault_table import Cell, as_lines
 
 #: Once, before anything is imported: hpcdist sets variables of MLFLOW_* itself, and those must stay.
 #: What steers the tests themselves stays too.
@@ -18,3 +20,36 @@ for _name in list(os.environ):
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs"
+
+
+# --- the table of faults
+
+CELLS = pytest.StashKey[list[Cell]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CELLS] = []
+
+
+@pytest.fixture
+def cell(request: pytest.FixtureRequest) -> Cell:
+    """This test's row in the table that pytest prints at the end."""
+    found = Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
+    request.config.stash[CELLS].append(found)
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    found = getattr(item, "funcargs", {}).get("cell")
+    if isinstance(found, Cell) and report.when == "call":
+        found.seconds = report.duration
+        found.verdict = "ok" if report.passed else "FAILED"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if cells := config.stash[CELLS]:
+        terminalreporter.section("faults")
+        terminalreporter.write("\n".join(as_lines(cells)) + "\n")

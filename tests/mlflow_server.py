@@ -1,4 +1,4 @@
-"""A real MLflow server for tests."""
+"""A real MLflow server that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -14,29 +14,49 @@ from hpcdist_runs import closed_port, wait_for
 
 
 class Server:
-    """A real MLflow server on `mlflow.db` in a folder, which can be killed and started again."""
+    """An MLflow server of one worker.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: where its log and its artifacts are.
+        database: its store, which need not exist; by default `mlflow.db` in `root`.
+        host: the address that it listens on.
+    """
+
+    def __init__(self, root: Path, database: Path | None = None, host: str = "127.0.0.1") -> None:
         self._root = root
+        self._database = database or root / "mlflow.db"
+        self._host = host
         self._port = closed_port()
-        self.uri = f"http://127.0.0.1:{self._port}"
+        self.uri = f"http://{host}:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        store = ["--backend-store-uri", f"sqlite:///{self._root}/mlflow.db"]
+        store = ["--backend-store-uri", f"sqlite:///{self._database}"]
         store += ["--artifacts-destination", f"{self._root}/artifacts"]
         with open(self._root / "server.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(self._port)],
+                [
+                    sys.executable,
+                    "-m",
+                    "mlflow",
+                    "server",
+                    *store,
+                    "--host",
+                    self._host,
+                    "--port",
+                    str(self._port),
+                    "--workers",
+                    "1",
+                ],
                 env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        wait_for(self._answers, "the MLflow server to answer", timeout_s=120)
+        wait_for(self.answers, "the MLflow server to answer", timeout_s=120)
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
                 return bool(answer.status == 200)

@@ -83,9 +83,10 @@ class SlurmRuns(Runs):
         return [match[1] if match else "" for match in found]
 
     def resumed_at(self, name: str, attempt: int) -> int:
-        """The step that an attempt went on from, by rank 0's log."""
-        log = self.attempt(name, attempt).log(0).read_text()
-        return int(log.partition("resumed at step ")[2].split()[0])
+        """The step that an attempt went on from, by rank 0's log; 0 where it began anew."""
+        log = self.attempt(name, attempt).log(0)
+        found = re.search(r"resumed at step (\d+)", log.read_text() if log.exists() else "")
+        return int(found[1]) if found else 0
 
     def assert_finished_as(self, name: str, job: str, control: str) -> None:
         """Assert that a run has ended as the undisturbed one did, in MLflow as well, and has left no process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,9 @@ def supervise(run_dir: str) -> State:
     with hold(run, job_id=job.id):
         note_life(run, os.environ)
         state = run.read_state()
-        if job.restart_count > 0 and _is_over(run, state):
-            # Slurm may start a job again whose run someone has just stopped.
+        if _is_over(run, state, job):
+            # Slurm may start a job again whose run someone has just stopped, the batch script one whose supervisor
+            # was killed after its last word.
             log.info("nothing is left to do: %s: %s", state.status, state.reason)
         else:
             state = _supervise(run, job)
@@ -90,12 +91,12 @@ def _supervise(run: RunDir, job: Job) -> State:
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
     import_path = snapshot.import_path(code, run)
-    launcher = StepLauncher(run, config, env=env | rank_env(config), import_path=import_path, cwd=cwd)
+    launcher = StepLauncher(run, config, job, env=env | rank_env(config), import_path=import_path, cwd=cwd)
     lead_s = config.cluster.signal_lead_s
     for line in table(config, launcher.nodes):
         log.info("%s", line)
     with launcher:
-        state = Supervisor(
+        return Supervisor(
             run,
             config,
             launcher,
@@ -104,48 +105,46 @@ def _supervise(run: RunDir, job: Job) -> State:
             tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
             env=env,
             stop_at=(job.end_time - lead_s, TIME_LIMIT) if job.end_time is not None else None,
+            conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
-    return _after(run, job, state, launcher, config.cluster.max_requeues)
 
 
-def _after(run: RunDir, job: Job, state: State, launcher: StepLauncher, max_requeues: int) -> State:
-    """Queue the job again where that is how the run goes on."""
-    request = read_json(run.attempt(state.attempt).request) or {}
-    if request.get("by") in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
+def _after(run: RunDir, job: Job, state: State, avoid: Sequence[str], max_requeues: int) -> State:
+    """Queue the job again where that is how the run goes on; returns the state that everyone is to see."""
+    asked_by = _asked_by(run, state)
+    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
         # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
-        return _queued(run, state)
-    # Ahead of the time limit Slurm may be quicker to signal the ranks than the supervisor is to ask them.
-    timed_out = state.status == "stopped" and request.get("by", TIME_LIMIT) == TIME_LIMIT
-    if not (timed_out or launcher.lost_nodes):
-        log.info("%s: %s", state.status, state.reason)
-        return state
+        return _told(replace(state, status="queued", ended=None))
+    # Nobody has asked for a stop where a node is lost, or where Slurm, ahead of the time limit, was quicker to signal
+    # the ranks than the supervisor to ask them.
+    if state.status != "stopped" or asked_by not in (None, TIME_LIMIT):
+        return _told(state)
     if job.restart_count >= max_requeues:
-        state = replace(
-            state, status="failed", reason=f"{state.reason}; cluster.max_requeues={max_requeues} is used up"
-        )
-        run.write_state(state)
-        return state
-    queued = _queued(run, state)
+        reason = f"{state.reason}; cluster.max_requeues={max_requeues} is used up"
+        return _told(replace(state, status="failed", reason=reason))
     try:
-        job.requeue()
+        job.requeue(exclude=avoid)
     except HpcdistError as error:
         # Such as that of a script without `#SBATCH --requeue`: nothing is lost, but somebody has to go on.
-        state = replace(state, status="stopped", reason=f"{state.reason}; Slurm does not queue it again ({error})")
-        run.write_state(state)
-        log.error("%s: %s; `hpcdist resume %s` goes on", state.status, state.reason, run.name)
-        return state
-    return queued
+        log.error("Slurm does not queue the job again; `hpcdist resume %s` goes on", run.name)
+        return _told(replace(state, reason=f"{state.reason}; Slurm does not queue it again ({error})"))
+    return _told(replace(state, status="queued", ended=None))
 
 
-def _is_over(run: RunDir, state: State) -> bool:
-    """Whether a run has ended by itself or by someone's wish, rather than because its allocation did."""
-    request = read_json(run.attempt(state.attempt).request) or {}
-    by_slurm = request.get("by", TIME_LIMIT) in (*_BY_SIGTERM, TIME_LIMIT)
-    return state.status in ENDED and not (state.status in ("stopped", "failed") and by_slurm)
-
-
-def _queued(run: RunDir, state: State) -> State:
-    state = replace(state, status="queued", ended=None)
-    run.write_state(state)
-    log.info("queued again: %s", state.reason)
+def _told(state: State) -> State:
+    log.info("%s: %s", "queued again" if state.status == "queued" else state.status, state.reason)
     return state
+
+
+def _asked_by(run: RunDir, state: State) -> str | None:
+    """Who has asked the last attempt to stop or end."""
+    by = (read_json(run.attempt(state.attempt).request) or {}).get("by")
+    return None if by is None else str(by)
+
+
+def _is_over(run: RunDir, state: State, job: Job) -> bool:
+    """Whether a run has ended by itself or by someone's wish, rather than because its allocation did."""
+    if state.status not in ENDED:
+        return False
+    by_slurm = _asked_by(run, state) in (*_BY_SIGTERM, TIME_LIMIT, None)
+    return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)

@@ -33,7 +33,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
         raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
-    run.attempt(state.attempt).ask(action, by=by, reason=f"`hpcdist {action}` by {by}")
+    run.ask(action, by=by, reason=f"`hpcdist {action}` by {by}")
     if action == "stop":
         return f"asked {run.name} to save and stop; `hpcdist status {run.name}` shows how far it is"
     return f"asked {run.name} to end at once"

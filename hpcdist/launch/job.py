@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.cluster.job_facts import parse_facts, parse_time
+from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import HpcdistError
 
 
@@ -32,6 +34,9 @@ class Job:
     end_time: float | None  #: seconds since the epoch; None without a time limit
     time_limit_min: float | None = None
     may_requeue: bool = True  #: whether the job was submitted so that `scontrol requeue` is taken
+    partition: str = ""
+    nodes: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()  #: nodes that it stays away from
 
     @classmethod
     def here(cls, env: Mapping[str, str]) -> Job:
@@ -46,20 +51,51 @@ class Job:
             end_time=min(ends, default=None),
             time_limit_min=parse_minutes(facts.get("TimeLimit", "")),
             may_requeue=facts.get("Requeue") != "0",
+            partition=facts.get("Partition", ""),
+            nodes=_nodes(facts.get("NodeList")),
+            excluded=_nodes(facts.get("ExcNodeList")),
         )
 
     def will_run_again(self) -> bool:
         """Whether Slurm has put the job back into the queue: a preemption or a lost node, not a cancellation."""
         return _restarts(job_records(self.id)) > self.restart_count
 
-    def requeue(self) -> None:
-        """Put the job back into the queue; it may be there already, which is just as well."""
+    def requeue(self, *, exclude: Sequence[str] = ()) -> None:
+        """Put the job back into the queue; it may be there already, which is just as well.
+
+        Slurm ends the batch step then. This process ignores its SIGTERM from here on, and has until SIGKILL.
+
+        Args:
+            exclude: nodes that the job shall not get again, besides those that it avoids already.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for scontrol, too
         try:
             _scontrol("requeue", self.id)
         except HpcdistError as error:
             # Of two requeues at once one wins, and the other is told that the job is pending.
             if "pending execution" not in str(error).lower():
                 raise
+        if exclude:
+            # Only a job that waits can be told (Slurm 22.05).
+            _scontrol("update", f"JobId={self.id}", f"ExcNodeList={','.join([*self.excluded, *exclude])}")
+
+    def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+        """Whether the partition has enough nodes like the job's own to do without some of them.
+
+        Args:
+            idle_only: do not count nodes that are busy with other jobs.
+        """
+        usable = ("idle",) if idle_only else ("idle", "mix", "alloc", "comp")
+        # sinfo's words: name, state, features, GPUs and the like, cores, memory
+        listing = _run("sinfo", "--noheader", "--Node", f"--partition={self.partition}", "--format=%N|%t|%f|%G|%c|%m")
+        found = [line.strip().split("|", 2) for line in listing.splitlines()]
+        wanted = {kind for name, _, kind in found if name in self.nodes}
+        left = [
+            name
+            for name, state, kind in found
+            if (name in self.nodes or state in usable) and kind in wanted and name not in (*nodes, *self.excluded)
+        ]
+        return len(left) >= len(self.nodes)
 
 
 def job_ids(env: Mapping[str, str]) -> list[str]:
@@ -116,11 +152,19 @@ def parse_minutes(text: str) -> float | None:
     return num_days * 1440 + hours * 60 + minutes + seconds / 60
 
 
+def _nodes(text: str | None) -> tuple[str, ...]:
+    return () if text in (None, "", "(null)") else tuple(expand(str(text)))
+
+
 def _scontrol(*arguments: str) -> str:
+    return _run("scontrol", *arguments)
+
+
+def _run(*command: str) -> str:
     try:
-        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise HpcdistError(f"scontrol {' '.join(arguments)}: {error}") from error
+        raise HpcdistError(f"{' '.join(command)}: {error}") from error
     if done.returncode != 0:
-        raise HpcdistError(f"scontrol {' '.join(arguments)}: {done.stderr.strip()}")
+        raise HpcdistError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

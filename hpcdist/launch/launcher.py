@@ -47,7 +47,7 @@ class Launcher(Protocol):
     def start(self, attempt: Attempt) -> Ranks: ...
 
     def broken(self) -> str:
-        """Asked after a failure: why ranks cannot be started here again, or nothing when they can."""
+        """Asked after a failure: why ranks should not be started here again, or nothing when they may."""
         ...
 
 

@@ -7,62 +7,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.launch.plan import Plan, free_ports, rank_command
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.plan import Plan, code_env, free_ports, rank_command
 from hpcdist.rundir import Attempt, RunDir
-
-#: Reads `+pgid` and `-pgid` from a pipe that only the supervisor holds open. When the supervisor dies, whatever
-#: killed it, the pipe ends and the process groups still noted are killed, grandchildren included.
-_GUARD = """
-import os, signal, sys
-for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)  # Slurm sends SIGTERM to everything that a job has started
-groups = set()
-for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-"""
-
-
-class Guard:
-    """Kills what it was told of when this process dies without a word."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-ISc", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-        )
-
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}")
-
-    def forget(self, group: int) -> None:
-        self._tell(f"-{group}")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        # Without its guard a run is less safe, not over.
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
 
 
 class LocalLauncher:
@@ -81,9 +32,7 @@ class LocalLauncher:
         self._run = run
         self._plan = plan
         self._env = dict(env)
-        # The snapshot comes first in any case: a restart must run the code that was started.
-        theirs = plan.env.get("PYTHONPATH") or env.get("PYTHONPATH")
-        self._code = {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
+        self._code = code_env(import_path, plan.env.get("PYTHONPATH") or env.get("PYTHONPATH"))
         self._cwd = cwd
 
     def __enter__(self) -> LocalLauncher:
@@ -122,7 +71,7 @@ class LocalRanks:
         command: what every rank executes.
         envs: each rank's whole environment, by rank.
         logs: each rank's log file, by rank; standard output and error go there.
-        guard: told of every process group.
+        guard: starts them.
         cwd: every rank's current folder.
     """
 
@@ -141,18 +90,7 @@ class LocalRanks:
         self.exits: dict[int, int] = {}
         try:
             for env, log in zip(envs, logs, strict=True):
-                with open(log, "ab") as file:
-                    process = subprocess.Popen(
-                        command,
-                        env=env,
-                        cwd=cwd,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                self._processes.append(process)
-                guard.watch(process.pid)
+                self._processes.append(guard.start(command, env=env, cwd=cwd, output=log))
             self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
         except BaseException:
             self._kill_groups()

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -169,6 +169,11 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
 def rank_command(run_dir: Path) -> list[str]:
     """What one rank executes. `-P` keeps the current folder out of sys.path: code comes from the run's snapshot."""
     return [sys.executable, "-P", "-m", "hpcdist.runtime.worker", str(run_dir)]
+
+
+def code_env(import_path: Sequence[str], theirs: str | None) -> dict[str, str]:
+    """Where ranks import from: the run's snapshot first, since a restart must run the code that was started."""
+    return {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
 
 
 def free_ports(job_id: str, attempt: int) -> tuple[int, int]:

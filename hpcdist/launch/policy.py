@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 #: Most real-time signals have no name.
@@ -22,6 +22,7 @@ class Failure:
     error: str
     traceback: tuple[str, ...] = ()
     role: str = ""  #: `role:index` of the rank, in runs with roles
+    only_there: bool = True  #: no rank on another host reported a failure of its own
 
     def sentence(self) -> str:
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
@@ -84,7 +85,11 @@ def first_failure(
                     error=f"ended with exit code {code} without a report",
                 )
             )
-    return next(iter(causes + consequences), None)
+    first = next(iter(causes + consequences), None)
+    if first is None:
+        return None
+    hosts = {cause.host for cause in causes if cause.kind in ("error", "rejected")}
+    return replace(first, only_there=hosts <= {first.host})
 
 
 def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool = False) -> Decision:
@@ -103,3 +108,23 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool =
         reason = f"{last.sentence()}; all launch.max_restarts={max_restarts} restarts are used up"
         return Decision(restart=False, reason=reason if max_restarts else last.sentence())
     return Decision(restart=True, reason=last.sentence())
+
+
+def suspect(history: Sequence[Failure | None]) -> str | None:
+    """The host that seems to be at fault itself, by how the run's attempts ended (None: not by a failure), or None.
+
+    Two failures in a row on the same host, and on no other, are a sign of a broken node. The same failure seen on
+    another host before is a sign of broken code: it would wander from node to node and take each out of service.
+    Where a rank hangs, all wait for it, and nobody can tell from outside which of them it was; and what hpcdist
+    itself raises (those have no traceback), such as for a full disk, is not the node's fault either.
+    """
+    if len(history) < 2 or (last := history[-1]) is None or (before := history[-2]) is None:
+        return None
+    if last.host != before.host or not (_may_be_the_nodes(last) and _may_be_the_nodes(before)):
+        return None
+    wanders = any(failure is not None and failure.host != last.host and failure.same_as(last) for failure in history)
+    return None if wanders else last.host
+
+
+def _may_be_the_nodes(failure: Failure) -> bool:
+    return failure.only_there and (failure.kind in ("killed", "vanished") or bool(failure.traceback))

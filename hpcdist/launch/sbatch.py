@@ -14,6 +14,22 @@ from hpcdist.launch.srun import step_command
 from hpcdist.rundir import RunDir
 from hpcdist.schema import ClusterConfig, Config
 
+#: The shell of the batch step outlives a supervisor that is killed, by someone or for want of memory, and starts it
+#: again: the allocation is there, and the ranks go on from the newest checkpoint. Not after Slurm has told the job to
+#: end. `|| code=$?` since lines of the site's own may have said `set -e`.
+_SUPERVISE = """\
+trap 'left=0' TERM
+supervise() {
+  for left in 3 2 1 0; do
+    code=0; %s "$@" || code=$?
+    [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
+    echo "the supervisor was killed (exit code $code) and is started again"
+  done
+}"""
+
+#: What submitit takes for the interpreter.
+SUPERVISOR = "supervise"
+
 
 def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What submitit's executor is told, by sbatch's names; `flags` are those of one submission alone."""
@@ -30,6 +46,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "gpus_per_node": cluster.gpus_per_node or None,
     }
     further = {name: shown for name, value in cluster.sbatch.items() if (shown := without_value(value)) is not None}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -41,8 +58,9 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         # stands before the first command is as good as those.
         "setup": [
             *components,
-            *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+            *exports,
             *cluster.setup,
+            _SUPERVISE % shlex.quote(sys.executable),
         ],
         # The supervisor runs once, in the batch step, and starts the ranks with an srun of its own.
         "use_srun": False,
@@ -80,6 +98,6 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
 
     folder = run.path / "submitit"
-    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
     return script, shlex.join(step_command(config, run.attempt(1), rank_command(run.path)))

@@ -14,7 +14,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.launch.batch import supervise_in_job
 from hpcdist.launch.components import allocations, is_het
 from hpcdist.launch.job import why_no_het_jobs
-from hpcdist.launch.sbatch import render, sbatch_parameters
+from hpcdist.launch.sbatch import SUPERVISOR, render, sbatch_parameters
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
 
@@ -72,7 +72,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     write_json(run.path / "slurm.json", {"job_id": None})
     # First, since the job may start before this process goes on.
     run.write_state(replace(before, status="queued", reason="", ended=None))
-    executor = SlurmExecutor(run.path / "submitit")
+    executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, run, flags))
     try:
         job = executor.submit(supervise_in_job, str(run.path))
@@ -107,7 +107,7 @@ def submit_array(
     for run, state, _ in before:
         write_json(run.path / "slurm.json", {"job_id": None})
         run.write_state(replace(state, status="queued", reason="", ended=None))
-    executor = SlurmExecutor(sweep.path / "submitit")
+    executor = SlurmExecutor(sweep.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
     try:
         jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])

@@ -12,6 +12,8 @@ from hpcdist.launch.plan import processor_env
 from hpcdist.rundir import Attempt
 from hpcdist.schema import ClusterConfig, Config
 
+#: How the steps that outlive a killed supervisor are called.
+STEP_NAMES = ("attempt-", "standby")
 #: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
 _RANK = "trap '' USR2; exec \"$@\""
 #: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
@@ -69,7 +71,7 @@ def _placed_command(cluster: ClusterConfig, num_ranks: int, attempt: Attempt, co
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
     return {
-        "job-name": f"attempt-{attempt.number:03d}",
+        "job-name": step_name(attempt),
         "nodes": cluster.nodes,
         "ntasks": cluster.nodes * cluster.tasks_per_node,
         "ntasks-per-node": cluster.tasks_per_node,
@@ -82,6 +84,10 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "output": str(attempt.path / "rank-%5t.log"),
         **{name: without_value(value) for name, value in cluster.srun.items()},
     }
+
+
+def step_name(attempt: Attempt) -> str:
+    return f"attempt-{attempt.number:03d}"
 
 
 def _options(flags: Mapping[str, Any]) -> list[str]:

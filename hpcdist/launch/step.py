@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
+from hpcdist.errors import HpcdistError
 from hpcdist.launch.components import components, hosts_by_rank, is_het, place
-from hpcdist.launch.job import job_ids, node_features
-from hpcdist.launch.local import Guard
-from hpcdist.launch.plan import rank_command
-from hpcdist.launch.srun import roll_call_command, standby_command, step_command
-from hpcdist.rundir import Attempt, RunDir
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.job import Job, job_ids, node_features
+from hpcdist.launch.plan import code_env, rank_command
+from hpcdist.launch.policy import Failure, suspect
+from hpcdist.launch.srun import STEP_NAMES, roll_call_command, standby_command, step_command, step_name
+from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import Config
 
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
@@ -37,6 +39,8 @@ ROLL_CALL_S = 20.0
 SEARCH_PAUSE = 50.0
 #: No file system's time stamps are coarser.
 FOLDER_TICK_S = 2.0
+#: Ranks that were killed end at once, unless their node or its disk hangs.
+OLD_STEPS_S = 60.0
 
 
 def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
@@ -90,17 +94,7 @@ class StepRanks:
         self._search_again = True
         self._next_search = 0.0
         self._reported: set[int] = set()
-        with open(attempt.path / "srun.log", "ab") as file:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        guard.watch(self._process.pid)
+        self._process = guard.start(command, env=env, cwd=cwd, output=attempt.path / "srun.log")
         self._descriptor = os.pidfd_open(self._process.pid)
         self._log = open(attempt.path / "srun.log", "rb")  # noqa: SIM115  # closed with the step
 
@@ -111,9 +105,10 @@ class StepRanks:
         return self._running
 
     def host_of(self, rank: int) -> str:
-        """What srun said when the rank ended badly; before that where it was placed, or only the allocation."""
+        """What srun or the rank itself said of it; before that where it was placed, or only the allocation."""
         planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
-        return self._hosts.get(rank, planned)
+        beat = read_json(self._attempt.beat(rank)) or {}
+        return str(self._hosts.get(rank) or beat.get("host") or planned)
 
     def wait(self, timeout_s: float) -> None:
         """Return when the step has ended or the time is over.
@@ -179,18 +174,40 @@ class StepRanks:
         os.close(self._descriptor)
 
     def _scancel(self, *flags: str) -> None:
-        # A step over several components is one step in each of them.
-        jobs = ",".join(job_ids(os.environ))
-        steps = subprocess.run(
-            ["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        for line in steps.splitlines():
-            step, _, name = line.strip().partition(" ")
-            if name == f"attempt-{self._attempt.number:03d}":
-                subprocess.run(["scancel", *flags, step], check=False)
+        for step, name in (steps() or {}).items():
+            if name == step_name(self._attempt):
+                # One that has just ended is an error to scancel.
+                subprocess.run(["scancel", *flags, step], stderr=subprocess.DEVNULL, check=False)
+
+
+def steps() -> dict[str, str] | None:
+    """This job's steps that have not ended: names by id. None when Slurm does not answer."""
+    # A step over several components is one step in each of them.
+    jobs = ",".join(job_ids(os.environ))
+    listing = subprocess.run(
+        ["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode != 0:
+        return None
+    return dict(line.strip().partition(" ")[::2] for line in listing.stdout.splitlines())
+
+
+def end_old_steps() -> None:
+    """End the ranks of a supervisor of this job that was killed: Slurm lets them go on without their srun.
+
+    Raises HpcdistError when one does not end, or nobody can tell: two sets of ranks must never write to one run.
+    """
+    until = time.monotonic() + OLD_STEPS_S
+    while (found := steps()) is None or (old := [step for step, name in found.items() if name.startswith(STEP_NAMES)]):
+        if time.monotonic() > until:
+            what = "squeue does not answer: are there" if found is None else f"step {old[0]} does not end: it has"
+            raise HpcdistError(f"{what} ranks of a supervisor before this one")
+        if found:
+            subprocess.run(["scancel", "--signal=KILL", *old], check=False)
+        time.sleep(0.2)  # Slurm tells nobody when a step has ended
 
 
 class StepLauncher:
@@ -205,33 +222,33 @@ class StepLauncher:
     """
 
     def __init__(
-        self, run: RunDir, config: Config, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+        self, run: RunDir, config: Config, job: Job, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
     ) -> None:
         parts = components(config)
         self.num_ranks = sum(part.num_ranks for part in parts)
-        #: Nodes of the allocation that did not answer the last roll call.
-        self.lost_nodes: list[str] = []
+        #: Nodes of the allocation that the job shall not get again.
+        self.avoid: list[str] = []
+        self._job = job
         #: Names of each component's nodes.
         self.nodes = nodes_of(config, env)
         self._het = is_het(config)
         self._run = run
         self._config = config
-        inherited = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
         # Ranks live by their environment, also where the job was submitted with --export=NONE, as some sites want it.
-        own = {"PYTHONPATH": os.pathsep.join([*import_path, *inherited]), "SLURM_EXPORT_ENV": "ALL"}
-        self._env = {**env, **own}
+        self._env = {**env, **code_env(import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._cwd = cwd
         self._hosts = hosts_by_rank(parts, self.nodes)
         #: In a heterogeneous step: first rank of the component that a host belongs to.
         self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
 
     def __enter__(self) -> StepLauncher:
+        end_old_steps()
         self._guard = Guard()
         self._standby: subprocess.Popen[bytes] | None = None
         if self._het:
             command = standby_command(self._env["SLURM_JOB_ID"])
-            self._standby = subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True)
-            self._guard.watch(self._standby.pid)
+            log = self._run.path / "attempts" / "standby.log"
+            self._standby = self._guard.start(command, env=self._env, cwd=self._cwd, output=log)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,7 +281,29 @@ class StepLauncher:
         )
 
     def broken(self) -> str:
-        """Call the roll: a sentence about nodes that do not answer any more, empty when all do."""
+        """Call the roll: a sentence about nodes that do not answer any more, or that fail while others do not.
+
+        `avoid` then has those of them that the partition can do without.
+        """
+        nodes = [node for own in self.nodes for node in own]
+        answers = self._roll_call()
+        if lost := [node for node in nodes if node not in answers]:
+            # Without an idle node in its place the job is better off waiting for this one to come back.
+            self.avoid = lost if self._replaceable(lost, idle_only=True) else []
+            return f"lost {', '.join(lost)}" + (", avoided from now on" if self.avoid else "")
+        blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
+        # A host may call itself n1.site where Slurm says n1.
+        named = [node for node in nodes if node in (blamed, blamed.partition(".")[0])]
+        self.avoid = named if named and self._replaceable(named, idle_only=False) else []
+        if not self.avoid:
+            return ""
+        return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
+
+    def _replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+        # A heterogeneous job has a list of nodes to avoid for each component, and Slurm tells of the leader's alone.
+        return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
+
+    def _roll_call(self) -> set[str]:
         try:
             answer = subprocess.run(
                 roll_call_command(self.nodes, het=self._het),
@@ -276,9 +315,7 @@ class StepLauncher:
             ).stdout
         except subprocess.TimeoutExpired as late:
             answer = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        here = set(answer.split())
-        self.lost_nodes = [node for own in self.nodes for node in own if node not in here]
-        return f"lost {', '.join(self.lost_nodes)}" if self.lost_nodes else ""
+        return set(answer.split())
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
@@ -291,3 +328,9 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
         return [tuple(nodes)]
     wants_features = len({part.constraint for part in parts}) > 1
     return place(parts, nodes, node_features(nodes) if wants_features else {})
+
+
+def failure_of(attempt: Attempt) -> Failure | None:
+    """What the supervisor wrote down of an attempt that failed."""
+    found = read_json(attempt.failure)
+    return None if found is None else Failure(**found)

@@ -11,18 +11,18 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
 from hpcdist.cluster.roles import Roles
 from hpcdist.launch.launcher import Launcher, Reporter
-from hpcdist.launch.policy import Decision, Failure, decide, first_failure
+from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Watch
-from hpcdist.rundir import Attempt, RunDir, State, Status, read_json
+from hpcdist.rundir import Attempt, RunDir, State, Status, read_json, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
 
@@ -38,6 +38,8 @@ class Supervisor:
         tracking_uri: where to ship to while the run goes on; None leaves that to someone else.
         env: the shipper's environment.
         stop_at: unix time at which the ranks are asked to save and leave, and who asks.
+        conclude: makes the last state of that in which the attempts ended, before anyone sees it: a run that goes on
+            elsewhere has not ended.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Supervisor:
         tracking_uri: str | None,
         env: Mapping[str, str],
         stop_at: tuple[float, str] | None = None,
+        conclude: Callable[[State], State] = lambda state: state,
     ) -> None:
         self._run = run
         self._config = config
@@ -58,6 +61,7 @@ class Supervisor:
         self._tracking_uri = tracking_uri
         self._env = dict(env)
         self._stop_at = stop_at
+        self._conclude = conclude
         self._attempt: Attempt | None = None
         self._num_interrupts = 0
         self._signalled: str | None = None
@@ -69,11 +73,11 @@ class Supervisor:
         self._run.write_state(replace(state, world_size=self._launcher.num_ranks))
         shipper = ShipperProcess(self._run, self._tracking_uri, self._env) if self._tracking_uri else None
         with self._signals():
-            state = self._attempts(state)
-        try:
-            self._run.write_state(state)
-        except OSError as error:
-            self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
+            state = self._conclude(self._attempts(state))
+            try:
+                self._run.write_state(state)
+            except OSError as error:
+                self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not taken everything (see shipper.log);"
@@ -93,6 +97,7 @@ class Supervisor:
                 world_size=self._launcher.num_ranks,
             )
             self._run.write_state(state)
+            self._take_over_request(attempt)
             end, failure = self._one_attempt(attempt)
             if failure is None:
                 return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
@@ -101,23 +106,34 @@ class Supervisor:
                 failure = replace(failure, role=roles.name_of(failure.rank))
             failures.append(failure)
             self._report.failure(failure, attempt.log(failure.rank))
-            decision = decide(failures, self._config.launch.max_restarts, stop_asked=attempt.request.exists())
-            if decision.restart and shutil.disk_usage(self._run.path).free < ROOM_FOR_RESTART_BYTES:
-                full = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
-                decision = Decision(restart=False, reason=full)
-            if decision.restart and (why := self._launcher.broken()):
-                return replace(state, status="stopped", reason=f"{decision.reason}; {why}", ended=time.time())
-            if not decision.restart:
-                return replace(
-                    state,
-                    status="failed",
-                    reason=decision.reason,
-                    ended=time.time(),
-                    rejected=failure.kind == "rejected",
-                )
+            if (over := self._after_failure(state, attempt, failures)) is not None:
+                return over
             self._report.note(
                 f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint"
             )
+
+    def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
+        """The state that a failure ends the run in, or None when it is answered by a restart here."""
+        failure = failures[-1]
+        stop_asked = attempt.request.exists()
+        decision = decide(failures, self._config.launch.max_restarts, stop_asked=stop_asked)
+        disk_full = shutil.disk_usage(self._run.path).free < ROOM_FOR_RESTART_BYTES
+        if not (stop_asked or disk_full or failure.kind == "rejected"):
+            write_json(attempt.failure, asdict(failure))
+            if why := self._launcher.broken():
+                return replace(state, status="stopped", reason=f"{failure.sentence()}; {why}", ended=time.time())
+        if decision.restart and not disk_full:
+            return None
+        reason = decision.reason
+        if decision.restart:
+            reason = f"{failure.sentence()}; no restart, since the disk of {self._run.path} is full"
+        rejected = failure.kind == "rejected"
+        return replace(state, status="failed", reason=reason, ended=time.time(), rejected=rejected)
+
+    def _take_over_request(self, attempt: Attempt) -> None:
+        """What was asked of the attempt before, after that had failed, is asked of this one."""
+        if self._attempt is not None and (late := read_json(self._attempt.request)) is not None:
+            write_json(attempt.request, late)
 
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
@@ -164,14 +180,18 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) save and stop; a second Ctrl-C kills."""
+        """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) save and stop; a second Ctrl-C kills.
+
+        A signal that `conclude` has taken over stays as it is.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, self._on_signal) for number in numbers]
         try:
             yield
         finally:
             for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 
@@ -31,6 +32,7 @@ class Heartbeat:
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:
         self._path = attempt.beat(rank)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._host = socket.gethostname()
         self._noted = self._written = 0.0
         self.step = 0
         self.total_steps: int | None = None
@@ -66,7 +68,13 @@ class Heartbeat:
     def _write(self) -> None:
         noted = self._noted
         text = json.dumps(
-            {"time": noted, "step": self.step, "total_steps": self.total_steps, "metrics": dict(self.metrics)}
+            {
+                "time": noted,
+                "host": self._host,
+                "step": self.step,
+                "total_steps": self.total_steps,
+                "metrics": dict(self.metrics),
+            }
         )
         try:
             # One write of one size: a shorter text must not leave a longer one's tail behind.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fault_table import Cell
 from hpcdist_runs import EXACT, Descendants, Runs, assert_same, finish, wait_for
 from mlflow_server import Server
 
@@ -45,7 +46,8 @@ def wait_step(runs: Runs, name: str, attempt: int, step: int) -> None:
     assert step_of(runs, name, attempt) < LAST_STEP, "too late for a fault in the middle"
 
 
-def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server) -> None:
+def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server, cell: Cell) -> None:
+    cell.fault = "rank, supervisor, server killed (MNIST, no Slurm)"
     runs = Runs(tmp_path, experiment="mnist")
 
     def arguments(name: str) -> list[str]:
@@ -87,6 +89,11 @@ def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server) -> N
 
     for attempt in (2, 3):
         assert "resumed at step " in runs.attempt(name, attempt).log(0).read_text()
+    state = runs.run_dir(name).read_state()
+    cell.attempts, cell.restarts = state.attempt, state.restarts
     assert_same(runs.final_state(name), runs.final_state("control"))
+    cell.weights = "equal"
     assert runs.series(name) == expected
-    assert runs.mlflow_status(name) == "FINISHED"
+    cell.points = "once"
+    cell.mlflow = runs.mlflow_status(name)
+    assert cell.mlflow == "FINISHED"

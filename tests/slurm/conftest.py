@@ -7,8 +7,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from fault_table import Cell
 from slurm_cluster import DevCluster, dev_cluster
+from slurm_faults import SUBJECTS, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns
+
+from hpcdist.devcluster import cluster, nodes
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +38,22 @@ def slurm_control(slurm_runs: SlurmRuns) -> str:
     code, output = slurm_runs.command("run", *slurm_runs.config(name, *ON_FOUR_RANKS))
     assert code == 0, output
     return name
+
+
+@pytest.fixture(params=SUBJECTS, ids=lambda subject: str(subject.name))
+def scene(
+    request: pytest.FixtureRequest, slurm_runs: SlurmRuns, slurm_control: str, cell: Cell
+) -> Iterator[FaultScene]:
+    """A fault that is to strike a trainer; the cluster is whole again afterwards."""
+    subject: Subject = request.param
+    cell.trainer = subject.name
+    devcluster = slurm_runs.cluster
+    yield FaultScene(slurm_runs, subject, slurm_control, cell)
+    devcluster.cancel_all()
+    if "grace_s" in request.fixturenames:
+        cluster.set_grace_time(devcluster.layout, 0)
+    for name in cluster.status(devcluster.layout).dead:
+        nodes.start_node(devcluster.layout, name.removeprefix("slurmd-"))
+    devcluster.until(
+        lambda: {node.state for node in cluster.status(devcluster.layout).nodes} == {"idle"}, "all nodes are idle"
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,42 +44,6 @@ def test_a_run_from_the_queue_to_its_end(slurm_runs: SlurmRuns, devcluster: DevC
     assert "#SBATCH --signal=USR2@30\n" in script.read_text()
     assert "export NCCL_DEBUG=WARN\n" in script.read_text()
     assert f"finished: trained {LAST_STEP} steps, 2 epochs" in slurm_runs.job_log(name)
-
-
-def test_a_requeue_in_the_middle_loses_no_step(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
-) -> None:
-    name = "requeued"
-    job = slurm_runs.submit_held(name)
-    devcluster.run("scontrol", "requeue", job)
-    slurm_runs.release(name)
-    assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
-    saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < LAST_STEP, "stopped in the middle of the second epoch"
-    slurm_runs.start_now(job)
-
-    slurm_runs.assert_finished_as(name, job, slurm_control)
-    assert slurm_runs.resumed_at(name, 2) == saved
-    assert devcluster.job(job)["Restarts"] == "1"
-    state = slurm_runs.state(name)
-    assert (state.attempt, state.restarts) == (2, 0)
-
-
-def test_a_killed_rank_is_restarted_in_place(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
-    name = "rank-killed"
-    job = slurm_runs.submit_held(name)
-    started = devcluster.job(job)["StartTime"]
-    victim = int((slurm_runs.attempt(name).path / "held-3").read_text())
-    os.kill(victim, signal.SIGKILL)
-    slurm_runs.release(name)
-
-    slurm_runs.assert_finished_as(name, job, slurm_control)
-    facts = devcluster.job(job)
-    assert (facts["Restarts"], facts["StartTime"]) == ("0", started)
-    assert "rank 3 on n2 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
-    state = slurm_runs.state(name)
-    assert (state.attempt, state.restarts) == (2, 1)
-    assert slurm_runs.resumed_at(name, 2) == 45
 
 
 def test_stop_and_cancel_reach_a_run_on_other_nodes(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:

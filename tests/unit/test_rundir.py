@@ -221,3 +221,16 @@ def test_snapshot_of(runs_dir: Path, tmp_path: Path) -> None:
     assert run.snapshot_of(tmp_path / "elsewhere.py") is None
     write_json(run.environment, {"code": {"copied": False, "root": str(root)}})
     assert run.snapshot_of(root / "pkg" / "train.py") is None
+
+
+def test_a_request_reaches_the_attempt_that_begins_as_it_is_written(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    states = [replace(run.read_state(), attempt=number) for number in (1, 2, 2)]
+    for _ in range(2):
+        run.new_attempt()
+    monkeypatch.setattr(run, "read_state", lambda: states.pop(0))
+    run.ask("stop", by="ada", reason="lunch")
+    assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
+    assert states == []

@@ -1,10 +1,12 @@
-"""The shipped DDP trainer, held at one step until a test has done to it what it has in mind.
+"""A shipped trainer, held at one step until a test has done to it what it has in mind.
 
-`params`: `hold_at` is the step, in the first attempt alone; `grandchild` starts a process of one's own.
+`params`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt alone; `grandchild`
+starts a process of one's own; `pace_s` is what each step takes at least.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import threading
@@ -13,25 +15,25 @@ import time
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.stop import REQUEST_EVERY_S
 from hpcdist.schema import Config
-from hpcdist.trainers import ddp
 
 HOLD_AT_MOST_S = 60.0
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train as `ddp` does; each rank that is held leaves its process id in `held-<rank>`."""
+    """Train as the trainer does; each rank that is held leaves its process id in `held-<rank>`."""
     if cfg.params.get("grandchild"):
         subprocess.Popen(["sleep", "1000"])
     if ctx.attempt.number == 1:
         ask_all = ctx.should_stop
 
         def should_stop(step: int, total_steps: int | None = None) -> bool:
-            if step == cfg.params["hold_at"]:
+            if step == cfg.params.get("hold_at"):
                 hold(ctx)
+            time.sleep(cfg.params.get("pace_s", 0))
             return ask_all(step, total_steps)
 
         ctx.should_stop = should_stop  # type: ignore[method-assign]
-    ddp.train(ctx, cfg)
+    importlib.import_module(f"hpcdist.trainers.{cfg.params.get('gated', 'ddp')}").train(ctx, cfg)
 
 
 def hold(ctx: Context) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,27 +13,26 @@ from hpcdist.errors import HpcdistError
 from hpcdist.launch import batch
 from hpcdist.launch.job import Job
 from hpcdist.launch.policy import Failure
-from hpcdist.launch.step import StepLauncher
 from hpcdist.rundir import RunDir, State, Status
 
 
 class FakeJob:
     """Slurm's side of the decision; remembers whether it was asked to queue the job again."""
 
-    def __init__(self, restart_count: int = 0, *, again: bool = False) -> None:
+    def __init__(self, restart_count: int = 0, *, again: bool = False, refuses: str = "") -> None:
         self.id = "41"
         self.restart_count = restart_count
-        self.num_requeues = 0
-        self.refuses = False
+        self.requeues: list[list[str]] = []
         self._again = again
+        self._refuses = refuses
 
     def will_run_again(self) -> bool:
         return self._again
 
-    def requeue(self) -> None:
-        self.num_requeues += 1
-        if self.refuses:
-            raise HpcdistError("scontrol requeue 41: Requested operation is presently disabled")
+    def requeue(self, *, exclude: Sequence[str]) -> None:
+        if self._refuses:
+            raise HpcdistError(self._refuses)
+        self.requeues.append(list(exclude))
 
 
 @pytest.fixture
@@ -45,16 +43,15 @@ def run(runs_dir: Path) -> RunDir:
 
 
 def after(
-    run: RunDir, job: FakeJob, status: Status, by: str | None = None, lost: tuple[str, ...] = (), max_requeues: int = 2
+    run: RunDir, job: FakeJob, status: Status, by: str | None = None, avoid: tuple[str, ...] = (), max_requeues: int = 2
 ) -> State:
     """The state that follows an attempt which ended as `status`, stopped `by` someone."""
     if by is not None:
         run.attempt(1).ask("stop", by=by, reason=f"asked by {by}")
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
-    run.write_state(state)
-    launcher = cast(StepLauncher, SimpleNamespace(lost_nodes=list(lost)))
-    after = batch._after(run, cast(Job, job), state, launcher, max_requeues)
-    assert run.read_state() == after
+    before = run.read_state()
+    after = batch._after(run, cast(Job, job), state, avoid, max_requeues)
+    assert run.read_state() == before, "nobody is to see a run that goes on as ended"
     return after
 
 
@@ -63,13 +60,13 @@ def after(
 def test_what_slurm_has_queued_again_waits(run: RunDir, by: str, status: Status) -> None:
     job = FakeJob(again=True)
     state = after(run, job, status, by)
-    assert (state.status, state.reason, state.ended, job.num_requeues) == ("queued", "a reason", None, 0)
+    assert (state.status, state.reason, state.ended, job.requeues) == ("queued", "a reason", None, [])
 
 
 def test_a_cancelled_job_stays_stopped(run: RunDir) -> None:
     job = FakeJob(again=False)
-    state = after(run, job, "stopped", "SIGTERM")
-    assert (state.status, state.ended, job.num_requeues) == ("stopped", 7.0, 0)
+    state = after(run, job, "stopped", "SIGTERM", avoid=("n2",))
+    assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
 
 
 @pytest.mark.parametrize("by", [batch.TIME_LIMIT, None])
@@ -77,25 +74,30 @@ def test_a_time_limit_queues_the_job_again(run: RunDir, by: str | None) -> None:
     """Nobody has asked where Slurm's own signal was first."""
     job = FakeJob()
     assert after(run, job, "stopped", by).status == "queued"
-    assert job.num_requeues == 1
+    assert job.requeues == [[]]
 
 
-def test_a_lost_node_queues_the_job_again(run: RunDir) -> None:
+def test_a_node_that_failed_is_avoided(run: RunDir) -> None:
     job = FakeJob(1)
-    assert after(run, job, "stopped", lost=("n2",)).status == "queued"
-    assert job.num_requeues == 1
+    assert after(run, job, "stopped", avoid=("n2",)).status == "queued"
+    assert job.requeues == [["n2"]]
+
+
+def test_a_stop_that_someone_asked_for_is_obeyed_also_where_a_node_was_lost(run: RunDir) -> None:
+    job = FakeJob()
+    assert after(run, job, "stopped", "ada", avoid=("n2",)).status == "stopped"
+    assert job.requeues == []
 
 
 def test_the_trips_through_the_queue_are_counted(run: RunDir) -> None:
     job = FakeJob(2)
     state = after(run, job, "stopped", batch.TIME_LIMIT)
     assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is used up")
-    assert (state.ended, job.num_requeues) == (7.0, 0)
+    assert (state.ended, job.requeues) == (7.0, [])
 
 
 def test_a_job_that_slurm_does_not_queue_again_is_left_to_its_owner(run: RunDir) -> None:
-    job = FakeJob()
-    job.refuses = True
+    job = FakeJob(refuses="scontrol requeue 41: Requested operation is presently disabled")
     state = after(run, job, "stopped", batch.TIME_LIMIT)
     why = "Slurm does not queue it again (scontrol requeue 41: Requested operation is presently disabled)"
     assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
@@ -116,7 +118,7 @@ def test_a_run_that_failed_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_over_stays_over(run: RunDir, status: Status, by: str | None) -> None:
     job = FakeJob(again=True)
     assert after(run, job, status, by).status == status
-    assert job.num_requeues == 0
+    assert job.requeues == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,16 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
 ) -> None:
     if by is not None:
         run.attempt(1).ask("stop", by=by, reason="…")
-    assert batch._is_over(run, State(status=status, attempt=1)) == over
+    job = cast(Job, FakeJob(1))
+    assert batch._is_over(run, State(status=status, attempt=1), job) == over
+
+
+@pytest.mark.parametrize(
+    ("status", "over"), [("queued", False), ("running", False), ("stopped", True), ("failed", True), ("finished", True)]
+)
+def test_a_supervisor_that_was_killed_is_followed_by_one_that_goes_on(run: RunDir, status: Status, over: bool) -> None:
+    """In the same life of the job nothing but the supervisor's own last word makes an end."""
+    assert batch._is_over(run, State(status=status, attempt=1), cast(Job, FakeJob(0))) == over
 
 
 def test_the_jobs_log_tells_of_attempts_and_failures(

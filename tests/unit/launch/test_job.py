@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,18 @@ from hpcdist.launch.job import (
 
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
+    "Partition=main ReqNodeList=(null) ExcNodeList=n[7-8] NodeList=n[1-2] "
     "StartTime=2026-11-20T06:35:00 EndTime=2026-11-20T07:05:00 Command=/shared/my run.sh --flag=a=b"
 )
-JOB = Job(id="41", restart_count=2, end_time=None)
+JOB = Job(id="41", restart_count=2, end_time=None, partition="main", nodes=("n1", "n2"), excluded=("n7", "n8"))
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before() -> Iterator[None]:
+    """A requeue makes this process deaf to it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -94,7 +105,14 @@ def test_the_last_task_of_an_array_does_not_go_by_the_arrays_id() -> None:
 
 def test_the_job_around_this_process(fake_scontrol: Path) -> None:
     job = Job.here({"SLURM_JOB_ID": "41"})
-    assert job == Job(id="41", restart_count=2, end_time=parse_time("2026-11-20T07:05:00"))
+    assert job == Job(
+        id="41",
+        restart_count=2,
+        end_time=parse_time("2026-11-20T07:05:00"),
+        partition="main",
+        nodes=("n1", "n2"),
+        excluded=("n7", "n8"),
+    )
     assert (fake_scontrol / "asked").read_text() == "show job --oneliner 41\n"
 
 
@@ -112,6 +130,40 @@ def test_slurm_has_queued_it_when_it_counts_one_more(fake_scontrol: Path, restar
 def test_a_requeue_is_asked_for(fake_scontrol: Path) -> None:
     JOB.requeue()
     assert (fake_scontrol / "asked").read_text() == "requeue 41\n"
+
+
+def test_nodes_are_avoided_besides_those_that_were(fake_scontrol: Path) -> None:
+    JOB.requeue(exclude=["n2"])
+    assert (fake_scontrol / "asked").read_text() == "requeue 41\nupdate JobId=41 ExcNodeList=n7,n8,n2\n"
+
+
+def test_slurms_sigterm_does_not_end_a_process_that_has_asked_for_a_requeue(fake_scontrol: Path) -> None:
+    JOB.requeue()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+LIKE = "(null)|gpu:2|8|32768"
+
+
+@pytest.mark.parametrize(
+    ("others", "idle_only", "enough"),
+    [
+        ([], True, False),
+        ([f"n3|idle|{LIKE}"], True, True),
+        ([f"n3|mix|{LIKE}"], True, False),
+        ([f"n3|mix|{LIKE}"], False, True),
+        ([f"n3|down*|{LIKE}"], False, False),
+        ([f"n7|idle|{LIKE}"], False, False),  # avoided already
+        (["n3|idle|(null)|(null)|8|32768"], False, False),  # without the GPUs that the job's nodes have
+    ],
+)
+def test_a_node_is_replaceable_where_there_are_others_of_its_kind(
+    fake_scontrol: Path, others: list[str], idle_only: bool, enough: bool
+) -> None:
+    (fake_scontrol / "scontrol").rename(fake_scontrol / "sinfo")
+    (fake_scontrol / "says").write_text("\n".join([f"n1|alloc|{LIKE}", f"n2|alloc|{LIKE}", *others]) + "\n")
+    assert JOB.replaceable(["n2"], idle_only=idle_only) == enough
+    assert (fake_scontrol / "asked").read_text() == ("--noheader --Node --partition=main --format=%N|%t|%f|%G|%c|%m\n")
 
 
 def test_of_two_requeues_at_once_the_second_is_content(fake_scontrol: Path) -> None:

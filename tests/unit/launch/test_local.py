@@ -14,7 +14,8 @@ import psutil
 import pytest
 from named_pipe import NamedPipe
 
-from hpcdist.launch.local import Guard, LocalRanks
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.local import LocalRanks
 
 SOON_S = 10.0
 #: A grandchild that ignores what can be ignored and lives until it is killed.
@@ -179,11 +180,18 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 # --- the guard
 
 
-def test_the_guard_kills_what_it_was_told_of_and_not_what_it_was_told_to_forget(pipe: NamedPipe) -> None:
+def sleepers(guard: Guard, folder: Path, count: int) -> list[subprocess.Popen[bytes]]:
+    """Children that have become what they are to be."""
+    env = {"PATH": os.environ["PATH"]}
+    processes = [guard.start(["sleep", "600"], env=env, cwd=folder, output=folder / "log") for _ in range(count)]
+    while any(Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n" for process in processes):
+        assert all(process.poll() is None for process in processes)
+    return processes
+
+
+def test_the_guard_kills_what_it_has_started_and_not_what_it_was_told_to_forget(tmp_path: Path) -> None:
     guard = Guard()
-    processes = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(3)]
-    for process in processes:
-        guard.watch(process.pid)
+    processes = sleepers(guard, tmp_path, 3)
     guard.forget(processes[1].pid)
     processes[2].kill()
     processes[2].wait()
@@ -192,6 +200,23 @@ def test_the_guard_kills_what_it_was_told_of_and_not_what_it_was_told_to_forget(
     assert processes[1].poll() is None
     processes[1].kill()
     assert processes[1].wait() == -9
+
+
+def test_a_rank_is_known_to_the_guard_before_it_runs(tmp_path: Path) -> None:
+    """However soon after the start the supervisor dies: nobody but the rank itself has to be there still."""
+    guard = Guard()
+    process = guard.start(["/bin/sleep", "600"], env={}, cwd=tmp_path, output=tmp_path / "log")
+    guard.close()  # at once
+    assert process.wait(SOON_S) == -9
+
+
+def test_without_its_guard_a_rank_still_starts(tmp_path: Path, guard: Guard) -> None:
+    guard._process.kill()
+    guard._process.wait()
+    (process,) = sleepers(guard, tmp_path, 1)
+    process.kill()
+    guard.forget(process.pid)
+    process.wait()
 
 
 def test_the_guard_hears_no_signal_of_the_terminal() -> None:
@@ -204,7 +229,8 @@ def test_the_guard_hears_no_signal_of_the_terminal() -> None:
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from hpcdist.launch.local import Guard, LocalRanks
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.local import LocalRanks
 folder = Path(sys.argv[1])
 guard = Guard()
 command = ["sh", "-c", sys.argv[2]]

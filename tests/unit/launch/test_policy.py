@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.launch.policy import Decision, Failure, decide, first_failure
+from hpcdist.launch.policy import Decision, Failure, decide, first_failure, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 
@@ -131,3 +131,47 @@ OTHER = failure(error="OSError: disk", step=3)
 )
 def test_what_follows(failures: list[Failure], max_restarts: int, stop_asked: bool, expected: Decision) -> None:
     assert decide(failures, max_restarts, stop_asked=stop_asked) == expected
+
+
+# --- broken nodes
+
+
+def on(host: str, error: str = "device lost", *, only_there: bool = True, step: int = 7) -> Failure:
+    traceback = ("Traceback\n",)
+    return Failure(kind="error", rank=0, host=host, step=step, error=error, traceback=traceback, only_there=only_there)
+
+
+@pytest.mark.parametrize(
+    ("history", "host"),
+    [
+        ([], None),
+        ([on("n2")], None),
+        ([on("n2"), on("n2")], "n2"),
+        ([on("n2", step=3), on("n2", "other", step=9)], "n2"),
+        ([on("n1"), on("n2")], None),
+        # An attempt that was stopped lies between, or nobody wrote down how it ended.
+        ([on("n2"), None, on("n2")], None),
+        # What other nodes say of themselves as well is no matter of this one.
+        ([on("n2"), on("n2", only_there=False)], None),
+        ([on("n2"), replace(on("n2"), kind="hung", traceback=())], None),
+        ([on("n2"), replace(on("n2"), kind="killed", traceback=())], "n2"),
+        # A checkpoint could not be written.
+        ([on("n2"), replace(on("n2"), traceback=())], None),
+        # The code is broken: the same failure was there on another node.
+        ([on("n1"), on("n1"), on("n2"), on("n2")], None),
+        ([on("n1", "first"), on("n1", "first"), on("n2"), on("n2")], "n2"),
+    ],
+)
+def test_a_node_on_which_ranks_fail_again_is_suspected(history: list[Failure | None], host: str | None) -> None:
+    assert suspect(history) == host
+
+
+def test_a_failure_says_whether_other_hosts_have_one_of_their_own() -> None:
+    def there(outcomes: dict[int, dict[str, Any]]) -> bool:
+        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, {}, lambda rank: "here")
+        assert found is not None
+        return found.only_there
+
+    assert there({0: failed(rank=0), 1: peer_lost(1)})
+    assert there({0: failed(rank=0), 1: failed(rank=1, host="n0")})
+    assert not there({0: failed(rank=0), 1: failed(rank=1)})

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hpcdist.launch import sbatch
 from hpcdist.rundir import RunDir
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
 RUN = RunDir(Path("/shared/my runs/digits/first"))
+SUPERVISE = f"""\
+trap 'left=0' TERM
+supervise() {{
+  for left in 3 2 1 0; do
+    code=0; {sys.executable} "$@" || code=$?
+    [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
+    echo "the supervisor was killed (exit code $code) and is started again"
+  done
+}}"""
 SMALL: dict[str, Any] = {
     "job_name": "digits/first",
     "time": 60,
     "nodes": 1,
     "ntasks_per_node": 1,
     "cpus_per_task": 1,
-    "setup": [],
+    "setup": [SUPERVISE],
     "use_srun": False,
     "stderr_to_stdout": True,
     "wckey": None,
@@ -66,7 +78,7 @@ def test_all_that_a_site_can_say() -> None:
         "nodes": 2,
         "ntasks_per_node": 4,
         "cpus_per_task": 8,
-        "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda"],
+        "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda", SUPERVISE],
         "signal_delay_s": 300,
         "additional_parameters": {"requeue": True, "mail-type": "FAIL", "exclusive": True},
     }
@@ -101,8 +113,9 @@ def test_the_whole_script_and_step() -> None:
     assert commands == [
         "export GREETING='it'\"'\"'s $HOME'",
         "module load cuda",
+        *SUPERVISE.splitlines(),
         "export SUBMITIT_EXECUTOR=slurm",
-        f"{sys.executable} -u -m submitit.core._submit '{folder}'",
+        f"supervise -u -m submitit.core._submit '{folder}'",
     ]
     assert step == (
         "srun --job-name=attempt-001 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
@@ -173,9 +186,10 @@ def test_the_script_of_a_heterogeneous_job() -> None:
         "#SBATCH --gres-flags='x y'",
         "#SBATCH --exclusive",
         "module load cuda",
+        *SUPERVISE.splitlines(),
         "# command",
         "export SUBMITIT_EXECUTOR=slurm",
-        f"{sys.executable} -u -m submitit.core._submit '{folder}'",
+        f"supervise -u -m submitit.core._submit '{folder}'",
     ]
     assert step.startswith("srun --het-group=0 ")
 
@@ -192,3 +206,30 @@ def test_the_script_of_one_allocation_for_all_roles() -> None:
         "gpus_per_node": 4,
         "mem": "64G",
     }
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "starts"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 1", 1, 1),
+        ("kill -TERM $$", 143, 1),
+        ("kill -KILL $$", 137, 4),
+        ("kill -SEGV $$", 139, 4),
+        ("test $(wc -l < starts) -ge 2 && exit 0; kill -KILL $$", 0, 2),
+        # Slurm has told the whole job to end.
+        ("kill -TERM $PPID; kill -KILL $$", 137, 1),
+    ],
+)
+@pytest.mark.parametrize("first", ["", "set -e", "set -eu"])
+def test_a_supervisor_that_is_killed_is_started_again(
+    tmp_path: Path, first: str, does: str, code: int, starts: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $1 >> starts\n{does}\n")
+    python.chmod(0o755)
+    script = "\n".join([first, SUPERVISE.replace(sys.executable, str(python)), "supervise argument"])
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "starts").read_text() == "argument\n" * starts
+    assert done.stdout.count(" and is started again\n") == starts - 1

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from hpcdist.errors import HpcdistError
 from hpcdist.launch import step
-from hpcdist.launch.local import Guard
-from hpcdist.launch.step import StepRanks, ended_tasks, nodes_of
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.job import Job
+from hpcdist.launch.policy import Failure
+from hpcdist.launch.step import StepLauncher, StepRanks, end_old_steps, ended_tasks, nodes_of
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
@@ -224,3 +228,97 @@ def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
 def test_a_step_that_fails_without_a_word_is_rank_0s_failure(four: Step) -> None:
     four.end()
     assert list(four.ranks.exits.items()) == [(0, 1), (1, 0), (2, 0), (3, 0)]
+
+
+# --- beside the ranks: what is left of a supervisor before this one, and nodes that are at fault
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with scripts in Slurm's place: `steps` is what squeue lists, `nodes` what answers a roll call."""
+    scripts = {
+        "squeue": "cat steps",
+        "scancel": 'echo "$@" >> cancelled; if test ! -e stubborn; then echo "7.batch batch" > steps; fi',
+        "srun": "cat nodes",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return tmp_path
+
+
+def test_steps_of_a_killed_supervisor_are_ended(slurm: Path) -> None:
+    (slurm / "steps").write_text("7.batch batch\n7.0 attempt-001\n7.2 attempt-002\n7.3 mine\n")
+    end_old_steps()
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.0 7.2\n"
+    end_old_steps()
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.0 7.2\n", "there was nothing more to end"
+
+
+def test_beside_old_ranks_none_are_started(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "OLD_STEPS_S", 0.0)
+    (slurm / "stubborn").touch()
+    (slurm / "steps").write_text("7.0 attempt-001\n")
+    with pytest.raises(HpcdistError, match=r"^step 7\.0 does not end: it has ranks of a supervisor before this one$"):
+        end_old_steps()
+    (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(
+        HpcdistError, match=r"^squeue does not answer: are there ranks of a supervisor before this one$"
+    ):
+        end_old_steps()
+
+
+class FakeJob:
+    """A job in a partition that can do without the nodes named `spare`."""
+
+    def __init__(self, spare: str) -> None:
+        self.spare = spare
+        self.asked: list[tuple[list[str], bool]] = []
+
+    def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+        self.asked.append((list(nodes), idle_only))
+        return set(nodes) <= set(self.spare.split())
+
+
+@pytest.mark.parametrize(
+    ("answers", "failed_on", "spare", "why", "avoid", "idle_only"),
+    [
+        ("n1 n2", [], "n1 n2", "", [], None),
+        ("n1", [], "", "lost n2", [], True),
+        ("n1", [], "n2", "lost n2, avoided from now on", ["n2"], True),
+        ("n1 n2", ["n2.site", "n2.site"], "", "", [], False),
+        (
+            "n1 n2",
+            ["n2.site", "n2.site"],
+            "n2",
+            "ranks on n2.site have failed twice in a row, and on no other node: avoided from now on",
+            ["n2"],
+            False,
+        ),
+        ("n1 n2", ["n9", "n9"], "n9", "", [], None),
+    ],
+)
+def test_nodes_at_fault(
+    slurm: Path,
+    runs_dir: Path,
+    answers: str,
+    failed_on: list[str],
+    spare: str,
+    why: str,
+    avoid: list[str],
+    idle_only: bool | None,
+) -> None:
+    (slurm / "nodes").write_text("\n".join(answers.split()) + "\n")
+    run = RunDir.create(runs_dir / "exp" / "first")
+    for host in failed_on:
+        failure = Failure(kind="error", rank=0, host=host, step=1, error="device lost", traceback=("Traceback",))
+        write_json(run.new_attempt().failure, asdict(failure))
+    job = FakeJob(spare)
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
+    launcher = StepLauncher(
+        run, Config(cluster=ClusterConfig(nodes=2)), cast(Job, job), env=env, import_path=[], cwd=slurm
+    )
+    assert (launcher.broken(), launcher.avoid) == (why, avoid)
+    assert job.asked == ([] if idle_only is None else [(["n2"], idle_only)])

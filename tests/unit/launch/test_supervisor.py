@@ -20,7 +20,7 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
 
 from hpcdist.launch.shipping import ShipperProcess
-from hpcdist.rundir import RunDir, read_json
+from hpcdist.rundir import RunDir, State, read_json
 
 FOREVER: list[list[Any]] = [["forever", None]]
 STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
@@ -240,6 +240,49 @@ def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
     assert "stopping: the ranks save and leave (`hpcdist stop` by ada)" in scene.report.notes
+
+
+def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene) -> None:
+    """As the supervisor is asking whether ranks can be started here again."""
+    scene.script(
+        first=[fails("nan"), QUIETLY],
+        second=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]],
+    )
+    supervisor = scene.supervisor()
+
+    def broken() -> str:
+        scene.run.ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        return ""
+
+    scene.launcher.broken = broken  # type: ignore[method-assign]
+    state = scene.supervise(supervisor)
+    assert (state.status, state.attempt) == ("stopped", 2)
+    assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
+
+
+def test_the_last_state_is_what_is_made_of_it_and_none_is_seen_before(scene: Scene) -> None:
+    scene.script(first=[[["report", {"outcome": "stopped"}]], QUIETLY])
+    supervisor = scene.supervisor()
+    supervisor._conclude = lambda state: replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
+    assert scene.supervise(supervisor).reason == "running, stopped"
+
+
+def test_a_signal_that_is_taken_over_at_the_end_stays_so(scene: Scene) -> None:
+    """A job that has asked for its own requeue is sent SIGTERM while it still waits for MLflow."""
+    scene.script(first=[[*DONE], QUIETLY])
+    supervisor = scene.supervisor()
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+
+    def conclude(state: State) -> State:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return state
+
+    supervisor._conclude = conclude
+    try:
+        scene.supervise(supervisor)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before[1])
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
 
 
 def test_fake_ranks_that_are_done_before_they_see_the_request_have_finished(scene: Scene) -> None:

@@ -1,0 +1,35 @@
+"""The table at the end of `make faults`: one row for each fault that struck each trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+COLUMNS = ("fault", "trainer", "s", "steps lost", "lives", "attempts", "restarts", "weights", "points", "MLflow", "")
+
+
+@dataclass
+class Cell:
+    """What is known of one fault; a test fills it in as it looks, so that a failed one shows how far it came."""
+
+    fault: str
+    trainer: str
+    seconds: float = 0.0
+    steps_lost: int | None = None  #: steps that were trained twice, in all
+    lives: int | None = None  #: of the Slurm job
+    attempts: int | None = None
+    restarts: int | None = None
+    weights: str = "?"
+    points: str = "?"
+    mlflow: str = "?"
+    verdict: str = "not run"
+
+
+def as_lines(cells: Sequence[Cell]) -> list[str]:
+    """The table, its columns aligned."""
+    rows = [COLUMNS]
+    for cell in cells:
+        values = [getattr(cell, field.name) for field in fields(cell)]
+        rows.append(tuple(f"{v:.0f}" if isinstance(v, float) else "-" if v is None else str(v) for v in values))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
