@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpcdist.errors import ConfigError
 from hpcdist.models import check_model_name
-from hpcdist.schema import Config, cross_check, describe
+from hpcdist.schema import Config, ContainerConfig, cross_check, describe
 
 REDACTED = "***"
 _SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
@@ -44,6 +44,9 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     tree = _read_yaml(path)
     if cluster is not None:
         profile = _read_yaml(find_config(cluster, "cluster"))
+        # A site knows which runtime it has, and perhaps where its images lie.
+        if site := profile.pop("container", None):
+            tree["container"] = {**site, **(tree.get("container") or {})}
         own = tree.get("cluster") or {}
         tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
     return _build(tree, overrides, str(path))
@@ -229,6 +232,7 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
+    sections["container"] = _absolute_image(sections["container"])
     config = Config(**sections)
     problems = cross_check(config)
     if config.trainer.target == "ddp" and not config.trainer.script:
@@ -239,6 +243,16 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _absolute_image(container: ContainerConfig) -> ContainerConfig:
+    """With whole paths, also where the runtime takes its image from a registry or store of its own by name."""
+    image = container.image
+    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
+    if image and is_path and "://" not in image:
+        image = str(Path(image).expanduser().absolute())
+    mounts = [str(Path(mount).expanduser()) for mount in container.mounts]
+    return dataclasses.replace(container, image=image, mounts=mounts)
 
 
 @functools.cache

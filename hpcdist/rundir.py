@@ -2,6 +2,7 @@
 
     runs/<experiment>/<run>/
         config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
         checkpoints/step-00000100/               see runtime/checkpoint.py
@@ -163,6 +164,11 @@ class RunDir:
     @property
     def environment(self) -> Path:
         return self.path / "environment.json"
+
+    @property
+    def container(self) -> Path:
+        """Runtime, image and digest of the ranks' containers, and what is in them; where ranks have any."""
+        return self.path / "container.json"
 
     @property
     def model(self) -> Path:

@@ -15,6 +15,7 @@ from hpcdist.config import load_run_config, secrets_of
 from hpcdist.errors import HpcdistError
 from hpcdist.launch import snapshot
 from hpcdist.launch.components import table
+from hpcdist.launch.containing import box_for
 from hpcdist.launch.job import Job
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.srun import rank_env
@@ -91,7 +92,12 @@ def _supervise(run: RunDir, job: Job) -> State:
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
     import_path = snapshot.import_path(code, run)
-    launcher = StepLauncher(run, config, job, env=env | rank_env(config), import_path=import_path, cwd=cwd)
+    box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
+    for_ranks = env | rank_env(config)
+    if box is not None:
+        # The host's packages are not the image's.
+        for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
+    launcher = StepLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
     lead_s = config.cluster.signal_lead_s
     for line in table(config, launcher.nodes):
         log.info("%s", line)

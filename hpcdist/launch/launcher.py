@@ -44,7 +44,9 @@ class Launcher(Protocol):
 
     num_ranks: int
 
-    def start(self, attempt: Attempt) -> Ranks: ...
+    def start(self, attempt: Attempt) -> Ranks:
+        """Start every rank; HpcdistError when none can be, UserMistake when no retry would help."""
+        ...
 
     def broken(self) -> str:
         """Asked after a failure: why ranks should not be started here again, or nothing when they may."""

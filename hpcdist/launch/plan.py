@@ -166,9 +166,9 @@ def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
     return env
 
 
-def rank_command(run_dir: Path) -> list[str]:
+def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
     """What one rank executes. `-P` keeps the current folder out of sys.path: code comes from the run's snapshot."""
-    return [sys.executable, "-P", "-m", "hpcdist.runtime.worker", str(run_dir)]
+    return [python, "-P", "-m", "hpcdist.runtime.worker", str(run_dir)]
 
 
 def code_env(import_path: Sequence[str], theirs: str | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ class Failure:
 
     kind: Literal["error", "killed", "hung", "rejected", "vanished"]
     rank: int
-    host: str
+    host: str  #: empty for a failure before any rank was started
     step: int | None
     error: str
     traceback: tuple[str, ...] = ()
@@ -25,6 +25,8 @@ class Failure:
     only_there: bool = True  #: no rank on another host reported a failure of its own
 
     def sentence(self) -> str:
+        if not self.host:  # no rank was started
+            return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
         return f"{where} {'' if self.kind in ('killed', 'hung', 'vanished') else 'failed with '}{self.error}{at}"

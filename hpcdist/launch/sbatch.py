@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hpcdist.launch.components import allocations, cluster_for
+from hpcdist.launch.containing import box_for
 from hpcdist.launch.flags import without_value
 from hpcdist.launch.plan import rank_command
+from hpcdist.launch.snapshot import git_root
 from hpcdist.launch.srun import step_command
 from hpcdist.rundir import RunDir
 from hpcdist.schema import ClusterConfig, Config
@@ -100,4 +103,7 @@ def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, 
     folder = run.path / "submitit"
     command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     script = _make_sbatch_string(command=command, folder=folder, **sbatch_parameters(config, run, flags), **array)
-    return script, shlex.join(step_command(config, run.attempt(1), rank_command(run.path)))
+    cwd = Path.cwd()
+    box = box_for(config, run, cwd=cwd, root=git_root(cwd) or cwd)
+    rank = rank_command(run.path, box.python) if box else rank_command(run.path)
+    return script, shlex.join(step_command(config, run.attempt(1), rank, box))

@@ -45,7 +45,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
 
     Raises UserMistake when the code is larger than `launch.code_max_mb`.
     """
-    root = _git_root(cwd)
+    root = git_root(cwd)
     commit = _git(root, "rev-parse", "HEAD").strip() or None if root else None
     dirty = bool(root and _git(root, "status", "--porcelain"))
     if root and commit:
@@ -105,7 +105,8 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
 
 
-def _git_root(cwd: Path) -> Path | None:
+def git_root(cwd: Path) -> Path | None:
+    """The top of the git work tree around a folder, if it is in one."""
     top = _git(cwd, "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else None
 

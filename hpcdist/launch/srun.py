@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpcdist.launch.components import Component, allocations, cluster_for, components, is_het
+from hpcdist.launch.container import DEAF_TO_USR2, Box, contain
 from hpcdist.launch.flags import without_value
 from hpcdist.launch.plan import processor_env
 from hpcdist.rundir import Attempt
@@ -14,33 +16,43 @@ from hpcdist.schema import ClusterConfig, Config
 
 #: How the steps that outlive a killed supervisor are called.
 STEP_NAMES = ("attempt-", "standby")
-#: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
-_RANK = "trap '' USR2; exec \"$@\""
 #: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
 _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
+_WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
 
-def step_command(config: Config, attempt: Attempt, command: Sequence[str]) -> list[str]:
-    """The step that runs every rank of a run once, whatever its roles ask for."""
+def step_command(config: Config, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
+    """The step that runs every rank of a run once, whatever its roles ask for, in containers where there is a box."""
     parts = components(config)
     if is_het(config):
-        return _het_command(config, parts, attempt, command)
+        return _het_command(config, parts, attempt, command, box)
     (whole,) = allocations(config)
+    cluster = cluster_for(config.cluster, whole)
     if len(parts) == 1:
-        return srun_command(cluster_for(config.cluster, whole), attempt, command)
-    return _placed_command(cluster_for(config.cluster, whole), sum(part.num_ranks for part in parts), attempt, command)
+        return srun_command(cluster, attempt, command, box)
+    return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
 
 
-def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str]) -> list[str]:
+def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
     """The step where all nodes hold equally many ranks.
 
     A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
     taken them over from sbatch since Slurm 22.05.
     """
-    return ["srun", *_options(_flags(cluster, attempt)), "sh", "-c", _RANK, "sh", *command]
+    return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
 
 
-def _het_command(config: Config, parts: Sequence[Component], attempt: Attempt, command: Sequence[str]) -> list[str]:
+def _rank_words(attempt: Attempt, command: Sequence[str], box: Box | None) -> list[str]:
+    """A rank as a task: in a container, which for pyxis begins with flags of srun, or as it is."""
+    if box is None:
+        return [*DEAF_TO_USR2, *command]
+    contained = contain(box, command, attempt)
+    return [*contained.srun, *contained.words]
+
+
+def _het_command(
+    config: Config, parts: Sequence[Component], attempt: Attempt, command: Sequence[str], box: Box | None
+) -> list[str]:
     """One step over all components: ranks count through them."""
     words = ["srun"]
     base = rank_env(config)
@@ -51,7 +63,11 @@ def _het_command(config: Config, parts: Sequence[Component], attempt: Attempt, c
                 del flags[name]
         env = _env_words(base, rank_env(config, part))
         words += [":"] * (index > 0) + [f"--het-group={index}", *_options(flags)]
-        words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
+        if box is None:
+            words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
+        else:
+            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command, attempt)
+            words += [*contained.srun, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.words]
     return words
 
 
@@ -62,11 +78,13 @@ def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
     return ["env", *unset, *changed] if unset or changed else []
 
 
-def _placed_command(cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str]) -> list[str]:
+def _placed_command(
+    cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: Box | None
+) -> list[str]:
     """The step where each rank is told its node, in the file that SLURM_HOSTFILE names."""
     flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
     flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
-    return ["srun", *_options(flags), "sh", "-c", _RANK, "sh", *command]
+    return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
 
 
 def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:

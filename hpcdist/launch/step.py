@@ -14,6 +14,8 @@ from pathlib import Path
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.launch.components import components, hosts_by_rank, is_het, place
+from hpcdist.launch.container import Box, outer_env
+from hpcdist.launch.container_steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job import Job, job_ids, node_features
 from hpcdist.launch.plan import code_env, rank_command
@@ -79,11 +81,13 @@ class StepRanks:
         cwd: Path,
         hosts: Sequence[str] = (),
         first_ranks: Mapping[str, int] | None = None,
+        containers: ContainerSteps | None = None,
     ) -> None:
         self._planned_hosts = hosts
         self._first_ranks = first_ranks
         self._num_ranks = num_ranks
         self._attempt = attempt
+        self._containers = containers
         self._guard = guard
         self.exits: dict[int, int] = {}
         self._running = list(range(num_ranks))
@@ -134,6 +138,8 @@ class StepRanks:
         news, self._unread = self._unread[:end], self._unread[end:]
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
+            if self._containers is not None and rank not in self.exits:
+                code = self._containers.meaning(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
@@ -169,6 +175,8 @@ class StepRanks:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+        if self._containers is not None:
+            self._containers.remove_left()
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)
@@ -217,12 +225,21 @@ class StepLauncher:
         env: what ranks inherit.
         import_path: folders that ranks import code from, before all others.
         cwd: the ranks' current folder.
+        box: the container of each rank, where they have one.
 
     Raises HpcdistError where the allocation's nodes are not what the roles need.
     """
 
     def __init__(
-        self, run: RunDir, config: Config, job: Job, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
+        self,
+        run: RunDir,
+        config: Config,
+        job: Job,
+        *,
+        env: Mapping[str, str],
+        import_path: Sequence[str],
+        cwd: Path,
+        box: Box | None = None,
     ) -> None:
         parts = components(config)
         self.num_ranks = sum(part.num_ranks for part in parts)
@@ -240,6 +257,8 @@ class StepLauncher:
         self._hosts = hosts_by_rank(parts, self.nodes)
         #: In a heterogeneous step: first rank of the component that a host belongs to.
         self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
+        self._box = box
+        self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
 
     def __enter__(self) -> StepLauncher:
         end_old_steps()
@@ -259,7 +278,11 @@ class StepLauncher:
         self._guard.close()
 
     def start(self, attempt: Attempt) -> StepRanks:
-        command = step_command(self._config, attempt, rank_command(self._run.path))
+        """Start every rank. Raises HpcdistError where containers cannot be started on the nodes."""
+        if self._containers is not None:
+            self._containers.prepare()
+        rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
+        command = step_command(self._config, attempt, rank, self._box)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
         if len(self.nodes) > 1 and not self._het:
             hostfile = attempt.path / "hosts"
@@ -268,6 +291,8 @@ class StepLauncher:
             env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
             # Stands for the allocation, and srun would warn that it cannot be kept.
             env.pop("SLURM_NTASKS_PER_NODE", None)
+        if self._box is not None:
+            env = outer_env(self._box, env)
         return StepRanks(
             command,
             env,
@@ -278,6 +303,7 @@ class StepLauncher:
             # Elsewhere the user may have chosen another --distribution.
             hosts=self._hosts if len(self.nodes) > 1 else (),
             first_ranks=self._first_ranks,
+            containers=self._containers,
         )
 
     def broken(self) -> str:

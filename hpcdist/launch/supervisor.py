@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from hpcdist.cluster.roles import Roles
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
@@ -147,7 +148,11 @@ class Supervisor:
         self._attempt = attempt
         if self._signalled:
             attempt.ask("stop", by="signal", reason=self._signalled)
-        ranks = self._launcher.start(attempt)
+        try:
+            ranks = self._launcher.start(attempt)
+        except HpcdistError as error:
+            kind: Literal["rejected", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
+            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=str(error))
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
             watch = Watch(attempt, ranks, self._config, self._report, self._stop_at)

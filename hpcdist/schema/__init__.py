@@ -6,6 +6,7 @@ Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this pa
 """
 
 from hpcdist.schema.cluster import ClusterConfig, RoleRequest
+from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.describe import describe
 from hpcdist.schema.run import Config, cross_check, role_device
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "ContainerConfig",
     "DataConfig",
     "LaunchConfig",
     "ModelConfig",

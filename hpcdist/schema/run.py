@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcdist.schema.checks import at_least, check
 from hpcdist.schema.cluster import ClusterConfig
+from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
     DataConfig,
@@ -48,6 +49,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
     params: dict[str, Any] = field(default_factory=dict)
     """Free keys for a trainer of your own; logged like all others."""
 
@@ -85,6 +87,8 @@ def role_device(config: Config, role: str) -> str:
 def cross_check(config: Config) -> list[str]:
     """Mistakes that no section can see alone, each with its fix."""
     problems = []
+    if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
+        problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
     if config.trainer.script and config.trainer.target != "ddp":
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if config.launch.device == "cpu":

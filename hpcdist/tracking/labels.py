@@ -59,6 +59,9 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     trainer = config.get("trainer") or {}
     # `code` says where the code was copied from; what of it matters for review, the commit, stands beside it.
     facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
+    if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
+        facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
+        facts["container"] = container
     tags = {f"hpcdist.{clean_name(key)}": text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),

@@ -1,0 +1,157 @@
+"""Ranks in containers under a real Slurm: podman, whose containers are no children of the step, and charliecloud."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import container_image
+import psutil
+import pytest
+from container_image import ContainerImage
+from hpcdist_runs import HOLD_AT, LAST_STEP, wait_for
+from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
+
+from hpcdist.rundir import read_json
+
+RUNTIMES = ("podman", "charliecloud")
+#: No container may outlive its job by more.
+GONE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
+    yield
+    devcluster.cancel_all()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> ContainerImage:
+    if (reason := container_image.why_not()) is not None:
+        if os.environ.get("HPCDIST_REQUIRE_CONTAINERS") == "1":
+            pytest.fail(f"HPCDIST_REQUIRE_CONTAINERS=1, but {reason}")
+        pytest.skip(reason)
+    return container_image.make(tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture
+def in_image(image: ContainerImage, slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch) -> ContainerImage:
+    """For the time of a test, whatever is started finds podman's store."""
+    for name, value in image.env.items():
+        monkeypatch.setenv(name, value)
+    return image
+
+
+def overrides(image: ContainerImage, runtime: str, runs: SlurmRuns) -> list[str]:
+    name = image.name if runtime == "podman" else str(image.folder)
+    # The folder that stands in for a missing MLflow, and what the stand-in of an image needs.
+    mounts = ",".join([*image.mounts, str(runs.no_mlflow)])
+    return [f"container.runtime={runtime}", f"container.image={name}", f"container.mounts=[{mounts}]"]
+
+
+@pytest.fixture(scope="module")
+def control(image: ContainerImage, slurm_runs: SlurmRuns) -> str:
+    """Name of a run in the image that nothing happened to."""
+    name = "contained-control"
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in image.env.items():
+            patch.setenv(key, value)
+        job = slurm_runs.submit(name, *overrides(image, "podman", slurm_runs))
+        slurm_runs.assert_finished_as(name, job, name)
+    return name
+
+
+def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
+    """The ranks' processes as the host sees them, by rank."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words[1:4] == ["-P", "-m", "hpcdist.runtime.worker"] and words[-1] == str(runs.run_dir(name).path):
+            found[int(process.environ()["SLURM_PROCID"])] = process
+    return found
+
+
+def containers(image: ContainerImage, runs: SlurmRuns, name: str) -> list[str]:
+    """Names of the run's containers, ended ones included."""
+    label = f"label=hpcdist.run={runs.run_dir(name).path}"
+    return image.podman("ps", "--all", "--filter", label, "--format", "{{.Names}}").split()
+
+
+def assert_nothing_left(image: ContainerImage, runs: SlurmRuns, name: str) -> None:
+    wait_for(lambda: not containers(image, runs, name), "the containers to be gone", timeout_s=GONE_S)
+    assert not ranks(runs, name)
+    folder = runs.attempt(name).path
+    assert not [*folder.glob("*.line"), *folder.glob("*.exit")]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_requeue_in_the_middle_loses_no_step(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str, runtime: str
+) -> None:
+    name = f"requeued-{runtime}"
+    job = slurm_runs.submit_held(name, *overrides(in_image, runtime, slurm_runs))
+    inside = ranks(slurm_runs, name)
+    assert sorted(inside) == [0, 1, 2, 3]
+    for rank, process in inside.items():
+        # The image's own Python, in a root of its own.
+        assert process.exe() != os.path.realpath(psutil.Process().exe())
+        assert os.stat(f"/proc/{process.pid}/root").st_ino != os.stat("/").st_ino
+        assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
+    if runtime == "podman":
+        assert sorted(containers(in_image, slurm_runs, name)) == [f"hpcdist-{job}-1-{rank}" for rank in range(4)]
+    devcluster.run("scontrol", "requeue", job)
+    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.release(name)
+    assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= saved < LAST_STEP
+    assert_nothing_left(in_image, slurm_runs, name)
+    slurm_runs.start_now(job)
+
+    slurm_runs.assert_finished_as(name, job, control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+    assert slurm_runs.hosts(name, 2) == ["n1", "n1", "n2", "n2"]
+    assert (slurm_runs.state(name).attempt, slurm_runs.state(name).restarts) == (2, 0)
+    assert_nothing_left(in_image, slurm_runs, name)
+    seen = read_json(slurm_runs.run_dir(name).container) or {}
+    assert (seen["runtime"], seen["hpcdist"]) == (runtime, "0.1.0")
+    if runtime == "podman":
+        assert (
+            seen["image_digest"]
+            == f"sha256:{in_image.podman('image', 'inspect', '--format', '{{.Id}}', in_image.name).strip()}"
+        )
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_killed_rank_is_restarted_in_place(
+    slurm_runs: SlurmRuns, in_image: ContainerImage, control: str, runtime: str
+) -> None:
+    name = f"killed-{runtime}"
+    job = slurm_runs.submit_held(name, *overrides(in_image, runtime, slurm_runs))
+    ranks(slurm_runs, name)[3].kill()
+    slurm_runs.release(name)
+    slurm_runs.assert_finished_as(name, job, control)
+    assert "rank 3 on n2 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
+    assert (slurm_runs.state(name).attempt, slurm_runs.state(name).restarts) == (2, 1)
+    assert_nothing_left(in_image, slurm_runs, name)
+
+
+@pytest.mark.parametrize("how", ["scancel", "supervisor killed"])
+def test_no_container_outlives_its_job(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, how: str
+) -> None:
+    name = how.replace(" ", "-")
+    job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
+    assert len(containers(in_image, slurm_runs, name)) == 4
+    if how == "scancel":
+        devcluster.run("scancel", job)
+        wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+        slurm_runs.release(name)
+        assert slurm_runs.wait_end(name, job).status == "stopped"
+        assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    else:
+        os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
+        devcluster.until(lambda: devcluster.job(job)["JobState"] == "FAILED", "Slurm counts the job as failed")
+    assert_nothing_left(in_image, slurm_runs, name)
