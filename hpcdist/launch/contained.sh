@@ -37,6 +37,7 @@ node_flags() {
   if [ "$1" = podman ]; then
     [ "$(id -u)" = 0 ] || flags="$flags --userns=keep-id"
     # --ulimit=host takes what is allowed here; what RDMA registers must stay in memory.
+    # shellcheck disable=SC3045 # every sh of a Linux has it
     ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -H -l)"
   else
     for group in $(id -G); do flags="$flags --group-add=$group"; done

@@ -236,10 +236,10 @@ def _why_not_started(box: Box, errors: str, where: str) -> tuple[str, bool]:
         return said[0].removeprefix("hpcdist: "), False
     if re.search("exec format error", text, re.IGNORECASE):
         return f"{box.image} is for another processor than {where} has ({os.uname().machine})", False
-    if re.search("executable file not found|can't execve|command not found|No such file", text):
-        return f"{box.image} cannot be started on {where}, or has no {box.python} in it: {said[-1]}", False
-    if re.search("image not known|No such image|not found", text, re.IGNORECASE):
+    if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
         return f"{box.image} is not on {where}: {said[-1]}", False
+    if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
+        return f"{box.image} cannot be started on {where}, or has no {box.python} in it: {said[-1]}", False
     last = said[-1] if said else "nothing was said"
     return f"{box.runtime} could not start {box.image} on {where}: {last}", True
 

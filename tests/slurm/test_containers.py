@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import container_image
 import psutil
@@ -124,6 +125,7 @@ def test_a_requeue_in_the_middle_loses_no_step(
         )
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_killed_rank_is_restarted_in_place(
     slurm_runs: SlurmRuns, in_image: ContainerImage, control: str, runtime: str
@@ -138,7 +140,7 @@ def test_a_killed_rank_is_restarted_in_place(
     assert_nothing_left(in_image, slurm_runs, name)
 
 
-@pytest.mark.parametrize("how", ["scancel", "supervisor killed"])
+@pytest.mark.parametrize("how", [pytest.param("scancel", marks=pytest.mark.faults), "supervisor killed"])
 def test_no_container_outlives_its_job(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, how: str
 ) -> None:
@@ -155,3 +157,68 @@ def test_no_container_outlives_its_job(
         os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
         devcluster.until(lambda: devcluster.job(job)["JobState"] == "FAILED", "Slurm counts the job as failed")
     assert_nothing_left(in_image, slurm_runs, name)
+
+
+# --- what a user can get wrong
+
+
+def test_a_runtime_that_the_nodes_have_not_ends_the_run_at_once(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path: Path
+) -> None:
+    name = "no-runtime"
+    (tmp_path / "image.sif").touch()
+    job = slurm_runs.submit(name, "container.runtime=apptainer", f"container.image={tmp_path}/image.sif")
+    state = slurm_runs.wait_end(name, job)
+    wanted = ("failed", True, 1, "apptainer is not installed on n1, n2")
+    assert (state.status, state.rejected, state.attempt, state.reason) == wanted
+
+
+def foreign_image(folder: Path) -> Path:
+    """A root file system whose Python is for a processor that nobody has."""
+    for name in ("usr/bin", "dev", "proc", "sys", "tmp", "etc", "home", "run"):
+        (folder / name).mkdir(parents=True)
+    own = bytearray(Path("/bin/sh").read_bytes())
+    own[18:20] = b"\xfe\xca"  # the machine that an ELF file is for
+    for name in ("python3", "sh"):
+        (folder / "usr/bin" / name).write_bytes(own)
+        (folder / "usr/bin" / name).chmod(0o755)
+    (folder / "bin").symlink_to("usr/bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["container.runtime=podman", "container.image=localhost/typo"], "localhost/typo is not in podman's store on"),
+        (
+            ["container.runtime=podman", "container.image=IMAGE", "container.python=/no/python"],
+            "has no /no/python in it",
+        ),
+        (
+            ["container.runtime=charliecloud", "container.image=FOLDER", "container.python=/no/python"],
+            "has no /no/python in",
+        ),
+        (
+            ["container.runtime=charliecloud", "container.image=FOREIGN"],
+            "is for another processor than this machine has",
+        ),
+        (["container.runtime=charliecloud", "container.image=/nowhere"], "no such file or folder: /nowhere"),
+        (
+            ["container.runtime=podman", "container.image=IMAGE", "container.mounts=[/nowhere]"],
+            "/nowhere does not exist",
+        ),
+        (["container.runtime=lxc", "container.image=IMAGE"], "container.runtime must be "),
+    ],
+)
+def test_before_the_queue_a_mistake_is_one_line(
+    slurm_runs: SlurmRuns, in_image: ContainerImage, tmp_path: Path, words: list[str], told: str
+) -> None:
+    name = "mistaken"
+    places = {"IMAGE": in_image.name, "FOLDER": str(in_image.folder)}
+    if "container.image=FOREIGN" in words:
+        places["FOREIGN"] = str(foreign_image(tmp_path / "foreign"))
+    for word, place in places.items():
+        words = [text.replace(f"={word}", f"={place}") for text in words]
+    code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", *words)
+    assert (code, told in output, output.count("\n")) == (2, True, 1), output
+    assert not slurm_runs.run_dir(name).path.exists()

@@ -563,3 +563,59 @@ def test_no_gpus_can_be_said_of_one_role_alone(write: Write) -> None:
 def test_the_schema_lists_what_a_role_can_ask_for() -> None:
     rows = {path: documentation for path, _, _, documentation in describe()}
     assert rows["cluster.roles.ROLE.nodes"].startswith("Number of nodes for this role")
+
+
+# --- containers
+
+
+def test_a_sites_profile_may_name_its_container_runtime(write: Write, tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("partition: gpu\ncontainer: {runtime: podman, image: theirs, extra_args: [--cgroups=disabled]}\n")
+    config = load_config(write("container: {image: mine}\n"), cluster=site)
+    assert (config.cluster.partition, config.container.runtime) == ("gpu", "podman")
+    assert (config.container.image, config.container.extra_args) == ("mine", ["--cgroups=disabled"])
+
+
+@pytest.mark.parametrize(
+    ("container", "image"),
+    [
+        ("runtime: apptainer, image: a.sif", "{cwd}/a.sif"),
+        ("runtime: charliecloud, image: ~/a", "{home}/a"),
+        ("runtime: pyxis, image: a.sqsh", "{cwd}/a.sqsh"),
+        ("runtime: pyxis, image: nvcr.io#a/b:1", "nvcr.io#a/b:1"),
+        ("runtime: podman, image: a/b", "a/b"),
+        ("runtime: apptainer, image: 'docker://a/b'", "docker://a/b"),
+    ],
+)
+def test_images_that_are_files_get_whole_paths(write: Write, container: str, image: str) -> None:
+    config = load_config(write(f"container: {{{container}}}\n"))
+    assert config.container.image == image.format(cwd=Path.cwd(), home=Path.home())
+
+
+@pytest.mark.parametrize(
+    ("container", "told"),
+    [
+        ("runtime: podman", "container.image must say what to start"),
+        (
+            "runtime: podman, image: a, mounts: [data]",
+            "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with whole paths, got 'data'",
+        ),
+        (
+            "env: [TOKEN=abc]",
+            "container.env must hold names such as WANDB_MODE or UCX_*, never values, got 'TOKEN'",
+        ),
+        (
+            "runtime: charliecloud, image: a, mounts: ['/a:/b:ro']",
+            "container.mounts: charliecloud mounts nothing read-only: leave out ':ro'",
+        ),
+    ],
+)
+def test_mistakes_about_containers(write: Write, container: str, told: str) -> None:
+    assert problems(write(f"container: {{{container}}}\n")) == (told,)
+
+
+def test_an_unknown_runtime_is_told_in_one_line_with_those_there_are(write: Write) -> None:
+    (told,) = problems(write("container: {runtime: singularity, image: a}\n"))
+    assert told.startswith("container.runtime must be Literal['none', 'docker', 'podman', 'apptainer', ")
+    assert "got 'singularity'" in told
+    assert "\n" not in told
