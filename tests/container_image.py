@@ -62,6 +62,8 @@ def make(folder: Path) -> ContainerImage:
     shutil.copytree(Path(hpcdist.__file__).parent, there / "hpcdist", ignore=shutil.ignore_patterns("__pycache__"))
     image = ContainerImage("localhost/hpcdist-test:1", rootfs, env, (f"{site.getsitepackages()[0]}:{PACKAGES}",))
     with subprocess.Popen(["tar", "-C", str(rootfs), "-c", "."], stdout=subprocess.PIPE) as tar:
-        command = ["podman", "import", "-", image.name]
+        # A user and an entrypoint of its own, as ours has, are not to matter.
+        changes = ["--change=USER 1000:1000", '--change=ENTRYPOINT ["/bin/false"]']
+        command = ["podman", "import", *changes, "-", image.name]
         subprocess.run(command, stdin=tar.stdout, env={**os.environ, **env}, capture_output=True, check=True)
     return image

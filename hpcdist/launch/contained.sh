@@ -57,8 +57,9 @@ follow() {
 # Whether the container still runs. Slurm may have killed the one who was asked: then it is asked again.
 runs_on() {
   for _ in 1 2 3 4 5; do
-    if state=$("$tool" ps --all --filter "name=^$box\$" --format '{{.State}}' 2>/dev/null); then
-      [ "$state" = running ]
+    # Without --all these are the running ones. The two tools' words for a state differ.
+    if running=$("$tool" ps --filter "name=^$box\$" --format '{{.Names}}' 2>/dev/null); then
+      [ -n "$running" ]
       return
     fi
   done

@@ -11,7 +11,7 @@ import container_image
 import psutil
 import pytest
 from container_image import ContainerImage
-from hpcdist_runs import HOLD_AT, LAST_STEP, wait_for
+from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
@@ -74,6 +74,12 @@ def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
     return found
 
 
+def clients(verb: str, word: str) -> list[psutil.Process]:
+    """podman's own processes with a word in their command line."""
+    found = psutil.process_iter(["cmdline"])
+    return [it for it in found if (it.info["cmdline"] or [])[:2] == ["podman", verb] and word in it.info["cmdline"]]
+
+
 def containers(image: ContainerImage, runs: SlurmRuns, name: str) -> list[str]:
     """Names of the run's containers, ended ones included."""
     label = f"label=hpcdist.run={runs.run_dir(name).path}"
@@ -102,6 +108,9 @@ def test_a_requeue_in_the_middle_loses_no_step(
         assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
     if runtime == "podman":
         assert sorted(containers(in_image, slurm_runs, name)) == [f"hpcdist-{job}-1-{rank}" for rank in range(4)]
+        # Where Slurm tells processes by their parents, its signals may end podman's clients: the ranks stay.
+        clients("run", f"--name=hpcdist-{job}-1-1")[0].kill()
+        wait_for(lambda: clients("attach", f"hpcdist-{job}-1-1"), "another client to take its place")
     devcluster.run("scontrol", "requeue", job)
     wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
     slurm_runs.release(name)
@@ -159,6 +168,42 @@ def test_no_container_outlives_its_job(
     assert_nothing_left(in_image, slurm_runs, name)
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+def test_a_preempted_run_goes_on(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str
+) -> None:
+    name = "preempted-podman"
+    job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
+    high = devcluster.sbatch("true", "--partition=high", "--nodes=4", "--exclusive")
+    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.release(name)
+    slurm_runs.wait_status(name, "queued")
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert saved >= HOLD_AT
+    assert_nothing_left(in_image, slurm_runs, name)
+    devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    slurm_runs.start_now(job)
+    slurm_runs.assert_finished_as(name, job, control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control: str) -> None:
+    """The ranks hold until they are asked to stop, which only the time limit does."""
+    name = "time-limit-podman"
+    limits = ["cluster.time_min=2", "cluster.signal_lead_s=60"]
+    job = slurm_runs.submit(name, *HELD, *overrides(in_image, "podman", slurm_runs), *limits)
+    reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
+    assert reason.partition("(")[2] in ("time limit)", "a stop signal reached the ranks)")
+    saved = slurm_runs.checkpoint_steps(name)[-1]
+    assert_nothing_left(in_image, slurm_runs, name)
+    slurm_runs.start_now(job)
+    slurm_runs.assert_finished_as(name, job, control)
+    assert slurm_runs.resumed_at(name, 2) == saved
+
+
 # --- what a user can get wrong
 
 
@@ -177,6 +222,8 @@ def foreign_image(folder: Path) -> Path:
     """A root file system whose Python is for a processor that nobody has."""
     for name in ("usr/bin", "dev", "proc", "sys", "tmp", "etc", "home", "run"):
         (folder / name).mkdir(parents=True)
+    for name in ("passwd", "group"):
+        (folder / "etc" / name).touch()
     own = bytearray(Path("/bin/sh").read_bytes())
     own[18:20] = b"\xfe\xca"  # the machine that an ELF file is for
     for name in ("python3", "sh"):

@@ -54,12 +54,12 @@ def main(words: list[str]) -> int:
         return 0
     if verb == "ps":
         wanted = next(word for word in rest if word.startswith(("name=^", "label=")))
-        names = [path.stem for path in FOLDER.glob("*.pid")]
+        names = [path.stem for path in FOLDER.glob("*.pid") if "--all" in rest or is_running(path.stem)]
         if wanted.startswith("label="):
             names = [name for name in names if f"--{wanted}" in (FOLDER / f"{name}.args").read_text().splitlines()]
-            print(*names, sep="\n")
-        elif (name := wanted.removeprefix("name=^").removesuffix("$")) in names:
-            print("running" if is_running(name) else "exited")
+        else:
+            names = [name for name in names if name == wanted.removeprefix("name=^").removesuffix("$")]
+        print("\n".join(names), end="")
         return 0
     for name in rest:  # kill, rm
         with suppress(OSError):
