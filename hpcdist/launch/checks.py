@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.launch import flags, limits, site, slurm, start
+from hpcdist.launch import containing, flags, limits, site, slurm, start
 from hpcdist.launch.components import allocations, cluster_for
 from hpcdist.launch.limits import Findings
 from hpcdist.launch.mounts import file_system, folder_problems
@@ -48,6 +48,7 @@ def check(
     further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
     certain += flags.refused("sbatch", {**further, **submission}, own=submission)
     certain += flags.refused("srun", config.cluster.srun)
+    certain += containing.problems(config, cwd or Path.cwd(), os.environ)
     found = Findings()
     partitions = site.ask_partitions()
     chosen = []

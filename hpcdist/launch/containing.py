@@ -111,25 +111,24 @@ def look_env(box: Box, env: Mapping[str, str]) -> dict[str, str]:
 # --- before the queue
 
 
-def check_submission(config: Config, cwd: Path, env: Mapping[str, str]) -> None:
-    """All that this machine can tell of a run's containers. Raises UserMistake, in one line."""
-    check_config(config)
-    run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
-    if (box := box_for(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None:
-        check_here(config, box, env)
-
-
-def check_config(config: Config) -> None:
-    """Raise UserMistake for mounts and images that are not there, as far as this machine can tell."""
+def problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """What this machine can tell to be wrong with a run's containers: a line a mistake, with key and fix."""
     container = config.container
-    for text in container.mounts:
-        if not Path(source := Mount.parse(text).source).exists():
-            raise UserMistake(
-                f"container.mounts: {source} does not exist here; what only the nodes have can be mounted by"
-                " container.extra_args"
-            )
-    if container.runtime in ("apptainer", "charliecloud", "enroot"):
-        _check_path(container.runtime, container.image)
+    found = [
+        f"container.mounts: {mount.source} does not exist here; what only the nodes have can be mounted by"
+        " container.extra_args"
+        for mount in map(Mount.parse, container.mounts)
+        if not Path(mount.source).exists()
+    ]
+    try:
+        if container.runtime in ("apptainer", "charliecloud", "enroot"):
+            _check_path(container.runtime, container.image)
+        run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
+        if (box := box_for(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None and not found:
+            check_here(config, box, env)
+    except UserMistake as error:
+        found.append(str(error))
+    return found
 
 
 def _check_path(runtime: str, image: str) -> None:

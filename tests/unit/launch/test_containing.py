@@ -20,7 +20,6 @@ from hpcdist.launch.container import PASSED, Box, Mount
 from hpcdist.launch.container_steps import ContainerSteps
 from hpcdist.launch.containing import (
     box_for,
-    check_submission,
     digest,
     judge,
     judge_nodes,
@@ -28,6 +27,7 @@ from hpcdist.launch.containing import (
     look_env,
     own_failure,
     prepare_image,
+    problems,
 )
 from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
@@ -241,9 +241,7 @@ def rootfs(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_not_there(tmp_path: Path, container: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserMistake) as caught:
-        check_submission(config(**container), tmp_path, {"PATH": ""})
-    assert str(caught.value) == told
+    assert problems(config(**container), tmp_path, {"PATH": ""}) == [told]
 
 
 def podman(folder: Path, script: str) -> dict[str, str]:
@@ -261,18 +259,16 @@ def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
         " image not known): build or load it, or set container.check_here=false where only the nodes have it"
     )
     wanted = {"runtime": "podman", "image": "localhost/typo"}
-    with pytest.raises(UserMistake) as caught:
-        check_submission(config(**wanted), tmp_path, env)
-    assert str(caught.value) == told
-    check_submission(config(**wanted, check_here=False), tmp_path, env)
-    check_submission(config(**wanted), tmp_path, {"PATH": "/nowhere"})
+    assert problems(config(**wanted), tmp_path, env) == [told]
+    assert problems(config(**wanted, check_here=False), tmp_path, env) == []
+    assert problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
 
 
 def test_an_image_of_another_version_here(tmp_path: Path) -> None:
     env = podman(tmp_path, f"[ $1 = image ] || echo '{line(hpcdist='0.0.1')}'")
-    with pytest.raises(UserMistake, match=f"^container.image: {IMAGE} has hpcdist 0.0.1, this is "):
-        check_submission(config(runtime="podman", image=IMAGE), tmp_path, env)
-    check_submission(config(runtime="podman", image=IMAGE), tmp_path, podman(tmp_path, f"echo '{line()}'"))
+    (told,) = problems(config(runtime="podman", image=IMAGE), tmp_path, env)
+    assert told.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
+    assert problems(config(runtime="podman", image=IMAGE), tmp_path, podman(tmp_path, f"echo '{line()}'")) == []
 
 
 # --- the image's folder, its digest
