@@ -56,6 +56,8 @@ for key, path, pattern in (
 print("hpcdist-image", json.dumps(facts), flush=True)
 """
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
+#: Never mounted because someone happens to stand there: the image's own programs would be hidden.
+_OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
 #: How a runtime marks what it says itself, where its exit codes tell nothing.
 _MARKS = {"apptainer": "FATAL:", "charliecloud": "ch-run[", "enroot": "[ERROR]", "pyxis": "pyxis:"}
 
@@ -78,7 +80,7 @@ def box_for(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Box | None
         paths.append(Path(config.data.root))
     if config.trainer.script:
         paths.append(Path(config.trainer.script[0]).parent)
-    taken = {mount.target for mount in own}
+    taken = {mount.target for mount in own} | _OF_THE_IMAGE
     same = [Mount(source=str(path), target=str(path)) for path in paths if str(path) not in taken]
     names = [*config.cluster.env, *config.launch.env, *secrets_of(config)]
     env = [*PASSED, *container.env, *(name for name in names if name not in WITHHELD)]
