@@ -96,9 +96,7 @@ def test_a_folder_of_ones_own_takes_the_place_of_the_usual_one(tmp_path: Path) -
 
 
 def test_the_images_own_folders_are_not_hidden_by_where_someone_stands() -> None:
-    box = box_for(
-        config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/")
-    )
+    box = box_for(config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/"))
     assert box is not None
     assert not {"/", "/usr"} & {mount.target for mount in box.mounts}
 
