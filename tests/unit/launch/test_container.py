@@ -13,7 +13,7 @@ from hpcdist.launch.container import SCRIPT, Box, Mount, contain, outer_env, rem
 from hpcdist.launch.plan import rank_command
 from hpcdist.launch.srun import step_command
 from hpcdist.rundir import RunDir
-from hpcdist.schema import ClusterConfig, Config
+from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
 RUN = RunDir(Path("/shared/runs/digits/my first"))
 MOUNTS = (
@@ -135,6 +135,30 @@ def test_pyxis() -> None:
         "--container-writable",
         *DEAF, *WORKER,
     ]  # fmt: skip
+
+
+def test_components_of_their_own_are_contained_each_for_itself() -> None:
+    """Each opens its log by itself, has its own variables around its container, and GPUs where it asked for some."""
+    config = Config(
+        roles={"server": 1, "trainer": 4},
+        cluster=ClusterConfig(
+            roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
+        ),
+    )
+    words = step_command(config, RUN.attempt(1), rank_command(RUN.path, BOX.python), BOX)
+    colon = words.index(":")
+    for part, gpu in ((words[:colon], False), (words[colon:], True)):
+        assert ("--device=nvidia.com/gpu=all" in part) == gpu
+        first = part.index("sh")
+        assert part[first + 1] == "-c"
+        assert part[first + 2].startswith("log=$(printf ")
+        assert part[first + 3] == f"{RUN.path}/attempts/001"
+        inner = part[part.index(str(SCRIPT)) - 1 :]
+        assert inner[:4] == ["sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001"]
+        assert inner[-len(WORKER) :] == WORKER
+    assert "OMP_NUM_THREADS=1" in words[words.index("env") : words.index(str(SCRIPT), colon)], (
+        "outside of the container"
+    )
 
 
 def test_without_gpus_no_runtime_is_asked_for_them() -> None:

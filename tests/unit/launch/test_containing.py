@@ -406,6 +406,18 @@ def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -
     }
 
 
+def test_each_component_of_a_job_has_steps_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
+    monkeypatch.setenv("PATH", here.env["PATH"])
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    box = replace(BOX, gpus=True)
+    ContainerSteps(box, RunDir(tmp_path), here.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
+    calls = [call for call in here.calls() if call.startswith("srun")]
+    wanted = ["--het-group=0 --overlap --nodes=1 --ntasks=1", "--het-group=1 --overlap --nodes=2 --ntasks=2"]
+    assert [call.removeprefix("srun ").partition(" --ntasks-per-node")[0] for call in calls] == [*wanted, *wanted]
+    assert "gpu" not in "".join(calls), "not every component has any"
+
+
 @pytest.mark.parametrize(
     ("said", "is_told"),
     [
