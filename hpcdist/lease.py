@@ -2,6 +2,7 @@
 
 The lease names host, process and time of its last renewal. On the holder's own host the process table decides
 whether it is alive; from elsewhere the renewals do (no network file system's locks can be trusted everywhere).
+Another container is elsewhere too, whatever its host name: its process table is another one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,40 @@ def holder(run: RunDir) -> dict[str, Any] | None:
     return found if found is not None and _is_alive(found) else None
 
 
+def user_name() -> str:
+    """Who this is; in a container perhaps somebody whom no list of users knows, and then the number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _processes() -> str:
+    """Names the process table that this process sees; containers on one host may share its name, but not this."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def is_held(run: RunDir, *, look_every_s: float = 0.5) -> bool:
+    """Whether a live process holds a run, for certain: one elsewhere is waited for until it renews or is stale."""
+    first = holder(run)
+    found = first
+    while found is not None and first is not None and not _is_here(found):
+        if found["renewed"] != first["renewed"]:
+            return True
+        time.sleep(look_every_s)
+        found = holder(run)
+    return found is not None
+
+
+def _is_here(lease: dict[str, Any]) -> bool:
+    return (lease["host"], lease.get("processes", "")) == (socket.gethostname(), _processes())
+
+
 def _is_alive(lease: dict[str, Any]) -> bool:
-    if lease["host"] != socket.gethostname():
+    if not _is_here(lease):
         return time.time() - float(lease["renewed"]) < STALE_S
     try:
         process = psutil.Process(int(lease["pid"]))
@@ -63,9 +96,10 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[None]:
     """
     mine: dict[str, Any] = {
         "host": socket.gethostname(),
+        "processes": _processes(),
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
-        "user": getpass.getuser(),
+        "user": user_name(),
         "job_id": job_id,
         "acquired": time.time(),
         "renewed": time.time(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import time
 from dataclasses import replace
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 from hpcdist.cluster import queue
 from hpcdist.cluster.queue import Look
 from hpcdist.errors import UserMistake
-from hpcdist.lease import hold, holder
+from hpcdist.lease import hold, holder, user_name
 from hpcdist.rundir import RunDir, Status, read_json
 from hpcdist.standing import job_of, look_now, stand
 
@@ -29,7 +28,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
         if (done := _out_of_queue(run, action, look)) is not None:
             return done
         _wait_for_supervisor(run)
-    by = getpass.getuser()
+    by = user_name()
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
         raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
@@ -56,7 +55,7 @@ def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: Look) ->
     if after is None or not after.dead:
         return None
     ended: Status = "stopped" if action == "stop" else "cancelled"
-    reason = f"{ended} in the queue (`hpcdist {action}` by {getpass.getuser()})"
+    reason = f"{ended} in the queue (`hpcdist {action}` by {user_name()})"
     # What a job that was killed has left of its lease binds nobody.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 import hpcdist
 from hpcdist.config import redacted_argument
 from hpcdist.errors import UserMistake
+from hpcdist.lease import user_name
 from hpcdist.rundir import RunDir, write_atomic, write_json
 from hpcdist.schema import Config
 
@@ -75,7 +75,7 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
         run.environment,
         {
             "host": socket.gethostname(),
-            "user": getpass.getuser(),
+            "user": user_name(),
             "platform": platform.platform(),
             "python": platform.python_version(),
             "command": " ".join(["hpcdist", *map(redacted_argument, sys.argv[1:])]),
