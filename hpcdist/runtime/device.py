@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from hpcdist import compiler
 from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology, cuda_index, ranks_on_node
 from hpcdist.errors import ConfigError
@@ -32,6 +33,8 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
+    if not config.trainer.script:
+        compiler.check(config, device.type, env)
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
             raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])
