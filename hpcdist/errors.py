@@ -65,3 +65,7 @@ class TrackingError(HpcdistError):
 
 class DevClusterError(UserMistake):
     """The dev cluster cannot be made, changed or reached here; says what it needs."""
+
+
+class ImageError(UserMistake):
+    """An image is missing, made for another machine, or not what it must be."""

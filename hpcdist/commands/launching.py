@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,16 @@ def run(
     sweep: SweepAxes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     detach: Detach = False,
+    again: Annotated[
+        bool | None,
+        typer.Option(
+            "--again/--new",
+            envvar="HPCDIST_RESUME",
+            help="Go on with this config's unfinished run, where there is one; images of hpcdist do so by default.",
+        ),
+    ] = None,
+    engine: Annotated[str | None, typer.Option("--in", help="Run in a container: docker or podman.")] = None,
+    image: Annotated[str, typer.Option("--image", help="The image for --in.")] = "hpcdist",
 ) -> int:
     """Start a run on this machine.
 
@@ -54,9 +65,14 @@ def run(
         hpcdist run ddp_mnist --detach
 
         hpcdist run ddp_digits --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
+
+        hpcdist run ddp_mnist --in docker
     """
+    from hpcdist import compiler
+    from hpcdist.boxed import image_facts
     from hpcdist.config import load_config
     from hpcdist.launch import start
+    from hpcdist.launch.again import unfinished
     from hpcdist.launch.plan import Machine, make_plan
     from hpcdist.tracking.uri import choose_uri
     from hpcdist.view import show_plan
@@ -64,17 +80,34 @@ def run(
     if sweep:
         from hpcdist.commands import sweeping
 
+        if engine is not None:
+            raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
         sweeping.check_options(sweep, None, detach=detach)
         return sweeping.run_sweep(sweeping.read_sweep(config, overrides or [], sweep), dry_run=dry_run)
-    loaded = start.with_name(load_config(config, overrides or []))
-    start.check_trainer(loaded, Path.cwd())
+    unnamed = load_config(config, overrides or [])
+    start.check_trainer(unnamed, Path.cwd())
+    if engine is not None:
+        from hpcdist.commands.boxed import run_boxed
+
+        if detach:
+            raise UserMistake("--detach and --in exclude each other: the container shows its run in the foreground")
+        return run_boxed(config, overrides or [], unnamed, engine=engine, image=image, again=again, dry_run=dry_run)
+    found = unfinished(unnamed) if again and not dry_run else None
+    loaded = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     plan = make_plan(loaded, Machine.inspect(os.environ))
+    if not loaded.trainer.script:
+        compiler.check(loaded, plan.device, os.environ)
     uri = choose_uri(os.environ, loaded.tracking.uri, Path(loaded.runs_dir))
     path = Path(loaded.runs_dir) / loaded.experiment / loaded.name
     show_plan(console(), loaded, plan, path, uri, verbose=dry_run)
+    if plan.device == "cpu" and loaded.launch.device == "auto":
+        inside = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
+        print(f"no GPU is visible{inside}: training on CPUs")
     if dry_run:
         return 0
-    return _begin(start.create_run(loaded, Path.cwd()), loaded, detach=detach)
+    if found is not None:
+        print(f"goes on with {found.name}, which the same config has started; `--new` starts another run")
+    return _begin(found or start.create_run(loaded, Path.cwd()), loaded, detach=detach)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from hpcdist.boxed import image_facts
 from hpcdist.config import secrets_of, to_yaml
 from hpcdist.errors import ConfigError, RunFolderError, TrackingError
 from hpcdist.launch import snapshot
@@ -23,7 +24,7 @@ from hpcdist.launch.plan import Plan
 from hpcdist.launch.shipping import ShipperProcess, ship_once
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
-from hpcdist.rundir import RunDir, State, read_json, write_atomic
+from hpcdist.rundir import RunDir, State, read_json, write_atomic, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import choose_uri, is_server
 
@@ -82,6 +83,8 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
         facts = read_json(run.environment)
         if facts is None:
             raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+        if facts | (image := image_facts(env)) != facts:  # the first start in this image
+            write_json(run.environment, facts | image)
         code = snapshot.CodeState(**facts["code"])
         # Where the run was started is gone on another machine; the code is in the run folder anyway.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path

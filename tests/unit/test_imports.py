@@ -55,6 +55,7 @@ ROOMS = (
     "data",
     "diagnose",
     "devcluster",
+    "images",
 )
 GROUND_FLOOR = (
     "errors",
@@ -67,6 +68,8 @@ GROUND_FLOOR = (
     "sweep",
     "sweepdir",
     "logs",
+    "boxed",
+    "compiler",
     "cluster",
     "models",
     "data",
@@ -186,6 +189,10 @@ def test_trainers_never_import_each_other() -> None:
             ("devcluster",),
             ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "commands", "view"),
         ),
+        (
+            ("images",),
+            ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "commands", "view"),
+        ),
         (("view",), ("runtime", "trainers", "models", "data", "following", "diagnose", "cli", "commands")),
         (("following",), ("runtime", "trainers", "models", "data", "diagnose", "cli", "commands")),
         (("diagnose",), ("runtime", "trainers", "models", "data", "launch", "tracking", "cli", "commands", "view")),
@@ -201,6 +208,7 @@ def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...
     ("room", "allowed"),
     [
         ("errors", set()),
+        ("boxed", set()),
         ("schema", {"schema"}),
         ("logs", set()),
         ("cluster", {"errors", "cluster"}),

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Pin every package of the images, with hashes, for Python 3.11 and newer: docker/lock.sh [uv's options]
+# With --upgrade the newest versions are taken; without, what is pinned stays unless pyproject.toml asks for more.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv=${UV:-uv}
+lock() {
+  UV_CUSTOM_COMPILE_COMMAND='make lock' "$uv" pip compile --no-config --quiet --universal --python-version 3.11 \
+    --generate-hashes --no-annotate "${@:2}" --output-file "docker/$1"
+}
+lock requirements.txt pyproject.toml --extra train "$@"
+lock requirements-build.txt docker/requirements-build.in "$@"
+lock requirements-mlflow.txt docker/requirements-mlflow.in "$@"

@@ -1,0 +1,1 @@
+"""Images of hpcdist: build them, look into them, check them, make of them what other runtimes read."""
