@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # What only the benchmarks against other tools need is installed by `make bench`.
 EXTRAS := train,dev
 
-.PHONY: help quickstart install check test faults bench clean
+.PHONY: help quickstart install check test faults bench lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -19,10 +19,12 @@ $(VENV)/.installed: pyproject.toml scripts/install.sh
 	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS)
 	touch $@
 
-check: install ## formatting, lint and types
+check: install ## formatting, lint and types, also of Dockerfiles and shell scripts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh scripts/*.sh
 
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh
@@ -36,6 +38,10 @@ bench: install ## benchmarks against bare loops and other tools; results in benc
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
+lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
+	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)
+
 clean: ## remove what was made here, runs excepted
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf --one-file-system /var/tmp/hpcdist-tests

@@ -21,9 +21,11 @@ def check(config: Config, device: str, env: Mapping[str, str]) -> None:
     if not config.model.compile:
         return
     env = {**env, **config.launch.env}
-    wanted = ["a C compiler (gcc)"] if not _found(env, "CC", "gcc", "clang", "cc") else []
+    wanted = []
     if device == "cpu" and not _found(env, "CXX", "g++"):
-        wanted = ["a C++ compiler (g++)"]
+        wanted.append("a C++ compiler (g++)")
+    if device != "cpu" and not _found(env, "CC", "gcc", "clang", "cc"):
+        wanted.append("a C compiler (gcc)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         wanted.append("Python's headers (Python.h)")
     if wanted:

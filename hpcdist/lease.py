@@ -65,7 +65,7 @@ def is_held(run: RunDir, *, look_every_s: float = 0.5) -> bool:
 
 
 def _is_here(lease: dict[str, Any]) -> bool:
-    return (lease["host"], lease.get("processes", "")) == (socket.gethostname(), _processes())
+    return (lease["host"], lease.get("processes", _processes())) == (socket.gethostname(), _processes())
 
 
 def _is_alive(lease: dict[str, Any]) -> bool:

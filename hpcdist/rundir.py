@@ -209,7 +209,8 @@ class RunDir:
                     f" `hpcdist resume {path.name}`"
                 ) from error
             raise RunFolderError(
-                f"run folder {path} cannot be made ({error.strerror}): set `runs_dir` to a folder that you can write"
+                f"run folder {path} cannot be made ({error.strerror}): set `runs_dir` to a folder that you can write;"
+                " a container is started as its owner with `--user $(id -u):$(id -g)`"
             ) from error
         run.write_state(State(status="created", created=time.time()))
         return run

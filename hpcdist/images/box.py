@@ -19,6 +19,7 @@ PASSED = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
 #: Ours to set: the image has its own values, or the line gives them.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 CAP_SYS_RESOURCE = 24  # capabilities(7)
+STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,6 @@ def _may_lock_memory() -> bool:
     """Whether a child of this process may raise its limit: docker's daemon always may, podman without root seldom."""
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         return True
-    status = Path("/proc/self/status").read_text()
-    effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
+    lines = STATUS.read_text().splitlines()
+    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
     return bool(int(effective, 16) >> CAP_SYS_RESOURCE & 1)

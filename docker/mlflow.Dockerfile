@@ -1,0 +1,64 @@
+# MLflow's tracking server with basic auth on PostgreSQL; docker/compose.yaml starts it with its database.
+#
+#   docker build -f docker/mlflow.Dockerfile -t hpcdist-mlflow .        or: hpcdist image build --target mlflow
+
+ARG BASE_IMAGE=docker.io/library/ubuntu:24.04
+
+FROM ${BASE_IMAGE} AS tools
+SHELL ["/bin/bash", "-euxo", "pipefail", "-c"]
+RUN apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates python3-venv; \
+    apt-get clean; \
+    rm -rf /var/lib/apt/lists/*
+COPY docker/requirements-build.txt /tmp/
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m venv /opt/tools; \
+    /opt/tools/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements-build.txt
+
+COPY docker/requirements-mlflow.txt /opt/mlflow/
+RUN --mount=type=secret,id=uv.toml,target=/etc/uv/uv.toml \
+    export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_HTTP_TIMEOUT=180; \
+    /opt/tools/bin/uv venv --python /usr/bin/python3 --allow-existing /opt/mlflow; \
+    /opt/tools/bin/uv pip install --python /opt/mlflow/bin/python --no-cache --compile-bytecode \
+        --require-hashes -r /opt/mlflow/requirements-mlflow.txt
+
+FROM ${BASE_IMAGE} AS mlflow
+SHELL ["/bin/bash", "-euxo", "pipefail", "-c"]
+RUN apt-get update; \
+    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates python3 tini; \
+    apt-get clean; \
+    rm -rf /var/lib/apt/lists/*
+COPY --from=tools /opt/mlflow /opt/mlflow
+ARG UID=1000
+ARG GID=1000
+# Any user may write artifacts: compose starts the server as the owner of the secrets.
+RUN if name=$(getent passwd "$UID" | cut -d: -f1) && [ -n "$name" ]; then userdel --remove "$name"; fi; \
+    getent group "$GID" >/dev/null || groupadd --gid "$GID" mlflow; \
+    useradd --uid "$UID" --gid "$GID" --home-dir /home/mlflow --create-home --shell /bin/sh mlflow; \
+    mkdir /artifacts; \
+    chmod 1777 /home/mlflow /artifacts
+COPY --chmod=755 docker/mlflow-server.sh /usr/local/bin/mlflow-server
+# 127.0.0.1 is what nobody reaches by accident; compose opens the container's own network, and publishes locally.
+ENV PATH=/opt/mlflow/bin:$PATH \
+    HOME=/home/mlflow \
+    MLFLOW_HOST=127.0.0.1 \
+    MLFLOW_PORT=5000 \
+    MLFLOW_DISABLE_TELEMETRY=true \
+    MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false \
+    DB_URI=postgresql://mlflow@db:5432/mlflow
+ARG REVISION=""
+ARG CREATED=""
+ARG BASE_IMAGE
+LABEL org.opencontainers.image.title="hpcdist-mlflow" \
+      org.opencontainers.image.description="MLflow's tracking server with basic auth on PostgreSQL" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
+VOLUME /artifacts
+EXPOSE 5000
+USER ${UID}:${GID}
+WORKDIR /home/mlflow
+HEALTHCHECK --interval=10s --timeout=5s --start-period=90s --retries=3 \
+    CMD ["python3", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"MLFLOW_PORT\"]}/health', timeout=4)"]
+ENTRYPOINT ["tini", "--", "mlflow-server"]

@@ -1,0 +1,77 @@
+"""docker/compose.yaml: what podman-compose makes of it, and that it opens nothing to other machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from containers import CHECKOUT
+
+SERVICES = ("db", "mlflow", "train", "train-cpu")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """docker/ as compose-init.sh leaves it."""
+    folder = tmp_path_factory.mktemp("compose")
+    shutil.copytree(CHECKOUT / "docker", folder / "docker", ignore=shutil.ignore_patterns("secrets", ".env"))
+    subprocess.run(["bash", folder / "docker" / "compose-init.sh"], check=True, capture_output=True, umask=0o022)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def services(checkout: Path) -> dict[str, Any]:
+    """The services as podman-compose reads them, variables filled in."""
+    command = [sys.executable, "-m", "podman_compose", "--file", str(checkout / "docker" / "compose.yaml")]
+    profiles = ["--profile", "train", "--profile", "train-cpu"]
+    done = subprocess.run([*command, *profiles, "config"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return found
+
+
+def test_every_service_is_there(services: dict[str, Any]) -> None:
+    assert sorted(services) == sorted(SERVICES)
+
+
+def test_nothing_listens_to_other_machines(services: dict[str, Any]) -> None:
+    published = [str(port) for service in services.values() for port in service.get("ports", [])]
+    assert published == ["127.0.0.1:5000:5000"]
+    assert not [name for name, service in services.items() if service.get("network_mode") == "host"]
+
+
+def test_secrets_are_files_that_are_the_owners_alone(services: dict[str, Any], checkout: Path) -> None:
+    kept = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
+    assert sorted(kept) == ["admin_password", "db_password", "flask_key", "mlflow_credentials"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept.values()} == {0o600}
+    assert len({path.read_text() for path in kept.values()}) == 4
+    told = yaml.safe_dump(services)
+    assert not [path for path in kept.values() if path.read_text() in told]
+    for name in ("mlflow", "train", "train-cpu"):
+        assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
+
+
+def test_secrets_outlive_a_second_start(checkout: Path) -> None:
+    before = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    subprocess.run(["bash", checkout / "docker" / "compose-init.sh"], check=True, capture_output=True)
+    assert before == {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+
+
+def test_training_waits_for_a_healthy_server_and_may_save_when_stopped(services: dict[str, Any]) -> None:
+    assert services["mlflow"]["depends_on"]["db"]["condition"] == "service_healthy"
+    assert services["db"]["healthcheck"]["test"][1] == "pg_isready"
+    for name in ("train", "train-cpu"):
+        service = services[name]
+        assert service["depends_on"]["mlflow"]["condition"] == "service_healthy"
+        assert service["stop_grace_period"] == "3m"
+        assert service["ipc"] == "host"
+    (device,) = services["train"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert "resources" not in (services["train-cpu"].get("deploy") or {})

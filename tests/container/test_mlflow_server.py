@@ -1,0 +1,221 @@
+"""The tracking server's image on a real PostgreSQL: who may come in, and a run in a container that reports to it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pwd
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import STRANGER, Containers
+
+from hpcdist.rundir import find_runs, read_json
+
+#: The first test to ask for an image builds it.
+pytestmark = pytest.mark.timeout(1200)
+BuildImage = Callable[[str], str]
+PASSWORDS = ("db_password", "admin_password", "flask_key")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def postgresql() -> Path:
+    """The newest installed PostgreSQL's programs."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
+    if not found:
+        if os.environ.get("HPCDIST_REQUIRE_CONTAINERS") == "1":
+            pytest.fail("PostgreSQL is not installed: scripts/test_packages.sh does it")
+        pytest.skip("PostgreSQL is not installed: scripts/test_packages.sh does it")
+    return found[-1].parent
+
+
+@dataclass(frozen=True)
+class Server:
+    uri: str
+    name: str
+    secrets: dict[str, str]
+
+    def ask(self, path: str, user: str = "", password: str = "") -> tuple[int, Any]:
+        """Status and answer of a GET."""
+        request = urllib.request.Request(self.uri + path)
+        if user:
+            token = base64.b64encode(f"{user}:{password}".encode()).decode()
+            request.add_header("Authorization", f"Basic {token}")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                body = answer.read()
+                return answer.status, json.loads(body) if body[:1] == b"{" else body.decode()
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory, containers: Containers) -> Iterator[tuple[int, str]]:
+    """Debian's PostgreSQL with a user that needs its password; its port and that password."""
+    binaries = postgresql()
+    user = pwd.getpwnam("postgres")
+    home = Path("/var/tmp") / f"hpcdist-pg-{secrets.token_hex(4)}"  # pytest's folders are closed to postgres
+    home.mkdir(mode=0o700)
+    os.chown(home, user.pw_uid, user.pw_gid)
+    password, port = secrets.token_urlsafe(12), free_port()
+
+    def as_postgres(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            user=user.pw_uid,
+            group=user.pw_gid,
+            cwd=home,
+            check=True,
+            text=True,
+            capture_output=True,
+            **options,
+        )
+
+    try:
+        as_postgres(str(binaries / "initdb"), "-D", str(home / "data"), "--auth=scram-sha-256", "--username=postgres",
+                    f"--pwfile={_password_file(home, password, user.pw_uid)}", "--no-sync")  # fmt: skip
+        options = f"-p {port} -k {home} -c listen_addresses=127.0.0.1 -c fsync=off"
+        as_postgres(
+            str(binaries / "pg_ctl"), "-D", str(home / "data"), "-w", "-l", str(home / "log"), "-o", options, "start"
+        )
+        sql = f"create user mlflow password '{password}'; create database mlflow owner mlflow"
+        for statement in sql.split("; "):
+            as_postgres(
+                "psql", "-h", "127.0.0.1", "-p", str(port), "-U", "postgres", "-v", "ON_ERROR_STOP=1", "-c", statement,
+                env={**os.environ, "PGPASSWORD": password},
+            )  # fmt: skip
+        yield port, password
+    finally:
+        subprocess.run(
+            [binaries / "pg_ctl", "-D", home / "data", "-m", "immediate", "stop"],
+            user=user.pw_uid, group=user.pw_gid, cwd=home, check=False, capture_output=True,
+        )  # fmt: skip
+        shutil.rmtree(home)
+
+
+def _password_file(home: Path, password: str, owner: int) -> Path:
+    path = home / "password"
+    path.write_text(password)
+    path.chmod(0o600)
+    os.chown(path, owner, owner)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(
+    containers: Containers,
+    image: BuildImage,
+    database: tuple[int, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    """The image as compose.yaml starts it: secrets in files of mode 0600, not as root."""
+    db_port, db_password = database
+    folder = tmp_path_factory.mktemp("secrets")
+    values = {
+        "db_password": db_password,
+        "admin_password": secrets.token_urlsafe(12),
+        "flask_key": secrets.token_hex(16),
+    }
+    for name, value in values.items():
+        (folder / name).write_text(value)
+        (folder / name).chmod(0o600)
+        os.chown(folder / name, STRANGER, STRANGER)
+    folder.chmod(0o711)
+    port, name = free_port(), f"hpcdist-test-mlflow-{os.getpid()}"
+    containers.podman(
+        "run", "--detach", "--name", name, "--user", f"{STRANGER}:{STRANGER}",
+        "--volume", f"{folder}:/run/secrets:ro",
+        "--env", f"DB_URI=postgresql://mlflow@127.0.0.1:{db_port}/mlflow",
+        "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
+        image("mlflow"),
+    )  # fmt: skip
+    found = Server(f"http://127.0.0.1:{port}", name, values)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                if found.ask("/health")[0] == 200:
+                    break
+            except OSError:
+                running = containers.podman("inspect", "--format", "{{.State.Running}}", name).strip()
+                assert running == "true", containers.try_podman("logs", name)
+                assert time.monotonic() < deadline, containers.try_podman("logs", name)
+                time.sleep(0.2)
+        yield found
+    finally:
+        containers.try_podman("rm", "--force", "--volumes", "--time", "5", name)
+
+
+def test_only_who_knows_the_password_comes_in(server: Server) -> None:
+    path = "/api/2.0/mlflow/experiments/search?max_results=5"
+    assert server.ask(path)[0] == 401
+    assert server.ask(path, "admin", "wrong")[0] == 401
+    status, answer = server.ask(path, "admin", server.secrets["admin_password"])
+    assert status == 200
+    assert answer["experiments"][0]["name"] == "Default"
+
+
+def test_no_secret_in_any_command_line_and_nothing_runs_as_root(containers: Containers, server: Server) -> None:
+    listing = containers.podman("top", server.name, "huser", "args")
+    assert "mlflow server" in listing
+    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(STRANGER)}
+    shown = listing + containers.podman("inspect", server.name)
+    assert not [value for value in server.secrets.values() if value in shown]
+
+
+def test_the_health_check_is_in_the_image_and_passes(containers: Containers, server: Server) -> None:
+    assert containers.podman("healthcheck", "run", server.name).strip() in ("", "healthy")
+
+
+def test_a_missing_secret_ends_the_server_with_one_line(containers: Containers, image: BuildImage) -> None:
+    done = containers.try_podman("run", "--rm", image("mlflow"))
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "mlflow-server: the secret /run/secrets/db_password is missing, empty or not readable for uid 1000"
+    )
+
+
+def test_a_run_in_a_container_reports_to_it(
+    containers: Containers, image: BuildImage, server: Server, runs: Path, tmp_path: Path
+) -> None:
+    """User and password come from a file, as compose.yaml mounts it."""
+    credentials = tmp_path / "credentials"
+    password = server.secrets["admin_password"]
+    credentials.write_text(f"[mlflow]\nmlflow_tracking_username = admin\nmlflow_tracking_password = {password}\n")
+    credentials.chmod(0o600)
+    os.chown(credentials, STRANGER, STRANGER)
+    output = containers.podman(
+        "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
+        "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
+        image("default"), "run", "ddp_digits", "stop.epochs=1", "launch.ranks=2", within_s=240,
+    )  # fmt: skip
+    assert "finished: trained 23 steps" in output
+    assert password not in output
+    (run,) = find_runs(runs)
+    ids = read_json(run.mlflow) or {}
+    admin = ("admin", password)
+    status, answer = server.ask(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
+    assert status == 200
+    assert answer["run"]["info"]["status"] == "FINISHED"
+    metrics = {item["key"]: item for item in answer["run"]["data"]["metrics"]}
+    assert metrics["train/loss"]["step"] == 23
+    status, answer = server.ask(f"/api/2.0/mlflow/artifacts/list?run_id={ids['run_id']}", *admin)
+    assert {item["path"] for item in answer["files"]} >= {"config.yaml"}
+    stored = containers.podman("exec", server.name, "find", "/artifacts", "-name", "config.yaml")
+    assert ids["run_id"] in stored
