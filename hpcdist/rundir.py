@@ -208,9 +208,10 @@ class RunDir:
                     f"run folder {path} exists already: choose another `name`, or go on with"
                     f" `hpcdist resume {path.name}`"
                 ) from error
+            hint = " (a container is started as its owner with `--user $(id -u):$(id -g)`)"
             raise RunFolderError(
-                f"run folder {path} cannot be made ({error.strerror}): set `runs_dir` to a folder that you can write;"
-                " a container is started as its owner with `--user $(id -u):$(id -g)`"
+                f"run folder {path} cannot be made ({error.strerror}): set `runs_dir` to a folder that you can write"
+                + hint * isinstance(error, PermissionError)
             ) from error
         run.write_state(State(status="created", created=time.time()))
         return run

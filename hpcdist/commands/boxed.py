@@ -14,7 +14,7 @@ from hpcdist.config import find_config, load_config, redacted_argument
 from hpcdist.errors import UserMistake
 from hpcdist.images import box as boxes
 from hpcdist.images.engine import RUNNERS, find_engine
-from hpcdist.images.facts import inspect, require_fit
+from hpcdist.images.facts import inspect, require_driver, require_fit
 from hpcdist.launch.plan import Machine
 from hpcdist.lease import user_name
 from hpcdist.schema import Config
@@ -45,6 +45,8 @@ def run_boxed(
     )
     if is_file and not path.is_relative_to(cwd):
         box = boxes.with_mount(box, path.parent)
+    if box.gpus:
+        require_driver(facts, subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
     words = [
         "run",
         str(path) if is_file else source,

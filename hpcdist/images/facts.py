@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hpcdist.images.engine import Engine, last_line
 
 TITLE = "org.opencontainers.image.title"
 VERSION = "org.opencontainers.image.version"
+CUDA = "hpcdist.cuda"
 ENTRYPOINT = ("tini", "--", "hpcdist")
 #: Names of processor families: the kernel's, and those of images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
@@ -85,4 +87,18 @@ def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.
         raise ImageError(
             f"image {facts.name} holds hpcdist {facts.version}, and this is {version}: build it again with"
             f" `hpcdist image build`, or use hpcdist {facts.version} here"
+        )
+
+
+def require_driver(facts: ImageFacts, listing: str) -> None:
+    """Raise ImageError when the driver here is too old for an image's CUDA; `listing` is what nvidia-smi prints.
+
+    A driver runs every CUDA of its own major version, newer minor ones included (NVIDIA, "CUDA Compatibility").
+    """
+    found = re.search(r"CUDA Version: (\d+)\.(\d+)", listing)
+    wanted = facts.labels.get(CUDA, "")
+    if found and wanted and int(found[1]) < int(wanted.partition(".")[0]):
+        raise ImageError(
+            f"image {facts.name} is built for CUDA {wanted}, and the driver here stops at {found[1]}.{found[2]}: update"
+            " the driver, use an image with an older torch, or launch.device=cpu"
         )

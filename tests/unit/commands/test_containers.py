@@ -20,7 +20,7 @@ from hpcdist.launch import start
 from hpcdist.rundir import RunDir, State
 
 Call = Callable[..., tuple[int, str, str]]
-IMAGE = [
+IMAGE: list[dict[str, Any]] = [
     {
         "Id": "ab" * 32,
         "Architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
@@ -95,6 +95,20 @@ def test_a_config_of_ones_own_is_seen_inside_at_the_same_path(call: Call, podman
     assert f"{own.parent}:{own.parent}" in mounted
     assert f"{tmp_path}/here:{tmp_path}/here" in mounted
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
+
+
+def test_an_old_driver_is_told_before_the_start(
+    call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
+    (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
+    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 'CUDA Version: 12.4'\n")
+    (podman / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, _, errors = call("run", "ddp_digits", "--in", "podman")
+    assert code == 2
+    assert "is built for CUDA 13.2, and the driver here stops at 12.4" in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:

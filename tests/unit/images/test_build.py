@@ -53,7 +53,8 @@ def test_the_pinned_torch_and_the_base_are_of_one_cuda_line() -> None:
     (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
     (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04$",
                          (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
-    assert runtime == base
+    (label,) = re.findall(r"^ARG CUDA=(.+)$", (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    assert runtime == base == label
 
 
 def test_every_pinned_package_has_hashes_and_every_declared_one_is_pinned() -> None:

@@ -12,7 +12,7 @@ import pytest
 import hpcdist
 from hpcdist.errors import ImageError
 from hpcdist.images.engine import Engine
-from hpcdist.images.facts import ImageFacts, inspect, parse, require_fit
+from hpcdist.images.facts import ImageFacts, inspect, parse, require_driver, require_fit
 
 LABELS = {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": hpcdist.__version__}
 RAW: dict[str, Any] = {
@@ -61,6 +61,25 @@ def test_one_without_hpcdist_is_refused(facts: ImageFacts, labels: dict[str, str
 def test_another_version_is_refused(facts: ImageFacts) -> None:
     with pytest.raises(ImageError, match=r"holds hpcdist 0\.0\.9, and this is .*: build it again"):
         require_fit(replace(facts, labels=LABELS | {"org.opencontainers.image.version": "0.0.9"}), machine="x86_64")
+
+
+SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"
+
+
+@pytest.mark.parametrize("version", ["13.0", "13.2", "14.1"])
+def test_a_driver_of_the_same_major_version_will_do(facts: ImageFacts, version: str) -> None:
+    require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format(version))
+    require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "something else")
+    require_driver(facts, SMI.format("9.0"))
+
+
+def test_an_older_driver_is_refused(facts: ImageFacts) -> None:
+    with pytest.raises(ImageError) as raised:
+        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format("12.4"))
+    assert str(raised.value) == (
+        "image hpcdist is built for CUDA 13.2, and the driver here stops at 12.4: update the driver, use an image with"
+        " an older torch, or launch.device=cpu"
+    )
 
 
 def program(folder: Path, script: str) -> None:
