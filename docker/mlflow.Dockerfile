@@ -17,10 +17,10 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 
 COPY docker/requirements-mlflow.txt /opt/mlflow/
 RUN --mount=type=secret,id=uv.toml,target=/etc/uv/uv.toml \
-    export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_HTTP_TIMEOUT=180; \
+    export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_HTTP_TIMEOUT=180 UV_NO_CACHE=1; \
     /opt/tools/bin/uv venv --python /usr/bin/python3 --allow-existing /opt/mlflow; \
-    /opt/tools/bin/uv pip install --python /opt/mlflow/bin/python --no-cache --compile-bytecode \
-        --require-hashes -r /opt/mlflow/requirements-mlflow.txt
+    /opt/tools/bin/uv pip install --python /opt/mlflow/bin/python --compile-bytecode --require-hashes \
+         -r /opt/mlflow/requirements-mlflow.txt
 
 FROM ${BASE_IMAGE} AS mlflow
 SHELL ["/bin/bash", "-euxo", "pipefail", "-c"]
@@ -45,7 +45,7 @@ ENV PATH=/opt/mlflow/bin:$PATH \
     MLFLOW_PORT=5000 \
     MLFLOW_DISABLE_TELEMETRY=true \
     MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false \
-    DB_URI=postgresql://mlflow@db:5432/mlflow
+    DB_URI=postgresql+psycopg2://mlflow@db:5432/mlflow
 ARG REVISION=""
 ARG CREATED=""
 ARG BASE_IMAGE

@@ -58,17 +58,17 @@ class Containers:
             f'[storage]\ndriver = "overlay"\ngraphroot = "{STORE}/graph"\nrunroot = "{STORE}/run"\n'
         )
 
-    def try_podman(self, *arguments: str, within_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def try_podman(self, *arguments: str, within_s: float = 400) -> subprocess.CompletedProcess[str]:
         command = ["podman", *arguments]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=within_s, check=False)
 
-    def podman(self, *arguments: str, within_s: float = 120) -> str:
+    def podman(self, *arguments: str, within_s: float = 400) -> str:
         done = self.try_podman(*arguments, within_s=within_s)
         assert done.returncode == 0, f"podman {arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def hpcdist(
-        self, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, within_s: float = 240
+        self, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, within_s: float = 600
     ) -> subprocess.CompletedProcess[str]:
         """Our command line, as a user on this machine calls it."""
         return subprocess.run(

@@ -89,7 +89,7 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
 
 def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
     """Stream a container that is never started into tar."""
-    container = engine.output("create", facts.name).strip()
+    container = engine.output("create", facts.name, "true").strip()  # some images name no command
     try:
         with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
             done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)

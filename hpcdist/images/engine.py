@@ -13,6 +13,8 @@ from hpcdist.errors import ImageError, UserMistake
 EngineName = Literal["docker", "podman", "buildah"]
 #: Those that can start a container the way a person does; buildah builds only.
 RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
+#: A daemon that takes longer is of no use.
+ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,11 @@ def _complaint(name: EngineName) -> str | None:
     """Why an engine does not work here; None when it does."""
     if shutil.which(name) is None:
         return "is not installed"
-    # docker's client answers without its daemon; what the server says is what counts.
-    ask = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "version"]
+    # docker's client answers without its daemon; what the server says is what counts. The others have none, and
+    # would wait for their store, which is closed for minutes while a build writes a large layer.
+    ask = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "--version"]
     try:
-        done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return "does not answer"
     return f"is installed, but says: {last_line(done.stderr)}" if done.returncode else None

@@ -56,7 +56,7 @@ def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     (folder / "image.json").write_text(json.dumps(IMAGE))
     (folder / "podman").write_text(
         "#!/bin/sh\n"
-        f'case "$1 $2 $3" in version*) ;; "image inspect hpcdist") /bin/cat {folder}/image.json;;\n'
+        f'case "$1 $2 $3" in --version*) ;; "image inspect hpcdist") /bin/cat {folder}/image.json;;\n'
         f'run*) for word; do echo "$word" >> {folder}/words; done; exit 7;;\n'
         '*) echo "image not known" >&2; exit 125;; esac\n'
     )

@@ -65,3 +65,15 @@ def test_a_failing_command_is_told_with_its_last_line(install: Install) -> None:
     with pytest.raises(ImageError, match="failed: nothing more"):
         Engine("podman").output("ps")
     assert os.environ["PATH"].endswith("bin")
+
+
+def test_podman_is_not_made_to_open_its_store(install: Install) -> None:
+    install("podman", '[ "$*" = "--version" ]')
+    assert find_engine(None, ALL).name == "podman"
+
+
+def test_one_that_hangs_is_told(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("docker", "exec /bin/sleep 60")
+    monkeypatch.setattr("hpcdist.images.engine.ANSWER_S", 0.1)
+    with pytest.raises(UserMistake, match="docker does not answer; podman is not installed"):
+        find_engine(None, ALL)

@@ -1,0 +1,51 @@
+"""An image as charliecloud reads it, written by `hpcdist image convert` and started by ch-run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from containers import BASE, Containers, last_lines
+
+import hpcdist
+
+TINY = "localhost/hpcdist-tiny:test"
+
+
+@pytest.fixture
+def tiny(containers: Containers, tmp_path: Path) -> str:
+    """An image that says it is hpcdist's, and is small: what is converted does not matter here."""
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {BASE}\n"
+        "LABEL org.opencontainers.image.title=hpcdist\n"
+        f"LABEL org.opencontainers.image.version={hpcdist.__version__}\n"
+        "ENV GREETING=hello\n"
+        "RUN mkdir /runs && echo inside > /marker\n"
+    )
+    options = ("--format", "docker", "--isolation", "chroot", "--network", "host")
+    containers.podman("build", *options, "--tag", TINY, str(tmp_path))
+    return TINY
+
+
+def test_a_directory_runs_in_charliecloud(containers: Containers, tiny: str, tmp_path: Path) -> None:
+    if shutil.which("ch-run") is None:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "charliecloud is not installed"
+        pytest.skip("charliecloud is not installed: scripts/test_packages.sh does it")
+    words = ("image", "convert", tiny, "--to", "dir", "--into", str(tmp_path / "images"), "--engine", "podman")
+    done = containers.hpcdist(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(done.stdout.strip())
+    digest = containers.inspect(tiny)["Id"]
+    assert folder.name == f"hpcdist-{hpcdist.__version__}-{digest[:12]}"
+    assert last_lines(containers.hpcdist(*words, cwd=tmp_path)) == [f"{folder} is there already"]
+
+    (tmp_path / "runs").mkdir()
+    command = ["ch-run", "--set-env", f"--bind={tmp_path}/runs:/runs", str(folder), "--"]
+    script = "cat /marker; echo $GREETING > /runs/said"
+    env = {**os.environ, "USER": "somebody"}
+    ran = subprocess.run([*command, "sh", "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "inside\n"), ran.stderr
+    assert (tmp_path / "runs" / "said").read_text() == "hello\n"
