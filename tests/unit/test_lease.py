@@ -271,3 +271,13 @@ def test_a_full_disk_does_not_end_the_renewing(
     with caplog.at_level(logging.WARNING), hold(run):
         assert renewed.wait(10)
     assert caplog.messages == ["the lease of run first could not be renewed: [Errno 28] No space left on device"] * 2
+
+
+def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container started with --user may find itself; Python raises one error or the other."""
+
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    assert lease.user_name() == str(os.getuid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +37,15 @@ def make(config: Config, tmp_path: Path) -> Make:
 
 
 def elsewhere(run: RunDir, *, renewed: float) -> None:
-    """A lease that another container has left or still holds."""
-    facts = {"host": "c0ffee", "processes": "pid:[1]", "pid": 7, "started": 1.0, "user": "ada", "job_id": None}
+    """A lease that another container has left or still holds; one with this host's name, as with `--network=host`."""
+    facts = {
+        "host": socket.gethostname(),
+        "processes": "pid:[1]",
+        "pid": 7,
+        "started": 1.0,
+        "user": "ada",
+        "job_id": None,
+    }
     write_json(run.lease, {**facts, "acquired": renewed, "renewed": renewed})
 
 
