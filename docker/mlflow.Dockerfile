@@ -20,7 +20,7 @@ RUN --mount=type=secret,id=uv.toml,target=/etc/uv/uv.toml \
     export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt UV_HTTP_TIMEOUT=180 UV_NO_CACHE=1; \
     /opt/tools/bin/uv venv --python /usr/bin/python3 --allow-existing /opt/mlflow; \
     /opt/tools/bin/uv pip install --python /opt/mlflow/bin/python --compile-bytecode --require-hashes \
-         -r /opt/mlflow/requirements-mlflow.txt
+        -r /opt/mlflow/requirements-mlflow.txt
 
 FROM ${BASE_IMAGE} AS mlflow
 SHELL ["/bin/bash", "-euxo", "pipefail", "-c"]
