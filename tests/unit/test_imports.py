@@ -139,7 +139,18 @@ def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
 
 def test_a_login_node_needs_no_torch() -> None:
     ground = ("config", "schema", "rundir", "lease", "standing", "logs", "boxed", "errors")
-    rooms = ("cli", "commands", "view", "following", "diagnose", "launch", "cluster", "tracking", "devcluster", "images")
+    rooms = (
+        "cli",
+        "commands",
+        "view",
+        "following",
+        "diagnose",
+        "launch",
+        "cluster",
+        "tracking",
+        "devcluster",
+        "images",
+    )
     found = {module for module in users_of("torch", "torchvision") if within(module, *rooms, *ground)}
     assert found == {"images.probe"}, "which is piped into a container, and runs there"
 
