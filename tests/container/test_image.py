@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from containers import BASE, STRANGER, Containers, last_lines
+from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines
+from hpcdist_runs import wait_for
 
 from hpcdist.rundir import RunDir, find_runs, read_json
 
@@ -85,12 +86,13 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
 def test_a_stopped_container_goes_on_when_it_is_started_again(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM as `docker stop` sends it; the same line again ends with the weights of an undisturbed run."""
-    command = (*TRAIN, "stop.epochs=8")
+    """SIGTERM as `docker stop` sends it, at step 30; the same line again ends with an undisturbed run's weights."""
+    held = (*TRAIN, "stop.epochs=2", "trainer=gated:train", "params.hold_at=30")
     name = f"hpcdist-test-{os.getpid()}"
-    line = ("run", "--rm", "--name", name, *LINE, "--volume", f"{runs}:/runs", image("default"), *command)
+    code = ("--volume", f"{CHECKOUT}/tests/user_code:/work:ro")
+    line = ("run", "--rm", "--name", name, *LINE, *code, "--volume", f"{runs}:/runs", image("default"), *held)
     with started(containers, *line) as first:
-        wait_for(first, "step ")
+        wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=120)
         containers.podman("stop", "--time", "60", name)
         output = first.communicate(timeout=60)[0]
     assert first.returncode == 0, output
@@ -107,7 +109,7 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     control = tmp_path / "control"
     control.mkdir()
     os.chown(control, STRANGER, STRANGER)
-    containers.podman("run", "--rm", *LINE, "--volume", f"{control}:/runs", image("default"), *command)
+    containers.podman("run", "--rm", *LINE, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.epochs=2")
     assert weights_hash(only_run(runs)) == weights_hash(only_run(control))
 
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")}
@@ -118,17 +120,6 @@ def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         ["podman", *arguments], env=containers.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
-    """Read until a line begins so; fails with everything that was said when the process ends before."""
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if line.startswith(beginning):
-            return
-    pytest.fail("".join(said))
 
 
 def test_without_a_place_to_write_it_says_how_to_start(
