@@ -13,7 +13,7 @@ import pytest
 from container_image import ContainerImage
 from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
-from slurm_runs import SlurmRuns
+from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.rundir import read_json
 
@@ -149,22 +149,43 @@ def test_a_killed_rank_is_restarted_in_place(
     assert_nothing_left(in_image, slurm_runs, name)
 
 
-@pytest.mark.parametrize("how", [pytest.param("scancel", marks=pytest.mark.faults), "supervisor killed"])
-def test_no_container_outlives_its_job(
-    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, how: str
+def test_containers_end_with_their_step_when_nobody_is_left_to_remove_them(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage
 ) -> None:
-    name = how.replace(" ", "-")
+    """As at the end of KillWait: supervisor, srun and all tasks are killed at once, and Slurm knows no container."""
+    name = "killed-whole"
     job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
     assert len(containers(in_image, slurm_runs, name)) == 4
-    if how == "scancel":
-        devcluster.run("scancel", job)
-        wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
-        slurm_runs.release(name)
-        assert slurm_runs.wait_end(name, job).status == "stopped"
-        assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
-    else:
-        os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
-        devcluster.until(lambda: devcluster.job(job)["JobState"] == "FAILED", "Slurm counts the job as failed")
+    devcluster.run("scancel", "--full", "--signal=KILL", job)
+    devcluster.until(lambda: devcluster.job(job)["JobState"] in JOB_ENDED, "the job is over")
+    assert_nothing_left(in_image, slurm_runs, name)
+
+
+@pytest.mark.faults
+def test_a_cancelled_run_saves_and_leaves_no_container(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage
+) -> None:
+    name = "scancelled-podman"
+    job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
+    devcluster.run("scancel", job)
+    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.release(name)
+    assert slurm_runs.wait_end(name, job).status == "stopped"
+    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    assert_nothing_left(in_image, slurm_runs, name)
+
+
+@pytest.mark.faults
+def test_the_next_supervisor_ends_the_containers_of_a_killed_one(
+    slurm_runs: SlurmRuns, in_image: ContainerImage, control: str
+) -> None:
+    name = "supervisor-killed-podman"
+    job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
+    old = ranks(slurm_runs, name).values()
+    os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
+    slurm_runs.assert_finished_as(name, job, control)
+    assert slurm_runs.state(name).attempt == 2
+    assert not any(process.is_running() for process in old), "they were never released"
     assert_nothing_left(in_image, slurm_runs, name)
 
 
