@@ -115,6 +115,11 @@ class AsyncSaver:
         if error is not None:
             raise CheckpointError(f"saving to {self._store.folder} failed: {type(error).__name__}: {error}") from error
 
+    def check(self) -> None:
+        """Raise CheckpointError when the save under way has failed already; waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def close(self) -> None:
         """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
         self._closed = True

@@ -125,7 +125,10 @@ class Context:
 
         All ranks get the same answer at the same step. It also is the sign of life that keeps the run from being
         taken for hung, and what the progress display shows.
+
+        Raises CheckpointError when a save has failed since the last call: steps that cannot be kept are not made.
         """
+        self._saver.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()

@@ -112,5 +112,4 @@ def test_the_disk_is_full_during_a_save(scene: FaultScene, small_disk: list[Path
     code, output = runs.command("resume", scene.name, "--detach")
     assert code == 0, output
     scene.job = str((read_json(runs.run_dir(scene.name).path / "slurm.json") or {})["job_id"])
-    # A save fails in the background, and the trainer is told at its next one: that interval is lost as well.
-    scene.conclude(lost_at_most=2 * scene.subject.interval)
+    scene.conclude(lost_at_most=scene.subject.interval)

@@ -244,6 +244,28 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, how: str) -> 
         assert value(store, 4) == 4.0
 
 
+def test_a_look_at_the_save_under_way_waits_for_nothing_and_raises_what_it_met(store: CheckpointStore) -> None:
+    gate = threading.Event()
+
+    def fail_later() -> None:
+        assert gate.wait(30)
+        raise ValueError("no journal")
+
+    def look_on() -> None:
+        while True:  # the test's own time limit ends it
+            saver.check()
+
+    saver = AsyncSaver(store, before_publish=fail_later)
+    saver.check()
+    save(saver, 1)
+    saver.check()
+    gate.set()
+    with pytest.raises(CheckpointError, match="no journal"):
+        look_on()
+    saver.check()
+    saver.close()
+
+
 def test_an_error_that_is_not_ours_is_raised_as_ours(store: CheckpointStore) -> None:
     def fail() -> None:
         raise ValueError("no journal")
