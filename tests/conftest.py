@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from containers import Containers, why_not
 from fault_table import Cell, as_lines
 
 #: Once, before anything is imported: hpcdist sets variables of MLFLOW_* itself, and those must stay.
@@ -59,3 +61,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if cells := config.stash[CELLS]:
         terminalreporter.section("faults")
         terminalreporter.write("\n".join(as_lines(cells)) + "\n")
+
+
+# --- our images, built once for all tests that start containers
+
+REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
+"""Set to 1, it turns the skip for want of containers into a failure: for machines that must run them."""
+
+
+@pytest.fixture(scope="session")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
+    found = Containers(tmp_path_factory.mktemp("containers"))
+    if (reason := why_not(found)) is not None:
+        if os.environ.get(REQUIRE_CONTAINERS) == "1":
+            pytest.fail(f"{REQUIRE_CONTAINERS}=1, but {reason}")
+        pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="session")
+def image(containers: Containers) -> Callable[[str], str]:
+    """The name of the image of a target, built on first use."""
+    return cache(containers.build)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import container_image
 import psutil
 import pytest
 from container_image import ContainerImage
+from containers import Containers
 from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
@@ -18,6 +19,8 @@ from slurm_runs import JOB_ENDED, SlurmRuns
 from hpcdist.rundir import read_json
 
 RUNTIMES = ("podman", "charliecloud")
+#: The first test builds the image, unless other tests have done so.
+pytestmark = pytest.mark.timeout(1200)
 #: No container may outlive its job by more.
 GONE_S = 30.0
 
@@ -29,37 +32,33 @@ def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> ContainerImage:
-    if (reason := container_image.why_not()) is not None:
-        if os.environ.get("HPCDIST_REQUIRE_CONTAINERS") == "1":
-            pytest.fail(f"HPCDIST_REQUIRE_CONTAINERS=1, but {reason}")
-        pytest.skip(reason)
-    return container_image.make(tmp_path_factory.mktemp("image"))
+def boxed(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
+    with container_image.unpacked(containers, image("slim")) as found:
+        yield found
 
 
 @pytest.fixture
-def in_image(image: ContainerImage, slurm_runs: SlurmRuns, monkeypatch: pytest.MonkeyPatch) -> ContainerImage:
+def in_image(boxed: ContainerImage, monkeypatch: pytest.MonkeyPatch) -> ContainerImage:
     """For the time of a test, whatever is started finds podman's store."""
-    for name, value in image.env.items():
+    for name, value in boxed.env.items():
         monkeypatch.setenv(name, value)
-    return image
+    return boxed
 
 
 def overrides(image: ContainerImage, runtime: str, runs: SlurmRuns) -> list[str]:
     name = image.name if runtime == "podman" else str(image.folder)
-    # The folder that stands in for a missing MLflow, and what the stand-in of an image needs.
-    mounts = ",".join([*image.mounts, str(runs.no_mlflow)])
-    return [f"container.runtime={runtime}", f"container.image={name}", f"container.mounts=[{mounts}]"]
+    # Only the folder that stands in for a missing MLflow is not mounted by itself.
+    return [f"container.runtime={runtime}", f"container.image={name}", f"container.mounts=[{runs.no_mlflow}]"]
 
 
 @pytest.fixture(scope="module")
-def control(image: ContainerImage, slurm_runs: SlurmRuns) -> str:
+def control(boxed: ContainerImage, slurm_runs: SlurmRuns) -> str:
     """Name of a run in the image that nothing happened to."""
     name = "contained-control"
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in image.env.items():
+        for key, value in boxed.env.items():
             patch.setenv(key, value)
-        job = slurm_runs.submit(name, *overrides(image, "podman", slurm_runs))
+        job = slurm_runs.submit(name, *overrides(boxed, "podman", slurm_runs))
         slurm_runs.assert_finished_as(name, job, name)
     return name
 
@@ -190,7 +189,6 @@ def test_the_next_supervisor_ends_the_containers_of_a_killed_one(
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(400)
 def test_a_preempted_run_goes_on(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str
 ) -> None:
@@ -210,7 +208,6 @@ def test_a_preempted_run_goes_on(
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(400)
 def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control: str) -> None:
     """The ranks hold until they are asked to stop, which only the time limit does."""
     name = "time-limit-podman"
