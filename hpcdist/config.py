@@ -1,6 +1,7 @@
 """From YAML and `key=value` to a frozen `Config`, and back to YAML without secrets.
 
-This is the only module that knows OmegaConf. All mistakes of a file are collected and told at once.
+This is the only module that knows OmegaConf. All mistakes of a file are collected and told at once. A run folder's
+config is resolved already and read without OmegaConf, whose import costs each rank more than all else that is ours.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from hpcdist.errors import ConfigError
 from hpcdist.models import check_model_name
-from hpcdist.schema import Config, ContainerConfig, cross_check, describe
+from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 REDACTED = "***"
 _SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
@@ -60,7 +62,8 @@ def load_run_config(
     Without `require_secrets`, what `env` does not hold stays `***`.
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
-    tree = _read_yaml(path)
+    # As it was written; what somebody has changed since is read as any other config.
+    tree = _read_written(path) or _read_yaml(path)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
@@ -73,6 +76,8 @@ def load_run_config(
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
+    if not overrides and (config := exact(tree)) is not None:
+        return _checked({field.name: getattr(config, field.name) for field in dataclasses.fields(config)}, str(path))
     return _build(tree, overrides, str(path))
 
 
@@ -149,7 +154,28 @@ def secrets_of(config: Config) -> dict[str, str]:
     }
 
 
+class _Written(yaml.SafeLoader):
+    """Reads what `to_yaml` has written: a string that looks like a number to OmegaConf (`1e5`) is still a string."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) != len(node.value):
+            raise yaml.YAMLError("a key stands there twice")
+        return found
+
+
+def _read_written(path: Path) -> dict[str, Any] | None:
+    """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
+    try:
+        tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return tree if isinstance(tree, dict) and exact(tree) is not None else None
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
@@ -166,6 +192,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     problems: list[str] = []
     for text in overrides:
         key, equals, raw = text.partition("=")
@@ -210,6 +239,9 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
 
 def parse_value(raw: str) -> Any:
     """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
     except (OmegaConfBaseException, yaml.YAMLError):
@@ -217,6 +249,8 @@ def parse_value(raw: str) -> Any:
 
 
 def _section(merged: DictConfig, name: str) -> Any:
+    from omegaconf import OmegaConf
+
     node = merged[name]
     return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
 

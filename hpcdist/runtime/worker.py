@@ -32,7 +32,6 @@ from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
-from hpcdist.runtime import network
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.schema import Config, role_device
@@ -148,6 +147,8 @@ def _train(
         # RPC would set up all GPUs in sight, also in ranks that compute on none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if topology.launcher == "slurm":
+        from hpcdist.runtime import network
+
         os.environ.update(network.interface_env(topology.master_addr, os.environ))
 
     # What imports make stays for ever: looking for garbage in it meanwhile takes a sixth of torch's import.

@@ -8,6 +8,7 @@ Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this pa
 from hpcdist.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.describe import describe
+from hpcdist.schema.exact import exact
 from hpcdist.schema.run import Config, cross_check, role_device
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
@@ -37,5 +38,6 @@ __all__ = [
     "TrainerConfig",
     "cross_check",
     "describe",
+    "exact",
     "role_device",
 ]
