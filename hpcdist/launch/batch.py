@@ -33,10 +33,21 @@ _BY_SIGTERM = ("SIGTERM", "signal")
 
 
 class JobLog:
-    """Tells the job's log how the run goes. Progress is in the heartbeats, for whoever follows."""
+    """Tells the job's log how the run goes. Progress is in the heartbeats, for whoever follows.
+
+    Args:
+        life: the run whose folder is to say where this life of its job runs, once the first ranks are under way:
+            Slurm's answer takes a while, and they have torch to import.
+    """
+
+    def __init__(self, life: RunDir | None = None) -> None:
+        self._life = life
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
+        if self._life is not None:
+            note_life(self._life, os.environ)
+            self._life = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         """Nothing: a line a second for weeks is no use to anyone."""
@@ -74,7 +85,6 @@ def supervise(run_dir: str) -> State:
     run = RunDir.open(Path(run_dir))
     job = Job.here(os.environ)
     with hold(run, job_id=job.id):
-        note_life(run, os.environ)
         state = run.read_state()
         if _is_over(run, state, job):
             # Slurm may start a job again whose run someone has just stopped, the batch script one whose supervisor
@@ -106,7 +116,7 @@ def _supervise(run: RunDir, job: Job) -> State:
             run,
             config,
             launcher,
-            JobLog(),
+            JobLog(life=run),
             # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
             tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
             env=env,

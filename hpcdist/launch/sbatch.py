@@ -30,6 +30,8 @@ supervise() {
   done
 }"""
 
+#: Python, in which submitit imports no NumPy.
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.launch.no_numpy"
 #: What submitit takes for the interpreter.
 SUPERVISOR = "supervise"
 
@@ -63,7 +65,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
             *components,
             *exports,
             *cluster.setup,
-            _SUPERVISE % shlex.quote(sys.executable),
+            _SUPERVISE % _PYTHON,
         ],
         # The supervisor runs once, in the batch step, and starts the ranks with an srun of its own.
         "use_srun": False,

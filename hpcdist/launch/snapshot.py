@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +88,8 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
+    from importlib import metadata  # a supervisor in a job has no use for it
+
     for package in _PACKAGES:
         try:
             yield package, metadata.version(package)

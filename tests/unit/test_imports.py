@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from hpcdist.config import load_config, to_yaml
 
 PACKAGE = Path(hpcdist.__file__).parent
 
@@ -130,7 +131,7 @@ def test_omegaconf_ends_where_loading_ends() -> None:
 
 
 def test_submitit_is_known_to_the_slurm_launcher_alone() -> None:
-    assert users_of("submitit") <= {"launch.slurm", "launch.sbatch"}
+    assert users_of("submitit") <= {"launch.slurm", "launch.sbatch", "launch.no_numpy"}
 
 
 def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
@@ -176,6 +177,27 @@ def test_what_a_login_node_imports_brings_no_torch_along() -> None:
         "import importlib, sys\n"
         f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
         "print([name for name in ('torch', 'torchvision') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("start", "forbidden"),
+    [
+        ("import hpcdist.runtime.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
+        ("import hpcdist.launch.batch", {"omegaconf", "mlflow", "numpy", "typer", "rich", "importlib.metadata"}),
+    ],
+    ids=["rank", "batch step"],
+)
+def test_what_a_start_waits_for_is_not_imported_in_vain(start: str, forbidden: set[str], tmp_path: Path) -> None:
+    """Each costs a rank or a batch step as much as all that is ours: also not when the config is read."""
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config("ddp_digits")))
+    code = (
+        f"{start}, sys\n"
+        "from hpcdist.config import load_run_config\n"
+        f"load_run_config({start.split()[1]}.Path({str(tmp_path / 'config.yaml')!r}), [], {{}})\n"
+        f"print(sorted({forbidden} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

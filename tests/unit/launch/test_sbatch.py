@@ -19,7 +19,7 @@ SUPERVISE = f"""\
 trap 'left=0' TERM
 supervise() {{
   for left in 3 2 1 0; do
-    code=0; {sys.executable} "$@" || code=$?
+    code=0; {sys.executable} -u -m hpcdist.launch.no_numpy "$@" || code=$?
     [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
     echo "the supervisor was killed (exit code $code) and is started again"
   done
