@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hpcdist.cluster.job_facts import parse_facts
@@ -56,8 +57,12 @@ class Partition:
 
 def ask_partitions() -> list[Partition] | None:
     """Every partition, hidden ones included; None where Slurm does not answer. Two calls, whatever the size."""
-    partitions = ask("scontrol", "show", "partition", "--oneliner", "--all")
-    nodes = ask("sinfo", "--all", "--noheader", "--format=%R|%D|%c|%m|%G|%T|%N")
+    questions = (
+        ("scontrol", "show", "partition", "--oneliner", "--all"),
+        ("sinfo", "--all", "--noheader", "--format=%R|%D|%c|%m|%G|%T|%N"),
+    )
+    with ThreadPoolExecutor() as pool:
+        partitions, nodes = pool.map(lambda question: ask(*question), questions)
     return None if partitions is None or nodes is None else parse_partitions(partitions, nodes)
 
 
