@@ -6,6 +6,9 @@ Both submit from the same git repository to a dev cluster (`hpcdist devcluster`)
 is up, and take turns on its empty queue. The clock runs from the start of the command until rank 0 has done its step.
 With hpcdist this takes in the checks before, the snapshot of the code, submitit, the supervisor and the MLflow run.
 The ratio is taken within a round; medians over rounds.
+
+Beside the seconds stands the processor time of all processes, to their ends, which neighbours hardly move: of the
+command that submits (MLflow's import at low priority included), of the batch step and of the ranks' step, by sacct.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -29,6 +34,7 @@ from hpcdist.devcluster.settings import Layout
 SCRIPT = Path(__file__).parent / "baselines" / "first_step.py"
 HPCDIST = [sys.executable, "-m", "hpcdist"]
 STEP_WITHIN_S = 120.0
+PARTS = ("command", "batch", "ranks")
 
 HAND_WRITTEN = """\
 #!/bin/bash
@@ -77,22 +83,76 @@ def make_project(folder: Path, out: Path, *, nodes: int, tasks: int) -> None:
         subprocess.run(["git", *command], cwd=folder, check=True)
 
 
-def until_first_step(command: list[str], project: Path, out: Path, env: Mapping[str, str]) -> float:
-    """Seconds from the command to the first step; returns when the queue is empty again."""
+def until_first_step(command: list[str], project: Path, out: Path, env: Mapping[str, str]) -> dict[str, float]:
+    """Seconds from the command to the first step (`s`), and of CPU time by PARTS; returns when the queue is empty."""
     out.unlink(missing_ok=True)
-    with open(project.parent / "commands.log", "a") as log:
+    before = cpu_of_children()
+    with open(project.parent / "command.log", "w+") as log:
         began = time.time()
         process = subprocess.Popen(command, cwd=project, env=env, stdout=log, stderr=log)
         while not out.exists():
             if time.time() > began + STEP_WITHIN_S:
-                text = "".join(path.read_text() for path in project.parent.rglob("*.out"))
+                text = "".join(path.read_text() for path in [Path(log.name), *project.parent.rglob("*.out")])
                 sys.exit(f"{' '.join(command)}: no step in {STEP_WITHIN_S:g} s\n{text[-4000:]}")
             time.sleep(0.01)
         seconds = float(out.read_text()) - began
         process.wait()
-    while subprocess.run(["squeue", "--noheader"], env=env, capture_output=True, text=True, check=True).stdout:
+        log.seek(0)
+        job = re.search(r"job (\d+)", log.read())
+    assert job is not None
+    of_command = cpu_of_children() - before
+    while ask("squeue", "--noheader", env=env):
         time.sleep(0.1)
-    return seconds
+    return {"s": seconds, "command": of_command, **cpu_of_job(job[1], env)}
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_of_job(job: str, env: Mapping[str, str]) -> dict[str, float]:
+    """CPU seconds of a job's batch step and of its ranks' step, as soon as accounting has them."""
+    for _ in range(300):
+        listing = ask("sacct", "--noheader", "--parsable2", f"--jobs={job}", "--format=JobID,End,TotalCPU", env=env)
+        steps = {name: cpu for name, end, cpu in map(sacct_fields, listing.splitlines()) if end != "Unknown"}
+        if {job, f"{job}.batch", f"{job}.0"} <= steps.keys():
+            return {"batch": steps[f"{job}.batch"], "ranks": steps[f"{job}.0"]}
+        time.sleep(0.1)
+    sys.exit(f"sacct knows nothing of job {job}:\n{listing}")
+
+
+def sacct_fields(line: str) -> tuple[str, str, float]:
+    """Job or step, its end, and CPU seconds (`01:02.345`, `1-02:03:04`)."""
+    name, end, cpu = line.split("|")
+    days, _, clock = cpu.rpartition("-")
+    seconds = 86400.0 * int(days or 0)
+    for power, part in enumerate(reversed(clock.split(":"))):
+        seconds += 60**power * float(part)
+    return name, end, seconds
+
+
+def ask(*command: str, env: Mapping[str, str]) -> str:
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def show(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Print a line for each way to submit; returns the medians, by way."""
+    print(f"{'':16}{'s':>8}{'min':>8}{'max':>8}{'over':>8}    CPU s:" + "".join(f"{part:>9}" for part in PARTS))
+    rows = {}
+    for key, values in rounds.items():
+        times = [value["s"] for value in values]
+        over = statistics.median(
+            ours["s"] / by_hand["s"] for ours, by_hand in zip(values, rounds["sbatch + srun"], strict=True)
+        )
+        cpu = {part: statistics.median(value[part] for value in values) for part in PARTS}
+        rows[key] = {"s": statistics.median(times), "over": over, **cpu}
+        print(
+            f"{key:16}{rows[key]['s']:8.3f}{min(times):8.3f}{max(times):8.3f}{over:8.3f}          "
+            + "".join(f"{seconds:9.3f}" for seconds in cpu.values())
+        )
+    return rows
 
 
 def main() -> None:
@@ -113,21 +173,16 @@ def main() -> None:
         shape = [f"cluster.nodes={arguments.nodes}", f"cluster.tasks_per_node={arguments.tasks}"]
         submit = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", *shape, f"runs_dir={name}/runs"]
         commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit}
-        times: dict[str, list[float]] = {key: [] for key in commands}
+        rounds: dict[str, list[dict[str, float]]] = {key: [] for key in commands}
         # The first round fills the page cache, writes byte code and makes MLflow's database.
         for number in range(arguments.rounds + 1):
-            for key, values in times.items():
-                seconds = until_first_step(commands[key], project, out, env)
+            for key, values in rounds.items():
+                measured = until_first_step(commands[key], project, out, env)
                 if number > 0:
-                    values.append(seconds)
+                    values.append(measured)
 
     print(f"{arguments.nodes} nodes × {arguments.tasks} gloo ranks, median of {arguments.rounds} rounds\n")
-    print(f"{'':24}{'s':>8}{'min':>8}{'max':>8}  over sbatch + srun")
-    rows = {}
-    for key, values in times.items():
-        pairs = zip(values, times["sbatch + srun"], strict=True)
-        rows[key] = {"s": statistics.median(values), "over": statistics.median(ours / other for ours, other in pairs)}
-        print(f"{key:24}{rows[key]['s']:8.3f}{min(values):8.3f}{max(values):8.3f}  {rows[key]['over']:.3f}")
+    rows = show(rounds)
     if arguments.json:
         print(json.dumps({"benchmark": "slurm_start", "rounds": arguments.rounds, "rows": rows}))
 
