@@ -102,7 +102,8 @@ BENCHMARKS = (
             Figure("4,096 simulated ranks: supervisor, of one core", ("sizes", "4096", "cpu_percent"), "%", 5),
             Figure("4,096 simulated ranks: calls to the file system", ("sizes", "4096", "calls_per_s"), "/s", 230),
             Figure("64 simulated ranks: calls to the file system", ("sizes", "64", "calls_per_s"), "/s", 230),
-            Figure("fastest growth of a cost with ranks, as a power", ("largest_power",), target=1.15),
+            # Linear is 1; `scale.py` says why the limit is a little more.
+            Figure("fastest growth of a cost with ranks, as a power", ("largest_power",), target=1.2),
         ),
     ),
     Benchmark(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from submitit.core.utils import DelayedSubmission
 
 from hpcdist.launch import sbatch
 from hpcdist.rundir import RunDir
@@ -226,10 +229,25 @@ def test_a_supervisor_that_is_killed_is_started_again(
     tmp_path: Path, first: str, does: str, code: int, starts: int
 ) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $1 >> starts\n{does}\n")
+    python.write_text(f"#!/bin/sh\necho $4 >> starts\n{does}\n")
     python.chmod(0o755)
     script = "\n".join([first, SUPERVISE.replace(sys.executable, str(python)), "supervise argument"])
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert (tmp_path / "starts").read_text() == "argument\n" * starts
     assert done.stdout.count(" and is started again\n") == starts - 1
+
+
+def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_path: Path) -> None:
+    delayed = DelayedSubmission(os.path.basename, "/a/b")
+    delayed.set_timeout(1, 0)
+    delayed.dump(tmp_path / "7_submitted.pkl")
+    task = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    one = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n1"}
+    words = ["-u", "-m", "hpcdist.launch.no_numpy", "-u", "-m", "submitit.core._submit", str(tmp_path)]
+    command, env = [sys.executable, "-X", "importtime", *words], {**os.environ, **task, **one}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert pickle.loads((tmp_path / "7_0_result.pkl").read_bytes()) == ("success", "b")
+    assert "submitit.core.submission" in done.stderr
+    assert "numpy." not in done.stderr, "its parts: the attempt itself is listed"
