@@ -46,7 +46,11 @@ class JobLog:
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
-            note_life(self._life, os.environ)
+            try:
+                note_life(self._life, os.environ)
+            except OSError as error:
+                # A full disk is no reason to leave ranks that have just been started.
+                log.warning("it is not noted where this job runs: %s", error)
             self._life = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:

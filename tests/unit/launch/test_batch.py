@@ -169,3 +169,22 @@ def test_the_jobs_log_tells_of_attempts_and_failures(
         "a note",
         f"rank 3 on n2 failed with ValueError: x at step 5 (whole log: {tmp_path})\nline\n",
     ]
+
+
+def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted: list[RunDir] = []
+    monkeypatch.setattr(batch, "note_life", lambda life, _env: noted.append(life))
+    report = batch.JobLog(life=run)
+    assert noted == []
+    report.attempt(run.attempt(1), 4)
+    report.attempt(run.attempt(2), 4)
+    assert noted == [run]
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(batch, "note_life", full)
+    batch.JobLog(life=run).attempt(run.attempt(1), 4)
+    assert caplog.messages[-1] == "it is not noted where this job runs: No space left on device"
