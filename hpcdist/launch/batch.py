@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from hpcdist import logs
 from hpcdist.config import load_run_config, secrets_of
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch import snapshot
 from hpcdist.launch.components import table
 from hpcdist.launch.containing import box_for
@@ -21,6 +22,7 @@ from hpcdist.launch.policy import Failure
 from hpcdist.launch.srun import rank_env
 from hpcdist.launch.step import StepLauncher
 from hpcdist.launch.supervisor import Supervisor
+from hpcdist.launch.watch import Allocation
 from hpcdist.lease import hold
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
 from hpcdist.standing import note_life
@@ -95,7 +97,19 @@ def supervise(run_dir: str) -> State:
             # was killed after its last word.
             log.info("nothing is left to do: %s: %s", state.status, state.reason)
         else:
-            state = _supervise(run, job)
+            try:
+                state = _supervise(run, job)
+            except HpcdistError as error:
+                # Before any attempt, such as nodes that are not what the roles need: the run waits for nothing more.
+                state = replace(
+                    run.read_state(),
+                    status="failed",
+                    reason=str(error),
+                    ended=time.time(),
+                    rejected=isinstance(error, UserMistake),
+                )
+                run.write_state(state)
+                log.error("%s: %s", state.status, state.reason)
     return state
 
 
@@ -124,7 +138,7 @@ def _supervise(run: RunDir, job: Job) -> State:
             # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
             tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
             env=env,
-            stop_at=(job.end_time - lead_s, TIME_LIMIT) if job.end_time is not None else None,
+            allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
 

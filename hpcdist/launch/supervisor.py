@@ -22,7 +22,7 @@ from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
-from hpcdist.launch.watch import Watch
+from hpcdist.launch.watch import Allocation, Watch
 from hpcdist.rundir import Attempt, RunDir, State, Status, read_json, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
@@ -38,7 +38,7 @@ class Supervisor:
         launcher: where ranks are started.
         tracking_uri: where to ship to while the run goes on; None leaves that to someone else.
         env: the shipper's environment.
-        stop_at: unix time at which the ranks are asked to save and leave, and who asks.
+        allocation: how long the ranks may stay, where that has an end.
         conclude: makes the last state of that in which the attempts ended, before anyone sees it: a run that goes on
             elsewhere has not ended.
     """
@@ -52,7 +52,7 @@ class Supervisor:
         *,
         tracking_uri: str | None,
         env: Mapping[str, str],
-        stop_at: tuple[float, str] | None = None,
+        allocation: Allocation | None = None,
         conclude: Callable[[State], State] = lambda state: state,
     ) -> None:
         self._run = run
@@ -61,7 +61,7 @@ class Supervisor:
         self._report = report
         self._tracking_uri = tracking_uri
         self._env = dict(env)
-        self._stop_at = stop_at
+        self._allocation = allocation
         self._conclude = conclude
         self._attempt: Attempt | None = None
         self._num_interrupts = 0
@@ -155,7 +155,7 @@ class Supervisor:
             return "failed", Failure(kind=kind, rank=0, host="", step=None, error=str(error))
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
-            watch = Watch(attempt, ranks, self._config, self._report, self._stop_at)
+            watch = Watch(attempt, ranks, self._config, self._report, self._allocation)
             hung = watch.until_over()
             # Those that are killed in a moment did not fail.
             exits = dict(ranks.exits)

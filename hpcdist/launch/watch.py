@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure
@@ -19,6 +19,16 @@ LOOK_EVERY_S = 0.2
 PEER_GRACE_S = 3.0
 #: Ranks that hang get this long to print their stacks.
 STACKS_S = 1.0
+#: What is left of an allocation for ending ranks that have not left, and for queueing the job again.
+REST_S = 15.0
+
+
+class Allocation(NamedTuple):
+    """How long the ranks may stay where they are. Unix times."""
+
+    stop_at: float  #: when they are asked to save and leave
+    by: str  #: who asks then
+    end: float  #: when everything here is killed
 
 
 class LastSteps(Mapping[int, int | None]):
@@ -65,13 +75,13 @@ class Watch:
         ranks: Ranks,
         config: Config,
         report: Reporter,
-        stop_at: tuple[float, str] | None = None,
+        allocation: Allocation | None = None,
     ) -> None:
         self._attempt = attempt
         self._ranks = ranks
         self._config = config
         self._report = report
-        self._stop_at = stop_at
+        self._allocation = allocation
         self._clock: Callable[[], float] = time.monotonic
         self._num_ranks = len(ranks.running) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, self._clock())] * self._num_ranks
@@ -126,18 +136,26 @@ class Watch:
     def _look_at_requests(self, now: float) -> None:
         request = read_json(self._attempt.request)
         if request is None:
-            if self._stop_at is not None and time.time() >= self._stop_at[0]:
-                self._attempt.ask("stop", by=self._stop_at[1], reason=self._stop_at[1])
+            if self._allocation is not None and time.time() >= self._allocation.stop_at:
+                self._attempt.ask("stop", by=self._allocation.by, reason=self._allocation.by)
             return
         if request["action"] == "cancel":
             self.cancelled = True
         elif not self.stop_asked:
             self.stop_asked = True
-            self._kill_by(now + self._config.launch.stop_grace_s)
+            self._kill_by(now + self._grace_s())
             self._report.note(f"stopping: the ranks save and leave ({request['reason']})")
             if self._config.trainer.script:
                 # A plain script knows nothing of requests; the signal is all that it can hear.
                 self._ranks.signal(signal.SIGTERM)
+
+    def _grace_s(self) -> float:
+        """How long the ranks may take to save and leave: not beyond the allocation's end."""
+        grace_s = self._config.launch.stop_grace_s
+        if self._allocation is None:
+            return grace_s
+        left_s = max(0.0, self._allocation.end - time.time())
+        return min(grace_s, max(left_s - REST_S, left_s / 2))
 
     def _kill_by(self, then: float) -> None:
         self._kill_at = then if self._kill_at is None else min(self._kill_at, then)
@@ -153,7 +171,8 @@ class Watch:
             rank=rank,
             host=self._ranks.host_of(rank),
             step=self.steps()[rank],
-            error=f"did not save and leave within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s",
+            error=f"did not save and leave within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
+            + (", or before the end of the allocation" if self._allocation is not None else ""),
         )
 
     def _hung(self, now: float) -> Failure | None:

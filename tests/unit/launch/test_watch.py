@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 
 from hpcdist.launch import watch as watch_module
-from hpcdist.launch.watch import LOOK_EVERY_S, LastSteps, Watch
+from hpcdist.launch.watch import LOOK_EVERY_S, REST_S, Allocation, LastSteps, Watch
 from hpcdist.pace import LOOKS_PER_S
-from hpcdist.rundir import Attempt, RunDir
+from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import Config, LaunchConfig, TrainerConfig
 
 NUM_RANKS = 1000
@@ -67,16 +66,22 @@ def attempt(runs_dir: Path) -> Attempt:
 
 
 class Scene:
-    def __init__(self, attempt: Attempt, monkeypatch: pytest.MonkeyPatch, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        monkeypatch: pytest.MonkeyPatch,
+        num_ranks: int = NUM_RANKS,
+        allocation: Allocation | None = None,
+    ) -> None:
         self.ranks = SteppedRanks(attempt, num_ranks)
         self.stats: list[int] = []
         self.reads: list[str] = []
-        clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=time.time)
+        clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
-        self.watch = Watch(attempt, self.ranks, config, report)
+        self.watch = Watch(attempt, self.ranks, config, report, allocation)
         monkeypatch.setattr(self.watch, "_sign", self._stat)
 
     def _stat(self, rank: int) -> object:
@@ -86,7 +91,7 @@ class Scene:
     def _read(self, path: Path) -> dict[str, Any] | None:
         self.reads.append(path.name)
         if path.name == "request.json":
-            return None
+            return read_json(path)
         rank = int(path.name[5:10])
         return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
 
@@ -136,6 +141,29 @@ def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
     scene.ranks.exits[3] = 0
     scene.ranks.end_at = 2 * HANG_S
     assert scene.watch.until_over() is None
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "grace_s"),
+    [
+        (600.0, 120.0),  # launch.stop_grace_s
+        (60.0, 60.0 - REST_S),
+        (10.0, 5.0),
+    ],
+)
+def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float
+) -> None:
+    allocation = Allocation(stop_at=NOW + 200, by="time limit", end=NOW + 200 + lead_s)
+    scene = Scene(attempt, monkeypatch, num_ranks=2, allocation=allocation)
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert failure.kind == "hung"
+    assert failure.error.endswith("or before the end of the allocation")
+    assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * LOOK_EVERY_S
+    request = read_json(attempt.request)
+    assert request is not None
+    assert (request["action"], request["by"]) == ("stop", "time limit")
 
 
 def beat(attempt: Attempt, rank: int, step: int) -> None:
