@@ -282,16 +282,17 @@ def test_an_image_of_another_version_here(tmp_path: Path) -> None:
 
 def test_an_unpacked_image_gets_what_the_run_mounts_things_at(rootfs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    here = Path(__file__)  # not below /tmp, which ch-run shows as it is
+    here = Path(__file__)
+    there = Path("/srv/code")  # not below /tmp, which ch-run shows as it is
     mounts = (
-        Mount(source=str(here.parent), target=str(here.parent)),
+        Mount(source=str(here.parent), target=str(there)),
         Mount(source=str(here), target="/etc/one.py"),
         Mount(source=str(tmp_path), target=str(tmp_path)),
     )
     box = replace(BOX, runtime="charliecloud", image=str(rootfs), mounts=mounts)
     prepare_image(box)
     prepare_image(box)
-    assert (rootfs / str(here.parent)[1:]).is_dir()
+    assert (rootfs / str(there)[1:]).is_dir()
     assert [(rootfs / "etc" / name).is_file() for name in ("one.py", "hosts", "resolv.conf")] == [True] * 3
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
 
