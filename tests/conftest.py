@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,9 @@ _STEER_TESTS = (
 for _name in list(os.environ):
     if _name.startswith(("HPCDIST_", "SLURM_", "SBATCH_", "MLFLOW_")) and _name not in _STEER_TESTS:
         del os.environ[_name]
+#: A shell starts what it leaves in the background with SIGINT ignored, which tests of Ctrl-C would hand on to what they
+#: start. A handler is not handed on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
