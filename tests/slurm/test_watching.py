@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hpcdist_runs import HELD, finish
 from slurm_cluster import DevCluster
@@ -145,8 +145,8 @@ def test_sync_closes_runs_whose_jobs_are_gone(
     assert slurm_runs.tags(name)["hpcdist.reason"] == reason
 
 
-def test_ctrl_c_leaves_a_run_and_a_killed_supervisor_is_told_by_what_slurm_says(
-    slurm_runs: SlurmRuns, devcluster: DevCluster
+def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_slurm_says(
+    slurm_runs: SlurmRuns,
 ) -> None:
     name = "told"
     following, job = submitting(slurm_runs, name, *HELD, "--follow")
@@ -157,7 +157,11 @@ def test_ctrl_c_leaves_a_run_and_a_killed_supervisor_is_told_by_what_slurm_says(
     assert (code, lines[-1], slurm_runs.state(name).status) == (130, said, "running"), lines
     following = Following(slurm_runs.start("follow", name))
     following.until(f"running: job {job} on n[1-2]")
-    os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
+    supervisor = psutil.Process(slurm_runs.holder_pid(name))
+    shell = supervisor.parent()
+    assert shell is not None
+    shell.kill()  # it would start the supervisor again
+    supervisor.kill()
     code, lines = following.end()
     assert code == 1, lines
     assert lines[-1].startswith(f"failed: job {job} ended as FAILED"), lines
