@@ -6,6 +6,9 @@ which no retry cures (the rank's outcome is then `rejected`).
 
 from __future__ import annotations
 
+import base64
+import re
+import traceback
 from collections.abc import Sequence
 
 
@@ -57,6 +60,42 @@ class CheckpointError(HpcdistError):
 
 class RendezvousError(HpcdistError):
     """The ranks did not find each other in time, or a stranger answered in the master's place."""
+
+
+class PeerLost(HpcdistError):
+    """Another rank does not answer any more. The cause stands in that rank's log."""
+
+
+class RemoteError(HpcdistError):
+    """A function failed on another rank. Its message names role, rank and host, and ends with the remote traceback.
+
+    RPC carries an exception as one string, wrapped in its own report; in there the message travels encoded, so that
+    it can be found again and is read once.
+    """
+
+    _ENCODED = re.compile(r"<hpcdist:([A-Za-z0-9+/=]+)>")
+    #: What is raised from C++ is a RuntimeError with the message in it.
+    _RAISED = re.compile(r"RemoteError: (.*?)(?:\n\nAt:\n|\Z)", re.DOTALL)
+
+    def __init__(self, text: str) -> None:
+        found = self._ENCODED.search(text)
+        encoded = found[0] if found else f"<hpcdist:{base64.b64encode(text.encode()).decode()}>"
+        self.message = base64.b64decode(found[1]).decode() if found else text
+        super().__init__(encoded)
+
+    def __str__(self) -> str:
+        return self.message
+
+    @classmethod
+    def received(cls, error: BaseException) -> RemoteError | None:
+        """The remote failure that a call's exception tells of, or None where it is another one."""
+        found = cls._RAISED.search(str(error))
+        return cls(found[1]) if found else None
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> RemoteError:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(f"{where}: {type(error).__name__}: {error}\n{trace}")
 
 
 class TrackingError(HpcdistError):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.cluster.roles import Roles
@@ -114,6 +115,11 @@ class Context:
         return self.topology.rank == 0
 
     @property
+    def store(self) -> Store:
+        """The ranks' common key-value store; choose a prefix of your own."""
+        return self._groups.store
+
+    @property
     def stop_agreed(self) -> bool:
         """Whether the ranks have agreed to stop before the end."""
         return self._stop.agreed
@@ -133,6 +139,22 @@ class Context:
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
         return self._stop.at_boundary()
+
+    def agree_among(self, ranks: Sequence[int]) -> None:
+        """Leave `should_stop` to these ranks, since the others have no steps of their own. Call it on every rank."""
+        group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
+        if self.rank in ranks:
+            assert group is None or isinstance(group, dist.ProcessGroup)
+            self._stop.agree_in(group)
+
+    @property
+    def stop_signalled(self) -> bool:
+        """Whether a stop signal has reached this rank. What follows from it is for the agreement to say."""
+        return self._stop.signalled
+
+    def ask_stop(self) -> None:
+        """Want a stop, as a signal to this rank does."""
+        self._stop.ask()
 
     def should_save(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps: `checkpoint.every_steps`, or an agreed stop."""

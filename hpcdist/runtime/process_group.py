@@ -27,10 +27,12 @@ _JOB_KEY = "hpcdist/job"
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups beside the default one. `None` stands for a world of one, where nothing needs to be sent."""
+    """What the ranks have in common beside the default group."""
 
-    #: Gloo on CPU tensors, for small words between the ranks that must not wait for the device.
+    #: Gloo on CPU tensors, for small words between the ranks that must not wait for the device; None in a world of one.
     control: dist.ProcessGroup | None
+    #: Where they met. It has shown that it is this job's.
+    store: Store
 
 
 @contextmanager
@@ -143,5 +145,5 @@ def process_groups(
         if topology.world_size > 1:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert control is None or isinstance(control, dist.ProcessGroup)
-    yield Groups(control)
+    yield Groups(control, store)
     dist.destroy_process_group()

@@ -45,6 +45,20 @@ class StopAgreement:
         self._round_began = time.monotonic()
         self.agreed = False
 
+    @property
+    def signalled(self) -> bool:
+        """Whether this rank's own flag is set."""
+        return self._flag.is_set
+
+    def ask(self) -> None:
+        """Set this rank's own flag."""
+        self._flag.is_set = True
+
+    def agree_in(self, group: dist.ProcessGroup | None) -> None:
+        """Agree in another group from the next boundary on; None where this rank decides alone."""
+        self.close()
+        self._group = group
+
     def at_boundary(self) -> bool:
         """Whether to stop now; call it once a step on every rank. True stays True.
 

@@ -29,7 +29,7 @@ from hpcdist import logs
 from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
-from hpcdist.errors import HpcdistError, RendezvousError, TrainerError, UserMistake
+from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime.script import run_script
@@ -38,13 +38,14 @@ from hpcdist.schema import Config, role_device
 
 #: By its name, since this module runs as `__main__`, whose lines below WARNING are not shown.
 log = logging.getLogger("hpcdist.runtime.worker")
-#: In messages of gloo, NCCL and the store: this rank failed because another one has gone.
+#: In messages of gloo, NCCL, TensorPipe and the store: this rank failed because another one has gone.
 _PEER_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited",
     "NCCL",
+    "tensorpipe",
 )
 _RESERVE_BYTES = 16 * 1024
 
@@ -81,6 +82,7 @@ class Outcome:
 
     def write_error(self, error: BaseException) -> int:
         """Report an exception and return the exit code that goes with it."""
+        error = RemoteError.received(error) or error
         rejected = isinstance(error, UserMistake)
         text = str(error) or type(error).__name__
         is_ours = isinstance(error, HpcdistError)
@@ -91,7 +93,8 @@ class Outcome:
         self.write(
             "rejected" if rejected else "failed",
             error=text if is_ours else f"{type(error).__name__}: {text}",
-            peer_lost=isinstance(error, RuntimeError) and any(mark in text for mark in _PEER_LOST),
+            peer_lost=isinstance(error, PeerLost)
+            or (isinstance(error, RuntimeError) and any(mark in text for mark in _PEER_LOST)),
             traceback=[] if is_ours else traceback.format_exception(error),
         )
         return 2 if rejected else 1

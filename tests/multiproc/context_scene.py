@@ -58,7 +58,8 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
                 attempt=attempt.number,
             ),
             device=torch.device("cpu"),
-            groups=Groups(group),
+            # What `spawn` let the ranks meet by; nobody but them knows the file.
+            groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
             stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
             journal=journal,
             heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_timeout_s),

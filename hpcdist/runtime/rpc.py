@@ -1,0 +1,211 @@
+"""RPC between the ranks of a run, in one context manager: names, options, a check of every pair, and an end that comes.
+
+    with rpc_group(ctx) as group:
+        if ctx.is_main:
+            ...                                 # leads: calls the others, tells them when to save
+        else:
+            group.serve({"save": save_my_part})  # until rank 0 leaves its block
+
+Rank 0 leads. The others answer calls in RPC's own threads, and in their main thread they do what rank 0 orders, so
+that orders may hold collectives: all ranks are in one process group as well. Source of the method:
+https://docs.pytorch.org/docs/stable/rpc.html
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]  # torch exports them at run time
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hpcdist.errors import HpcdistError, PeerLost, RemoteError
+from hpcdist.runtime.context import Context
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LEAVE = "leave"
+#: How often a rank that serves shows a sign of life, and asks rank 0 for one.
+PULSE_EVERY_S = 1.0
+#: A graceful shutdown waits for every rank; one that has died never comes.
+SHUTDOWN_S = 8.0
+
+
+def remote(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function of a module's top level, or a method, as one that other ranks call.
+
+    What it raises reaches the caller as a RuntimeError that `RemoteError.received` reads.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise RemoteError.received(error) or RemoteError.of(error, _here().where) from None
+
+    return wrapper
+
+
+class RpcGroup:
+    """All ranks of a run, by the names `role:index` that RPC knows them by."""
+
+    def __init__(self, ctx: Context, names: Sequence[str], timeout_s: float) -> None:
+        self._ctx = ctx
+        self._timeout_s = timeout_s
+        self._orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self.names = tuple(names)
+        self.token = ctx.topology.token
+        self.where = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
+
+    @property
+    def name(self) -> str:
+        """This rank's."""
+        return self.names[self._ctx.rank]
+
+    @property
+    def peers(self) -> list[str]:
+        """Everyone's but this rank's."""
+        return [name for name in self.names if name != self.name]
+
+    def of_role(self, role: str) -> list[str]:
+        """The names of a role's ranks, by index."""
+        return [name for name in self.names if name.partition(":")[0] == role]
+
+    def order(self, order: str, *arguments: Any) -> None:
+        """Rank 0: have every other rank do this in its main thread, after what was ordered before; does not wait."""
+        for future in [rpc.rpc_async(name, _take_order, (order, arguments)) for name in self.peers]:
+            future.wait()
+
+    def serve(self, orders: Mapping[str, Callable[..., None]]) -> None:
+        """Do what rank 0 orders, until it leaves. A stop signal that reaches this rank is handed on to rank 0.
+
+        Raises PeerLost when rank 0 is gone.
+        """
+        told = False
+        while True:
+            try:
+                order, arguments = self._orders.get(timeout=PULSE_EVERY_S)
+            except queue.Empty:
+                self._ctx.alive()
+                self._pulse(stop=self._ctx.stop_signalled and not told)
+                told = self._ctx.stop_signalled
+                continue
+            if order == LEAVE:
+                return
+            orders[order](*arguments)
+
+    def _pulse(self, *, stop: bool) -> None:
+        try:
+            rpc.rpc_sync(self.names[0], _pulse, (stop,), timeout=self._timeout_s)
+        except RuntimeError as error:
+            raise PeerLost(f"{self.names[0]} (rank 0) does not answer: {_first_line(error)}") from error
+
+    def ping_all(self) -> None:
+        """Call every other rank once and compare tokens, before work starts. Raises PeerLost, naming the pair."""
+        futures = {name: rpc.rpc_async(name, _token, timeout=self._timeout_s) for name in self.peers}
+        for name, future in futures.items():
+            try:
+                token = future.wait()
+            except RuntimeError as error:
+                raise PeerLost(f"{self.where} cannot call {name}: {_first_line(error)}") from error
+            if token != self.token:
+                raise PeerLost(f"{name} belongs to {token!r}, this is {self.token!r}")
+
+
+_group: RpcGroup | None = None
+
+
+def _here() -> RpcGroup:
+    if _group is None:
+        raise HpcdistError("no rpc_group is open in this process")
+    return _group
+
+
+def _take_order(order: str, arguments: tuple[Any, ...]) -> None:
+    _here()._orders.put((order, arguments))
+
+
+def _pulse(stop: bool) -> None:
+    if stop:
+        _here()._ctx.ask_stop()
+
+
+def _token() -> str:
+    return _here().token
+
+
+@contextmanager
+def rpc_group(
+    ctx: Context,
+    names: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    num_threads: int = 16,
+    transports: Sequence[str] = (),
+    device_maps: dict[str, dict[Any, Any]] | None = None,
+) -> Iterator[RpcGroup]:
+    """Start RPC on every rank, check every pair, and end it together after the block.
+
+    An error inside the block is raised at once: peers may be dead, and nobody waits for them. The worker then ends
+    the process.
+
+    Args:
+        names: of all ranks, by rank, as `role:index`.
+        timeout_s: how long a call may take unless it says otherwise.
+        num_threads: how many calls this rank answers at once.
+        transports: TensorPipe's (`uv`, `shm`, `ibv`); empty leaves the choice to it.
+        device_maps: by peer, this rank's GPU to that one's; tensors of mapped GPUs travel directly.
+    """
+    global _group
+    group = RpcGroup(ctx, names, timeout_s)
+    _group = group
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=num_threads,
+        rpc_timeout=timeout_s,
+        init_method="hpcdist://",
+        device_maps=device_maps,
+        _transports=list(transports) or None,
+    )
+    with _quiet():
+        rpc.init_rpc(group.name, rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options)
+        group.ping_all()
+    log.info("rpc: %s, %d peers answer", group.name, len(group.peers))
+    yield group
+    if ctx.is_main:
+        group.order(LEAVE)
+    try:
+        with _quiet():
+            rpc.shutdown(graceful=True, timeout=SHUTDOWN_S)
+    except RuntimeError as error:
+        raise PeerLost(f"{group.where} ended RPC alone: {_first_line(error)}") from error
+    _group = None
+
+
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Meet in the process group's store, which has shown that it is this job's: no second port, no second guard."""
+    ctx = _here()._ctx
+    yield PrefixStore("rpc", ctx.store), ctx.rank, ctx.world_size
+
+
+register_rendezvous_handler("hpcdist", _rendezvous)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's own start and end of RPC use what torch has deprecated (2.10 to 2.15); users can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend .* as a ProcessGroup", category=UserWarning)
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,148 @@
+"""RPC between real ranks: names, orders, errors from afar, stopping, and an end that comes when a rank has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from context_scene import new_run, open_context
+from spawn import Rank, spawn_ranks
+from torch.distributed import rpc
+
+from hpcdist.errors import PeerLost, RemoteError
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.context import Context
+from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
+from hpcdist.schema import Config
+
+NAMES = ["agent:0", "observer:0", "observer:1"]
+
+
+class Awkward(Exception):
+    """Cannot be built from one string."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+
+@remote
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
+@remote
+def fail(_: int) -> None:
+    raise Awkward(7, "no such environment")
+
+
+@remote
+def fail_at(name: str) -> None:
+    rpc.rpc_sync(name, fail, (0,))
+
+
+def orders_and_errors(here: Rank, path: Path) -> dict[str, Any]:
+    done: list[tuple[str, int]] = []
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        open_context(here, RunDir(path), Config()) as ctx,
+        rpc_group(ctx, NAMES) as group,
+    ):
+        warnings.simplefilter("always")
+        found: dict[str, Any] = {"name": group.name, "observers": group.of_role("observer"), "peers": group.peers}
+        if not ctx.is_main:
+            group.serve({"save": lambda step: done.append(("save", step)), "sum": lambda: sums(ctx, done)})
+        else:
+            found["doubled"] = rpc.rpc_sync("observer:1", double, (torch.ones(2),)).tolist()
+            for target, function in (("observer:0", fail), ("observer:0", fail_at)):
+                try:
+                    rpc.rpc_sync(target, function, (0,) if function is fail else ("observer:1",))
+                except RuntimeError as error:
+                    found[function.__name__] = str(RemoteError.received(error))
+            group.order("save", 3)
+            group.order("sum")
+            sums(ctx, done)
+            group.order("save", 4)
+    return {**found, "done": done, "warned": [str(warning.message) for warning in warned]}
+
+
+def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
+    done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
+
+
+def test_ranks_call_each_other_by_role_and_do_what_rank_0_orders(tmp_path: Path) -> None:
+    agent, first, second = spawn_ranks(orders_and_errors, 3, path=new_run(tmp_path).path)
+    assert (agent["name"], first["name"], second["name"]) == tuple(NAMES)
+    assert agent["observers"] == ["observer:0", "observer:1"]
+    assert first["peers"] == ["agent:0", "observer:1"]
+    assert agent["doubled"] == [2.0, 2.0]
+    # In order, in the main thread: the sum is a collective of all three.
+    assert first["done"] == second["done"] == [("save", 3), ("sum", 3), ("save", 4)]
+    assert [rank["warned"] for rank in (agent, first, second)] == [[], [], []]
+    # The error comes with its place and its remote traceback, once, also over two hops.
+    assert agent["fail"].startswith("observer:0 (rank 1 on ")
+    assert agent["fail_at"].startswith("observer:1 (rank 2 on ")
+    for text in (agent["fail"], agent["fail_at"]):
+        assert text.count("Traceback (most recent call last)") == 1
+        assert text.count("raise Awkward(7") == 1
+        assert "Awkward: (7, 'no such environment')" in text.splitlines()[0]
+
+
+def stopping(here: Rank, path: Path) -> int:
+    with open_context(here, RunDir(path), Config()) as ctx, rpc_group(ctx, NAMES) as group:
+        ctx.agree_among([0])
+        if not ctx.is_main:
+            if ctx.rank == 2:
+                ctx.ask_stop()  # as its signal handler does
+            group.serve({})
+            return -1
+        step = 0
+        until = time.monotonic() + 30
+        while not ctx.should_stop(step) and time.monotonic() < until:
+            step += 1
+        assert ctx.stop_agreed
+    return step
+
+
+def test_a_signal_to_any_rank_stops_the_leader(tmp_path: Path) -> None:
+    steps, *others = spawn_ranks(stopping, 3, path=new_run(tmp_path).path)
+    assert steps > 0
+    assert others == [-1, -1]
+
+
+def losing(here: Rank, path: Path, victim: int) -> tuple[str, float]:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        try:
+            with rpc_group(ctx, NAMES) as group:
+                ctx.barrier()
+                began = time.monotonic()
+                if ctx.rank == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if not ctx.is_main:
+                    group.serve({})
+                _call_until_it_fails(group)
+        except (PeerLost, RuntimeError) as error:
+            return type(error).__name__, time.monotonic() - began
+    return "left in peace", time.monotonic() - began
+
+
+def _call_until_it_fails(group: RpcGroup) -> None:
+    until = time.monotonic() + 20
+    while group.name == "agent:0" and time.monotonic() < until:
+        for name in group.peers:
+            rpc.rpc_sync(name, double, (torch.ones(1),))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_soon_when_a_rank_has_died(tmp_path: Path, victim: int) -> None:
+    results = spawn_ranks(losing, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+    survivors = [result for rank, result in enumerate(results) if rank != victim]
+    assert [what for what, _ in survivors if what == "left in peace"] == []
+    if victim == 0:
+        assert {what for what, _ in survivors} == {"PeerLost"}
+    assert all(seconds < 10 for _, seconds in survivors), survivors
