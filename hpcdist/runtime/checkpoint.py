@@ -17,17 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from hpcdist.errors import CheckpointError
 from hpcdist.runtime import checkpoint_files as files
-from hpcdist.runtime.checkpoint_store import Checkpoint, CheckpointStore, Found, Snapshot
+from hpcdist.runtime.checkpoint_store import Checkpoint, CheckpointStore, CollectShards, Found, Snapshot
 from hpcdist.runtime.host_copy import HostBuffers
+from hpcdist.runtime.shards import merge
 from hpcdist.runtime.state import clean_state_dict, load_clean_state_dict, rng_state, set_rng_state
 
 __all__ = [
     "AsyncSaver",
+    "BackgroundWriter",
     "Checkpoint",
     "CheckpointStore",
     "Found",
@@ -40,6 +41,64 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+
+class BackgroundWriter:
+    """Copies a state to host memory kept for it, and hands the copy to a function that a second thread calls.
+
+    An error of that thread is raised by the next `submit()`, `wait()` or `close()`, which does nothing else. Starts
+    no thread before the first `submit()`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._buffers = HostBuffers()
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        """Return after the copy (on CUDA after queueing it, see `HostBuffers.copy`); what changes later is not in it.
+
+        Waits for the write before this one: there is one set of buffers. Raises CheckpointError when that one has
+        failed, and for a value that a checkpoint cannot hold.
+        """
+        self.wait()
+        host, events = self._buffers.copy(state)
+
+        def work() -> None:
+            for event in events:
+                event.synchronize()
+            write(host)
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more. Raises CheckpointError when the last write failed."""
+        if self._pending is None:
+            return
+        error = self._pending.exception()
+        self._pending = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"saving to {self._what} failed: {type(error).__name__}: {error}") from error
+
+    def check(self) -> None:
+        """Raise CheckpointError when the write under way has failed already; waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+            self._buffers = HostBuffers()
 
 
 class AsyncSaver:
@@ -57,9 +116,7 @@ class AsyncSaver:
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
         self._store = store
         self._before_publish = before_publish
-        self._buffers = HostBuffers()
-        self._writer: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._writer = BackgroundWriter(str(store.folder))
         self._closed = False
 
     def save(
@@ -70,13 +127,14 @@ class AsyncSaver:
         trainer: Any,
         rank_states: list[Any],
         metrics: Mapping[str, float] | None = None,
+        collect_shards: CollectShards | None = None,
         block: bool = False,
     ) -> None:
         """Save the state as it is at this moment; what is changed after the return is not in the checkpoint.
 
-        Returns after the copy to the host, on CUDA after queueing it (see `HostBuffers.copy`). If the save
-        before this one is still being written, waits for it first: there is one set of buffers. `block=True`
-        returns when it is on disk. A step that is saved already is not saved again, but gets new metrics.
+        Returns after the copy to the host. If the save before this one is still being written, waits for it first.
+        `block=True` returns when it is on disk. A step that is saved already is not saved again, but gets new
+        metrics. `collect_shards` adds what other ranks have written, see `shards.py`.
 
         Raises CheckpointError when the save before has failed, for a step older than the newest checkpoint,
         for a value that a checkpoint cannot hold, and with `block` for any failure of this save.
@@ -96,40 +154,29 @@ class AsyncSaver:
             # Such as a save at the last step of an epoch, then its evaluation.
             self._store.annotate(step, metrics or {})
             return
-        host, events = self._buffers.copy({"model": model, "trainer": trainer, "rank_states": rank_states})
-        snapshot = Snapshot(step=step, metrics={k: float(v) for k, v in (metrics or {}).items()}, **host)
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending = self._writer.submit(self._write, snapshot, events)
+        numbers = {k: float(v) for k, v in (metrics or {}).items()}
+
+        def write(host: dict[str, Any]) -> None:
+            snapshot = Snapshot(step=step, metrics=numbers, collect_shards=collect_shards, **host)
+            self._store.write(snapshot, before_publish=self._before_publish)
+            self._store.prune()
+
+        self._writer.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
         if block:
             self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written any more. Raises CheckpointError when the last save failed."""
-        if self._pending is None:
-            return
-        error = self._pending.exception()
-        self._pending = None
-        if isinstance(error, CheckpointError):
-            raise error
-        if error is not None:
-            raise CheckpointError(f"saving to {self._store.folder} failed: {type(error).__name__}: {error}") from error
+        self._writer.wait()
 
     def check(self) -> None:
         """Raise CheckpointError when the save under way has failed already; waits for nothing."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+        self._writer.check()
 
     def close(self) -> None:
         """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
         self._closed = True
-        try:
-            self.wait()
-        finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
-            self._buffers = HostBuffers()
+        self._writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -139,19 +186,16 @@ class AsyncSaver:
     ) -> None:
         self.close()
 
-    def _write(self, snapshot: Snapshot, events: list[torch.cuda.Event]) -> None:
-        for event in events:
-            event.synchronize()
-        self._store.write(snapshot, before_publish=self._before_publish)
-        self._store.prune()
-
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the model's state dict from one checkpoint folder: one process, host memory, for inference.
 
-    Keys are those of the bare model, whatever it was trained with. Raises CheckpointError when the checkpoint
-    is incomplete, changed, or holds anything but plain data.
+    Keys are those of the bare model, whatever it was trained with; parts that other ranks own are put together.
+    Raises CheckpointError when the checkpoint is incomplete, changed, or holds anything but plain data.
     """
     folder = Path(path)
-    files.verify_hashes(folder, files.read_manifest(folder))
-    return files.load_file(folder / files.MODEL_FILE)
+    manifest = files.read_manifest(folder)
+    files.verify_hashes(folder, manifest)
+    weights = files.load_file(folder / files.MODEL_FILE)
+    shards = [files.load_file(folder / name) for name in sorted(manifest.shards)]
+    return weights | merge(shards, str(folder))

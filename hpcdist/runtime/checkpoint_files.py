@@ -3,10 +3,11 @@
     step-00001200/
         model.pt        the model's state dict
         trainer.pt      {"trainer": what the trainer gave, "rank_states": one state for each rank}
+        shard-00002.pt  where rank 2 owns a part of the model: see shards.py
         manifest.json   written last: {format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 
-Both `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
+The `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -34,6 +35,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
+_FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -55,6 +57,15 @@ class Manifest:
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
     write_s: float = 0.0
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the files that other ranks than 0 have written."""
+        return [name for name in self.files if name not in (MODEL_FILE, TRAINER_FILE)]
+
+
+def shard_name(rank: int) -> str:
+    return f"shard-{rank:05d}.pt"
 
 
 def folder_name(step: int) -> str:
@@ -139,13 +150,19 @@ def write_checkpoint(
     trainer: Any,
     rank_states: list[Any],
     metrics: Mapping[str, float],
+    collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None,
 ) -> None:
-    """Fill an empty folder; every file and the folder are on disk when this returns."""
+    """Fill an empty folder; every file and the folder are on disk when this returns.
+
+    `collect_shards` moves into it what other ranks have written, and returns the names.
+    """
     began = time.monotonic()
     files = {
         MODEL_FILE: save_file(model, folder / MODEL_FILE),
         TRAINER_FILE: save_file({"trainer": trainer, "rank_states": rank_states}, folder / TRAINER_FILE),
     }
+    if collect_shards is not None:
+        files |= collect_shards(folder)
     manifest = Manifest(
         step=step,
         created=time.time(),
@@ -184,9 +201,12 @@ def read_manifest(folder: Path) -> Manifest:
 def _parse(raw: Any) -> Manifest:
     if raw["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format_version {raw['format_version']!r}, this hpcdist reads {FORMAT_VERSION}")
+    names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
+    if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")
     files = {
         name: FileRecord(size_bytes=int(raw["files"][name]["bytes"]), sha256=str(raw["files"][name]["sha256"]))
-        for name in (MODEL_FILE, TRAINER_FILE)
+        for name in names
     }
     return Manifest(
         step=int(raw["step"]),

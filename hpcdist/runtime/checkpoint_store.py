@@ -21,6 +21,8 @@ from hpcdist.runtime import checkpoint_files as files
 log = logging.getLogger(__name__)
 
 _TEMP_PREFIX = ".tmp-"
+#: Moves what other ranks have written into the folder, and returns its names.
+CollectShards = Callable[[Path], Mapping[str, files.FileRecord]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class Snapshot:
     trainer: Any
     rank_states: list[Any]
     metrics: Mapping[str, float]
+    collect_shards: CollectShards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,7 @@ class CheckpointStore:
                 trainer=snapshot.trainer,
                 rank_states=snapshot.rank_states,
                 metrics=snapshot.metrics,
+                collect_shards=snapshot.collect_shards,
             )
             if before_publish is not None:
                 before_publish()
@@ -260,6 +264,10 @@ class CheckpointStore:
         temp = self._temp_name(folder)
         os.rename(folder, temp)
         shutil.rmtree(temp)
+
+    def staging(self, step: int, attempt: int) -> Path:
+        """Where the ranks of an attempt leave their shards of a checkpoint, until rank 0 takes them."""
+        return self.folder / f"{_TEMP_PREFIX}{files.folder_name(step)}-shards-{attempt:03d}"
 
     def _temp_name(self, final: Path) -> Path:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,18 @@ from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import CheckpointError
 from hpcdist.rundir import Attempt, RunDir
-from hpcdist.runtime.checkpoint import AsyncSaver, CheckpointStore, clean_state_dict, rng_state, set_rng_state
+from hpcdist.runtime.checkpoint import (
+    AsyncSaver,
+    BackgroundWriter,
+    CheckpointStore,
+    clean_state_dict,
+    rng_state,
+    set_rng_state,
+)
+from hpcdist.runtime.checkpoint_files import load_file, shard_name
 from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.runtime.process_group import Groups
+from hpcdist.runtime.shards import Shard, ShardExchange
 from hpcdist.runtime.stop import StopAgreement
 from hpcdist.schema import Config
 from hpcdist.tracking.journal import JournalWriter
@@ -35,6 +45,13 @@ class Restored:
     model: dict[str, torch.Tensor]
     trainer: dict[str, Any]
     local: dict[str, Any] | None  #: None when the run has another number of ranks than the one that saved
+    folder: Path  #: of the checkpoint; `shard` reads what ranks own of it
+    world_size: int  #: of the run that saved it
+
+    def shard(self, rank: int) -> dict[str, Any] | None:
+        """What a rank of the run that saved had given as its `Shard`: `model`, `rows`, `trainer`."""
+        path = self.folder / shard_name(rank)
+        return load_file(path) if path.exists() else None
 
 
 class Context:
@@ -78,6 +95,8 @@ class Context:
             best_mode=config.checkpoint.best_mode,
         )
         self._saver = AsyncSaver(self._store, before_publish=lambda: journal.flush(durable=True))
+        self._shard_writer = BackgroundWriter(str(run.checkpoints))
+        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
         self._saved_step = -1
         #: One sentence for people: why the trainer ended. Set it at the end of `train`.
         self.end_reason = ""
@@ -135,6 +154,7 @@ class Context:
         Raises CheckpointError when a save has failed since the last call: steps that cannot be kept are not made.
         """
         self._saver.check()
+        self._shard_writer.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
@@ -214,10 +234,11 @@ class Context:
         self,
         step: int,
         *,
-        model: nn.Module,
+        model: nn.Module | None,
         trainer: Mapping[str, Any],
         local: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Save a checkpoint after `step` steps; call it on every rank.
 
@@ -225,28 +246,42 @@ class Context:
         saved by themselves.
 
         Args:
-            model: wrapped or not; it is saved under its own names.
+            model: wrapped or not; it is saved under its own names. Rank 0's counts; None where it has none.
             trainer: what else the next start needs, equal on all ranks: optimizer, position.
             local: what this rank alone needs; small, since it travels to rank 0.
             metrics: what is known of this checkpoint; `checkpoint.best` is looked up here.
+            shard: what this rank owns of a model that lies on several; then every rank gives one, empty or not.
 
         Raises CheckpointError when this save cannot begin or an earlier one has failed.
         """
         mine = {"rng": rng_state(self.device), "local": local and _to_cpu(local)}
-        states: list[Any] | None = [mine] if self._groups.control is None else [None] * self.world_size
-        if self._groups.control is not None:
-            dist.gather_object(mine, states if self.is_main else None, dst=0, group=self._groups.control)
-        self._saved_step = step
-        if not self.is_main:
-            return
-        assert states is not None
-        self._saver.save(
-            step,
-            model=clean_state_dict(model),
-            trainer=dict(trainer),
-            rank_states=states,
-            metrics=dict(metrics or {}),
-        )
+        is_owner = shard is not None and not shard.is_empty
+        states = self._gather_at_main((mine, is_owner))
+        is_new, self._saved_step = step != self._saved_step, step
+        staging = self._store.staging(step, self.attempt.number)
+        if is_owner and is_new:
+            assert shard is not None
+            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+        if self.is_main:
+            owners = [rank for rank, (_, owns) in enumerate(states) if owns]
+            self._saver.save(
+                step,
+                model={} if model is None else clean_state_dict(model),
+                trainer=dict(trainer),
+                rank_states=[state for state, _ in states],
+                metrics=dict(metrics or {}),
+                collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+            )
+        if shard is not None:
+            self.barrier()  # nobody goes on, and changes what others own, before it is copied
+
+    def _gather_at_main(self, mine: Any) -> list[Any]:
+        """What every rank has given, by rank; empty but on rank 0."""
+        if self._groups.control is None:
+            return [mine]
+        found: list[Any] = [None] * self.world_size
+        dist.gather_object(mine, found if self.is_main else None, dst=0, group=self._groups.control)
+        return found if self.is_main else []
 
     def restore(self) -> Restored | None:
         """The newest valid checkpoint, or None at a first start. Call it on every rank, last before the loop.
@@ -279,7 +314,14 @@ class Context:
             )
             seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)
         log.info("resumed at step %d from %s", checkpoint.step, choice[0])
-        return Restored(step=checkpoint.step, model=checkpoint.model, trainer=checkpoint.trainer, local=local)
+        return Restored(
+            step=checkpoint.step,
+            model=checkpoint.model,
+            trainer=checkpoint.trainer,
+            local=local,
+            folder=Path(choice[0]),
+            world_size=checkpoint.world_size,
+        )
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Leave the final model in MLflow's format, for `mlflow.pytorch.load_model`. Rank 0 writes.
@@ -296,6 +338,7 @@ class Context:
     def close(self) -> None:
         """Wait until everything is on disk. Raises CheckpointError when it cannot be."""
         self._stop.close()
+        self._shard_writer.close()
         self._saver.close()
         self._journal.flush(durable=True)
         self._heartbeat.close()

@@ -1,0 +1,100 @@
+"""Checkpoints of a model that lies on several ranks: each writes its part, one process reads the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from context_scene import new_run, open_context
+from spawn import Rank, spawn_ranks
+from torch import nn
+
+from hpcdist.errors import CheckpointError
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.checkpoint import load_weights
+from hpcdist.runtime.shards import Shard, merge
+from hpcdist.schema import Config
+
+TABLE = torch.arange(10.0).view(5, 2)
+
+
+def shard_of(rank: int, scale: float = 1.0) -> Shard:
+    """Ranks 1 and 2 own rows of a table, rank 2 a bias as well, rank 0 nothing."""
+    if rank == 0:
+        return Shard()
+    rows = slice(0, 3) if rank == 1 else slice(3, 5)
+    model = {"table.weight": scale * TABLE[rows]} | ({"bias": torch.full((2,), scale)} if rank == 2 else {})
+    return Shard(model=model, rows={"table.weight": (rows.start, 5)}, trainer={"rank": rank, "scale": scale})
+
+
+def save_twice(here: Rank, path: Path) -> None:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        assert ctx.restore() is None
+        for step, scale in ((1, 1.0), (2, 3.0)):
+            shard = shard_of(here.rank, scale)
+            torch.manual_seed(0)
+            ctx.save(step, model=nn.Linear(2, 2) if ctx.is_main else None, trainer={"at": step}, shard=shard)
+            for tensor in shard.model.values():
+                tensor.fill_(-1)  # what is changed after the save is not in it
+        ctx.save(2, model=None, trainer={"at": 2}, shard=shard_of(here.rank), metrics={"eval/loss": 1.0})
+        ctx.close()
+
+
+def restore(here: Rank, path: Path) -> Any:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        found = ctx.restore()
+        assert found is not None
+        return found.trainer, [found.shard(rank) for rank in range(3)], set(found.model)
+
+
+def test_owners_write_their_parts_and_one_process_reads_the_whole(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    spawn_ranks(save_twice, 3, path=run.path)
+    whole = load_weights(run.checkpoints / "step-00000002")
+    assert set(whole) == {"weight", "table.weight", "bias"}
+    assert torch.equal(whole["table.weight"], 3 * TABLE)
+    assert torch.equal(whole["bias"], torch.full((2,), 3.0))
+    assert torch.equal(load_weights(run.checkpoints / "step-00000001")["table.weight"], TABLE)
+    assert [path.name for path in run.checkpoints.iterdir() if path.name.startswith(".")] == []
+    for trainer, shards, own in spawn_ranks(restore, 3, path=run.path):
+        assert trainer == {"at": 2}
+        assert shards[0] is None
+        assert [shard["trainer"] for shard in shards[1:]] == [{"rank": 1, "scale": 3.0}, {"rank": 2, "scale": 3.0}]
+        assert own == {"weight", "bias"}
+
+    # A shard is part of what makes a checkpoint valid.
+    (run.checkpoints / "step-00000002" / "shard-00001.pt").write_bytes(b"")
+    assert spawn_ranks(restore, 3, path=run.path)[0][0] == {"at": 1}
+
+
+def fail_to_write(here: Rank, path: Path) -> str:
+    with open_context(here, RunDir(path), Config()) as ctx:
+        if here.rank == 2:  # something lies where the shard is to go
+            (ctx._store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
+        ctx.barrier()
+        ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
+        try:
+            ctx.close()
+        except CheckpointError as error:
+            return str(error)
+    return "closed"
+
+
+def test_a_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    main, other, failed = spawn_ranks(fail_to_write, 3, path=run.path)
+    assert other == "closed"
+    assert failed.startswith("rank 2 could not write its shard of step 1: File exists")
+    assert failed in main
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_missing_rows_are_an_error() -> None:
+    first, second = (shard_of(rank).content() for rank in (1, 2))
+    assert torch.equal(merge([second, first], "x")["table.weight"], TABLE)
+    with pytest.raises(CheckpointError, match=r"x: rows of table.weight are missing after row 3 of 5"):
+        merge([first], "x")
+    with pytest.raises(CheckpointError, match=r"missing after row 0 of 5"):
+        merge([second], "x")
