@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +41,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Benchmark:
+    """A script and what of its JSON is shown. One of a trainer also prints its rows of the trainers' table, `table`:
+
+    [{"case", "unit", "baseline", "ours", "ratio", "bound", "goal"}], where ratio, bound and goal are times the
+    baseline and None stands for what there is not. More is better.
+    """
+
     name: str
     arguments: tuple[str, ...]
     figures: tuple[Figure, ...]
@@ -160,6 +166,30 @@ def rows(benchmark: Benchmark, result: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {figure.what} | {value:.3g}{unit} | {target} | {verdict} |"
 
 
+def trainer_rows(name: str, table: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    def times(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}×"
+
+    for row in table:
+        goal, bound = row["goal"], row["bound"]
+        verdict = "" if goal is None else ("met" if row["ratio"] >= goal else "**missed**")
+        yield (
+            f"| {name} | {row['case']} | {row['baseline']:.3g} {row['unit']} | {row['ours']:.3g} {row['unit']}"
+            f" | {times(row['ratio'])} | {times(bound)} | {'' if goal is None else '≥ ' + times(goal)} | {verdict} |"
+        )
+
+
+def trainer_table(shown: Iterable[tuple[Benchmark, Mapping[str, Any]]]) -> list[str]:
+    lines = [
+        row
+        for benchmark, result in shown
+        if "table" in result["values"]
+        for row in trainer_rows(benchmark.name, result["values"]["table"])
+    ]
+    head = ["| trainer | case | baseline | ours | ratio | bound | goal | |", "|---|---|---|---|---|---|---|---|"]
+    return ["", *head, *lines] if lines else []
+
+
 def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
     lines = [
         "# Measured",
@@ -176,6 +206,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
     shown = [(benchmark, results[benchmark.name]) for benchmark in BENCHMARKS if benchmark.name in results]
     for benchmark, result in shown:
         lines += rows(benchmark, result)
+    lines += trainer_table(shown)
     for benchmark, result in shown:
         lines += [
             "",

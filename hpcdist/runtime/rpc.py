@@ -58,11 +58,11 @@ def remote(function: Callable[P, T]) -> Callable[P, T]:
 class RpcGroup:
     """All ranks of a run, by the names `role:index` that RPC knows them by."""
 
-    def __init__(self, ctx: Context, names: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, ctx: Context, timeout_s: float) -> None:
         self._ctx = ctx
         self._timeout_s = timeout_s
         self._orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self.names = tuple(names)
+        self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.token = ctx.topology.token
         self.where = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
 
@@ -146,7 +146,6 @@ def _token() -> str:
 @contextmanager
 def rpc_group(
     ctx: Context,
-    names: Sequence[str],
     *,
     timeout_s: float = 60.0,
     num_threads: int = 16,
@@ -159,14 +158,13 @@ def rpc_group(
     the process.
 
     Args:
-        names: of all ranks, by rank, as `role:index`.
         timeout_s: how long a call may take unless it says otherwise.
         num_threads: how many calls this rank answers at once.
         transports: TensorPipe's (`uv`, `shm`, `ibv`); empty leaves the choice to it.
         device_maps: by peer, this rank's GPU to that one's; tensors of mapped GPUs travel directly.
     """
     global _group
-    group = RpcGroup(ctx, names, timeout_s)
+    group = RpcGroup(ctx, timeout_s)
     _group = group
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=num_threads,

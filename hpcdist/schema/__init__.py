@@ -9,7 +9,11 @@ from hpcdist.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.describe import describe
 from hpcdist.schema.exact import exact
-from hpcdist.schema.run import Config, cross_check, role_device
+from hpcdist.schema.hybrid import HybridConfig
+from hpcdist.schema.pipeline import PipelineConfig
+from hpcdist.schema.rl import RlConfig
+from hpcdist.schema.rnn import RnnConfig
+from hpcdist.schema.run import TRAINER_SECTIONS, Config, cross_check, role_device
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
     DataConfig,
@@ -22,15 +26,20 @@ from hpcdist.schema.training import (
 )
 
 __all__ = [
+    "TRAINER_SECTIONS",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "ContainerConfig",
     "DataConfig",
+    "HybridConfig",
     "LaunchConfig",
     "ModelConfig",
     "OptimConfig",
+    "PipelineConfig",
     "PrecisionConfig",
+    "RlConfig",
+    "RnnConfig",
     "RoleRequest",
     "ScheduleConfig",
     "StopConfig",

@@ -9,6 +9,10 @@ from typing import Any
 from hpcdist.schema.checks import at_least, check
 from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.container import ContainerConfig
+from hpcdist.schema.hybrid import HybridConfig
+from hpcdist.schema.pipeline import PipelineConfig
+from hpcdist.schema.rl import RlConfig
+from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
     DataConfig,
@@ -19,6 +23,15 @@ from hpcdist.schema.training import (
     StopConfig,
     TrainerConfig,
 )
+
+#: The sections that say what is trained and how, by shipped trainer; the others hold for every run.
+TRAINER_SECTIONS: dict[str, tuple[str, ...]] = {
+    "ddp": ("model", "data", "optim", "schedule", "precision"),
+    "rl": ("rl", "optim"),
+    "rnn": ("rnn", "optim", "schedule"),
+    "pipeline": ("pipeline", "model", "data", "optim", "schedule"),
+    "hybrid": ("hybrid", "optim"),
+}
 
 #: Part of RPC names, of config keys and of lines in logs.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -44,6 +57,10 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    rnn: RnnConfig = field(default_factory=RnnConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    hybrid: HybridConfig = field(default_factory=HybridConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

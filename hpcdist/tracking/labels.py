@@ -10,6 +10,7 @@ import yaml
 
 from hpcdist.errors import TrackingError
 from hpcdist.rundir import RunDir, State, read_json
+from hpcdist.schema import TRAINER_SECTIONS
 from hpcdist.standing import job_lives
 from hpcdist.tracking.tail import clean_name
 from hpcdist.tracking.uri import redact_uri
@@ -49,8 +50,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def params(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every key of the config, without passwords, no longer than MLflow takes."""
-    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(config)}
+    """Every key of the config that the run's trainer heeds, without passwords, no longer than MLflow takes.
+
+    A section that belongs to other trainers says nothing about this run, and would be taken for the truth.
+    """
+    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_heeded(config))}
+
+
+def _heeded(config: Mapping[str, Any]) -> dict[str, Any]:
+    trainer = config.get("trainer") or {}
+    own = TRAINER_SECTIONS.get(trainer.get("target", ""))
+    if own is None or trainer.get("script"):
+        # Code of the user's own may heed any section but those that are named after a shipped trainer.
+        others = set(TRAINER_SECTIONS)
+    else:
+        others = {section for sections in TRAINER_SECTIONS.values() for section in sections} - set(own)
+    return {key: value for key, value in config.items() if key not in others}
 
 
 def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:

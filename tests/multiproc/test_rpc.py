@@ -22,6 +22,7 @@ from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
+CONFIG = Config(roles={"agent": 1, "observer": 2})
 
 
 class Awkward(Exception):
@@ -50,8 +51,8 @@ def orders_and_errors(here: Rank, path: Path) -> dict[str, Any]:
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
-        open_context(here, RunDir(path), Config()) as ctx,
-        rpc_group(ctx, NAMES) as group,
+        open_context(here, RunDir(path), CONFIG) as ctx,
+        rpc_group(ctx) as group,
     ):
         warnings.simplefilter("always")
         found: dict[str, Any] = {"name": group.name, "observers": group.of_role("observer"), "peers": group.peers}
@@ -94,7 +95,7 @@ def test_ranks_call_each_other_by_role_and_do_what_rank_0_orders(tmp_path: Path)
 
 
 def stopping(here: Rank, path: Path) -> int:
-    with open_context(here, RunDir(path), Config()) as ctx, rpc_group(ctx, NAMES) as group:
+    with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx) as group:
         ctx.agree_among([0])
         if not ctx.is_main:
             if ctx.rank == 2:
@@ -116,9 +117,9 @@ def test_a_signal_to_any_rank_stops_the_leader(tmp_path: Path) -> None:
 
 
 def losing(here: Rank, path: Path, victim: int) -> tuple[str, float]:
-    with open_context(here, RunDir(path), Config()) as ctx:
+    with open_context(here, RunDir(path), CONFIG) as ctx:
         try:
-            with rpc_group(ctx, NAMES) as group:
+            with rpc_group(ctx) as group:
                 ctx.barrier()
                 began = time.monotonic()
                 if ctx.rank == victim:
