@@ -29,10 +29,11 @@ from typing import Any
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.topology import Topology
-from hpcdist.launch.batch import JobLog
+from hpcdist.launch.job.batch import JobLog
+from hpcdist.launch.job.step import StepLauncher
+from hpcdist.launch.job.step_ranks import ended_tasks
 from hpcdist.launch.policy import first_failure
-from hpcdist.launch.sbatch import render
-from hpcdist.launch.step import StepLauncher, ended_tasks
+from hpcdist.launch.submission.sbatch import render
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.pace import system_interval_s

@@ -143,9 +143,10 @@ def submit(
     """
     from hpcdist.commands import sweeping
     from hpcdist.config import load_config
-    from hpcdist.launch import checks, slurm, start
-    from hpcdist.launch.components import table
-    from hpcdist.launch.sbatch import render
+    from hpcdist.launch import start
+    from hpcdist.launch.submission import checks, slurm
+    from hpcdist.launch.submission.components import table
+    from hpcdist.launch.submission.sbatch import render
     from hpcdist.rundir import RunDir
 
     sweeping.check_options(sweep, array_parallelism, detach=False)
@@ -247,7 +248,7 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     """Supervise a run in the Slurm job around this process; what `slurm/run.sbatch` calls."""
     from hpcdist import logs
     from hpcdist.config import load_config
-    from hpcdist.launch.by_hand import run_in_job
+    from hpcdist.launch.job.by_hand import run_in_job
 
     logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
@@ -278,7 +279,7 @@ def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
 def _ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print what is doubtful, and when it would start; raises for what is wrong."""
     from hpcdist.data.download import missing
-    from hpcdist.launch.checks import check
+    from hpcdist.launch.submission.checks import check
 
     doubts, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
     print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
@@ -286,7 +287,7 @@ def _ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force
 
 def _submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
     """Flags of sbatch that belong to one submission, not to the run: no later start of it has them."""
-    from hpcdist.launch.dependency import resolve
+    from hpcdist.launch.submission.dependency import resolve
 
     resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
     return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
@@ -295,7 +296,8 @@ def _submission_flags(config: Config, dependency: str | None, begin: str | None)
 def _queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
     from hpcdist.commands.watching import see_through
-    from hpcdist.launch import slurm, start
+    from hpcdist.launch import start
+    from hpcdist.launch.submission import slurm
 
     job_id = slurm.submit(config, run, flags)
     print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")

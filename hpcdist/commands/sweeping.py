@@ -165,8 +165,9 @@ def submit_sweep(
         flags: sbatch flags of this submission alone.
         ask: looks whether Slurm would take a job of this config, before anything is made; raises UserMistake.
     """
-    from hpcdist.launch import slurm, sweeping
-    from hpcdist.launch.components import is_het
+    from hpcdist.launch import sweeping
+    from hpcdist.launch.submission import slurm
+    from hpcdist.launch.submission.components import is_het
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
@@ -199,8 +200,8 @@ def submit_sweep(
 
 
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
-    from hpcdist.launch.checks import check_config
-    from hpcdist.launch.sbatch import render
+    from hpcdist.launch.submission.checks import check_config
+    from hpcdist.launch.submission.sbatch import render
     from hpcdist.rundir import RunDir
 
     config = to_run[0].cell.config

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import hpcdist
+from hpcdist.cluster.drivers import driver_problem
 from hpcdist.errors import ImageError
 from hpcdist.images.engine import Engine, last_line
 
@@ -91,14 +92,10 @@ def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.
 
 
 def require_driver(facts: ImageFacts, listing: str) -> None:
-    """Raise ImageError when the driver here is too old for an image's CUDA; `listing` is what nvidia-smi prints.
-
-    A driver runs every CUDA of its own major version, newer minor ones included (NVIDIA, "CUDA Compatibility").
-    """
-    found = re.search(r"CUDA Version: (\d+)\.(\d+)", listing)
-    wanted = facts.labels.get(CUDA, "")
-    if found and wanted and int(found[1]) < int(wanted.partition(".")[0]):
+    """Raise ImageError when the driver here is too old for an image's CUDA; `listing` is what nvidia-smi prints."""
+    found = re.search(r"Driver Version: ([0-9.]+)", listing)
+    if problem := driver_problem(facts.labels.get(CUDA, ""), found[1] if found else ""):
         raise ImageError(
-            f"image {facts.name} is built for CUDA {wanted}, and the driver here stops at {found[1]}.{found[2]}: update"
-            " the driver, use an image with an older torch, or launch.device=cpu"
+            f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
+            " or launch.device=cpu"
         )

@@ -12,7 +12,7 @@ from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.launch.job import parse_time
+from hpcdist.launch.job.scontrol import parse_time
 from hpcdist.rundir import read_json
 
 

@@ -131,7 +131,7 @@ def test_omegaconf_ends_where_loading_ends() -> None:
 
 
 def test_submitit_is_known_to_the_slurm_launcher_alone() -> None:
-    assert users_of("submitit") <= {"launch.slurm", "launch.sbatch", "launch.no_numpy"}
+    assert users_of("submitit") <= {"launch.submission.slurm", "launch.submission.sbatch", "launch.job.no_numpy"}
 
 
 def test_mlflow_is_known_to_tracking_and_the_export_alone() -> None:
@@ -186,7 +186,7 @@ def test_what_a_login_node_imports_brings_no_torch_along() -> None:
     ("start", "forbidden"),
     [
         ("import hpcdist.runtime.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
-        ("import hpcdist.launch.batch", {"omegaconf", "mlflow", "numpy", "typer", "rich", "importlib.metadata"}),
+        ("import hpcdist.launch.job.batch", {"omegaconf", "mlflow", "numpy", "typer", "rich", "importlib.metadata"}),
     ],
     ids=["rank", "batch step"],
 )

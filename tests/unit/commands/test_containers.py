@@ -102,12 +102,12 @@ def test_an_old_driver_is_told_before_the_start(
 ) -> None:
     labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
     (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
-    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 'CUDA Version: 12.4'\n")
+    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver Version: 550.54'\n")
     (podman / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code, _, errors = call("run", "ddp_digits", "--in", "podman")
     assert code == 2
-    assert "is built for CUDA 13.2, and the driver here stops at 12.4" in errors
+    assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54 here" in errors
     assert list(tmp_path.iterdir()) == []
 
 

@@ -63,22 +63,22 @@ def test_another_version_is_refused(facts: ImageFacts) -> None:
         require_fit(replace(facts, labels=LABELS | {"org.opencontainers.image.version": "0.0.9"}), machine="x86_64")
 
 
-SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: {}  |"
+SMI = "| NVIDIA-SMI 550.54   Driver Version: {}   CUDA Version: 13.0  |"
 
 
-@pytest.mark.parametrize("version", ["13.0", "13.2", "14.1"])
-def test_a_driver_of_the_same_major_version_will_do(facts: ImageFacts, version: str) -> None:
+@pytest.mark.parametrize("version", ["580.65", "580.65.06", "600.10.1"])
+def test_a_driver_of_the_same_cuda_line_or_newer_will_do(facts: ImageFacts, version: str) -> None:
     require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format(version))
     require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "something else")
-    require_driver(facts, SMI.format("9.0"))
+    require_driver(facts, SMI.format("390.1"))
 
 
 def test_an_older_driver_is_refused(facts: ImageFacts) -> None:
     with pytest.raises(ImageError) as raised:
-        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format("12.4"))
+        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format("550.54.15"))
     assert str(raised.value) == (
-        "image hpcdist is built for CUDA 13.2, and the driver here stops at 12.4: update the driver, use an image with"
-        " an older torch, or launch.device=cpu"
+        "image hpcdist needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15 here: update the driver, use an"
+        " image with an older torch, or launch.device=cpu"
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.launch import batch
-from hpcdist.launch.job import Job
+from hpcdist.launch.job import batch
+from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.policy import Failure
 from hpcdist.rundir import RunDir, State, Status
 

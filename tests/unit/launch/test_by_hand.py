@@ -10,8 +10,8 @@ import pytest
 
 from hpcdist.config import load_config
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.launch import by_hand
-from hpcdist.launch.by_hand import cluster_of, run_in_job
+from hpcdist.launch.job import by_hand
+from hpcdist.launch.job.by_hand import cluster_of, run_in_job
 from hpcdist.rundir import RunDir, State, read_json
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 

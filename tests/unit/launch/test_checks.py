@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.launch.checks import check, check_config, longest_save
+from hpcdist.launch.submission.checks import check, check_config, longest_save
 from hpcdist.rundir import write_json
 from hpcdist.schema import ClusterConfig, Config, DataConfig, RoleRequest, TrainerConfig
 

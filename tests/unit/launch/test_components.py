@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.launch.components import (
+from hpcdist.launch.submission.components import (
     Component,
     allocations,
     components,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import wait_for
 
-from hpcdist.launch.container import SCRIPT
+from hpcdist.launch.containers.command import SCRIPT
 
 FAKE = Path(__file__).with_name("fake_podman.py")
 #: Notes each signal that it hears, and ends with 7 at SIGTERM.

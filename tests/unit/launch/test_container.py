@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import UserMistake
-from hpcdist.launch import container
-from hpcdist.launch.container import SCRIPT, Box, Mount, contain, outer_env, remove_command, without_nested
+from hpcdist.launch.containers import command as container
+from hpcdist.launch.containers.command import SCRIPT, Box, Mount, contain, outer_env, remove_command, without_nested
+from hpcdist.launch.job.srun import step_command
 from hpcdist.launch.plan import rank_command
-from hpcdist.launch.srun import step_command
 from hpcdist.rundir import RunDir
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 

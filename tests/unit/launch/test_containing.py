@@ -16,19 +16,10 @@ from supervisor_scene import Scene
 
 import hpcdist
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.launch.container import PASSED, Box, Mount
-from hpcdist.launch.container_steps import ContainerSteps
-from hpcdist.launch.containing import (
-    box_for,
-    digest,
-    judge,
-    judge_nodes,
-    look_command,
-    look_env,
-    own_failure,
-    prepare_image,
-    problems,
-)
+from hpcdist.launch.containers.command import PASSED, Box, Mount
+from hpcdist.launch.containers.look import digest, judge, judge_nodes, look_command, look_env, own_failure
+from hpcdist.launch.containers.request import box_for, prepare_image, problems
+from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
 
@@ -464,4 +455,4 @@ def test_ranks_that_cannot_be_started_end_the_run_with_that_line(
 
 def test_the_script_comes_with_the_package() -> None:
     assert shutil.which("sh")
-    assert (Path(hpcdist.__file__).parent / "launch" / "contained.sh").is_file()
+    assert (Path(hpcdist.__file__).parent / "launch" / "containers" / "contained.sh").is_file()

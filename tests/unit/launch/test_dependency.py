@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.launch.dependency import resolve
+from hpcdist.launch.submission.dependency import resolve
 from hpcdist.rundir import RunDir, State, Status, write_json
 
 

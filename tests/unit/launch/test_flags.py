@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.launch.flags import collisions, refused, without_value
+from hpcdist.launch.submission.flags import collisions, refused, without_value
 from hpcdist.schema import ClusterConfig
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.cluster.job_facts import parse_time
 from hpcdist.errors import HpcdistError
-from hpcdist.launch.job import (
+from hpcdist.launch.job.scontrol import (
     Job,
     job_id_of,
     job_ids,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.launch.mounts import file_system, folder_problems
+from hpcdist.launch.submission.mounts import file_system, folder_problems
 
 MOUNTS = """\
 22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import UserMistake
-from hpcdist.launch import slurm
+from hpcdist.launch.submission import slurm
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.launch.standby import is_torn
+from hpcdist.launch.job.standby import is_torn
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.launch import step
 from hpcdist.launch.guard import Guard
-from hpcdist.launch.job import Job
+from hpcdist.launch.job import step, step_ranks
+from hpcdist.launch.job.scontrol import Job
+from hpcdist.launch.job.step import StepLauncher, end_old_steps, nodes_of
+from hpcdist.launch.job.step_ranks import StepRanks, ended_tasks
 from hpcdist.launch.policy import Failure
-from hpcdist.launch.step import StepLauncher, StepRanks, end_old_steps, ended_tasks, nodes_of
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.schema import ClusterConfig, Config, RoleRequest
 
@@ -129,7 +130,7 @@ class Step:
 @pytest.fixture
 def four(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(step, "SEARCH_PAUSE", 0.0)
+    monkeypatch.setattr(step_ranks, "SEARCH_PAUSE", 0.0)
     guard = Guard()
     opened = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
     yield opened
@@ -175,7 +176,7 @@ def test_a_report_is_read_once(four: Step, searches: list[set[int]]) -> None:
 def test_a_folder_that_does_not_change_is_not_searched(
     four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "FOLDER_TICK_S", 0.0)
+    monkeypatch.setattr(step_ranks, "FOLDER_TICK_S", 0.0)
     four.ranks.wait(0)
     searches.clear()
     for _ in range(20):
@@ -203,7 +204,7 @@ def test_a_search_that_takes_long_is_not_repeated_at_once(
 ) -> None:
     four.ranks.wait(0)
     searches.clear()
-    monkeypatch.setattr(step, "SEARCH_PAUSE", 1e9)
+    monkeypatch.setattr(step_ranks, "SEARCH_PAUSE", 1e9)
     for rank in range(1, 4):
         four.report(rank, "failed")
         four.ranks.wait(0)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpcdist.errors import HpcdistError
-from hpcdist.launch.job import Job, job_records
+from hpcdist.launch.job.scontrol import Job, job_records
 
 #: Seldom enough for a controller, and soon after it has given a node up, which takes it minutes.
 LOOK_EVERY_S = 20.0

@@ -15,12 +15,12 @@ from hpcdist import logs
 from hpcdist.config import load_run_config, secrets_of
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch import snapshot
-from hpcdist.launch.components import table
-from hpcdist.launch.containing import box_for
-from hpcdist.launch.job import Job
+from hpcdist.launch.containers.request import box_for
+from hpcdist.launch.job.scontrol import Job
+from hpcdist.launch.job.srun import rank_env
+from hpcdist.launch.job.step import StepLauncher
 from hpcdist.launch.policy import Failure
-from hpcdist.launch.srun import rank_env
-from hpcdist.launch.step import StepLauncher
+from hpcdist.launch.submission.components import table
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.launch.watch import Allocation
 from hpcdist.lease import hold

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -168,3 +169,18 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise HpcdistError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def steps() -> dict[str, str] | None:
+    """This job's steps that have not ended: names by id. None when Slurm does not answer."""
+    # A step over several components is one step in each of them.
+    jobs = ",".join(job_ids(os.environ))
+    listing = subprocess.run(
+        ["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode != 0:
+        return None
+    return dict(line.strip().partition(" ")[::2] for line in listing.stdout.splitlines())

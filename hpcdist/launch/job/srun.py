@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.launch.components import Component, allocations, cluster_for, components, is_het
-from hpcdist.launch.container import DEAF_TO_USR2, Box, contain
-from hpcdist.launch.flags import without_value
+from hpcdist.launch.containers.command import DEAF_TO_USR2, Box, contain
 from hpcdist.launch.plan import processor_env
+from hpcdist.launch.submission.components import Component, allocations, cluster_for, components, is_het
+from hpcdist.launch.submission.flags import without_value
 from hpcdist.rundir import Attempt
 from hpcdist.schema import ClusterConfig, Config
 
@@ -128,7 +128,7 @@ def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
 def standby_command(job_id: str) -> list[str]:
     """A step on one node of the second component: see standby.py."""
     flags = ["--het-group=1", "--overlap", "--job-name=standby", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.launch.standby", job_id]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.launch.job.standby", job_id]
 
 
 def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:

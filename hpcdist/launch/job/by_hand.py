@@ -14,8 +14,8 @@ from pathlib import Path
 from hpcdist.cluster.nodelist import expand_tasks
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.launch import start
-from hpcdist.launch.batch import supervise
-from hpcdist.launch.job import Job
+from hpcdist.launch.job.batch import supervise
+from hpcdist.launch.job.scontrol import Job
 from hpcdist.rundir import RunDir, State, read_json, write_json
 from hpcdist.schema import ClusterConfig, Config
 

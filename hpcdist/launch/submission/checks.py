@@ -14,11 +14,13 @@ from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.launch import containing, flags, limits, site, slurm, start
-from hpcdist.launch.components import allocations, cluster_for
-from hpcdist.launch.limits import Findings
-from hpcdist.launch.mounts import file_system, folder_problems
-from hpcdist.launch.site import Partition
+from hpcdist.launch import start
+from hpcdist.launch.containers import request as containing
+from hpcdist.launch.submission import flags, limits, site, slurm
+from hpcdist.launch.submission.components import allocations, cluster_for
+from hpcdist.launch.submission.limits import Findings
+from hpcdist.launch.submission.mounts import file_system, folder_problems
+from hpcdist.launch.submission.site import Partition
 from hpcdist.rundir import read_json
 from hpcdist.schema import ClusterConfig, Config
 

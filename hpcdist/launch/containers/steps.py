@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.cluster.nodelist import expand
-from hpcdist.launch.container import Box, remove_command
-from hpcdist.launch.containing import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure, prepare_image
+from hpcdist.launch.containers.command import Box, remove_command
+from hpcdist.launch.containers.look import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure
+from hpcdist.launch.containers.request import prepare_image
 from hpcdist.rundir import Attempt, RunDir, write_json
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hpcdist.cluster.queue import SlurmAwayError, cluster_name
 from hpcdist.errors import UserMistake
-from hpcdist.launch.batch import supervise_in_job
-from hpcdist.launch.components import allocations, is_het
-from hpcdist.launch.job import why_no_het_jobs
-from hpcdist.launch.sbatch import SUPERVISOR, render, sbatch_parameters
+from hpcdist.launch.job.batch import supervise_in_job
+from hpcdist.launch.job.scontrol import why_no_het_jobs
+from hpcdist.launch.submission.components import allocations, is_het
+from hpcdist.launch.submission.sbatch import SUPERVISOR, render, sbatch_parameters
 from hpcdist.rundir import RunDir, read_json, write_json
 from hpcdist.schema import Config
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdist.launch.components import allocations, cluster_for
-from hpcdist.launch.containing import box_for
-from hpcdist.launch.flags import without_value
+from hpcdist.launch.containers.request import box_for
+from hpcdist.launch.job.srun import step_command
 from hpcdist.launch.plan import rank_command
 from hpcdist.launch.snapshot import git_root
-from hpcdist.launch.srun import step_command
+from hpcdist.launch.submission.components import allocations, cluster_for
+from hpcdist.launch.submission.flags import without_value
 from hpcdist.rundir import RunDir
 from hpcdist.schema import ClusterConfig, Config
 
@@ -31,7 +31,7 @@ supervise() {
 }"""
 
 #: Python, in which submitit imports no NumPy.
-_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.launch.no_numpy"
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.launch.job.no_numpy"
 #: What submitit takes for the interpreter.
 SUPERVISOR = "supervise"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcdist.cluster.roles import Roles, rank_table
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.launch.site import parse_memory_mb
+from hpcdist.launch.submission.site import parse_memory_mb
 from hpcdist.schema import ClusterConfig, Config, RoleRequest, role_device
 
 #: Beyond this many nodes the rank table names the first and the last of a component.

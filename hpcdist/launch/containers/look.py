@@ -1,0 +1,151 @@
+"""What an image tells of itself when it is started once, and what a runtime says where it cannot be started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.cluster.drivers import driver_problem
+from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.launch.containers.command import DETACHED, Box, Contained, contain, outer_env
+
+#: Starting a container is quick; unpacking an image on a node is not.
+LOOK_S = 300.0
+
+
+#: Executed by the image's Python. It tells what is inside, and what of the node can be seen from there.
+_LOOK = """
+import importlib.util, json, os, platform, re
+facts = {"node": os.environ.get("SLURMD_NODENAME", ""), "python": platform.python_version()}
+try:
+    import hpcdist
+    facts["hpcdist"] = hpcdist.__version__
+except ImportError:
+    pass
+torch = importlib.util.find_spec("torch")
+for key, path, pattern in (
+    ("torch", torch and os.path.join(os.path.dirname(torch.origin), "version.py"), r"__version__ = '(.+)'"),
+    ("cuda", torch and os.path.join(os.path.dirname(torch.origin), "version.py"), r"cuda\\b[^=]*= '(.+)'"),
+    ("driver", "/proc/driver/nvidia/version", r"Kernel Module(?: for \\S+)?\\s+([0-9.]+)"),
+):
+    if path and os.path.exists(path) and (found := re.search(pattern, open(path).read())):
+        facts[key] = found[1]
+print("hpcdist-image", json.dumps(facts), flush=True)
+"""
+
+
+_FACTS = re.compile(r"hpcdist-image (\{.*\})")
+
+
+#: How a runtime marks what it says itself, where its exit codes tell nothing.
+_MARKS = {"apptainer": "FATAL:", "charliecloud": "ch-run[", "enroot": "[ERROR]", "pyxis": "pyxis:"}
+
+
+def look_command(box: Box) -> Contained:
+    """What starts the image once and lets it tell what is in it. The run's folder may not exist yet."""
+    bare = replace(box, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",))
+    return contain(bare, [box.python, "-c", _LOOK])
+
+
+def look_env(box: Box, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment for `look_command`: without paths to code that is not the image's."""
+    return {name: value for name, value in outer_env(box, env).items() if name != "PYTHONPATH"}
+
+
+def judge(box: Box, output: str, errors: str, where: str) -> tuple[dict[str, Any] | None, str, bool]:
+    """What `look_command` has told on one machine: facts, what is wrong with them, whether that may pass by itself."""
+    match = _FACTS.search(output)
+    if match is None:
+        problem, passing = _why_not_started(box, errors, where)
+        return None, problem, passing
+    facts: dict[str, Any] = json.loads(match[1])
+    found, wanted = facts.get("hpcdist"), hpcdist.__version__
+    if found is None:
+        return facts, f"{box.image} has no hpcdist for its {box.python}: see container.python", False
+    if found != wanted:
+        return facts, f"{box.image} has hpcdist {found}, this is {wanted}: build it again, or install {found}", False
+    if tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):
+        return facts, f"{box.image} has Python {facts['python']}; hpcdist needs 3.11 or newer", False
+    if box.gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
+        return facts, f"{box.image} needs {old} on {where}", False
+    return facts, "", False
+
+
+def _why_not_started(box: Box, errors: str, where: str) -> tuple[str, bool]:
+    said = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith("srun: ")]
+    text = " ".join(said)
+    if "is not installed on" in text:
+        return said[0].removeprefix("hpcdist: "), False
+    if re.search("exec format error", text, re.IGNORECASE):
+        return f"{box.image} is for another processor than {where} has ({os.uname().machine})", False
+    if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
+        return f"{box.image} is not on {where}: {said[-1]}", False
+    if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
+        return f"{box.image} cannot be started on {where}, or has no {box.python} in it: {said[-1]}", False
+    last = said[-1] if said else "nothing was said"
+    return f"{box.runtime} could not start {box.image} on {where}: {last}", True
+
+
+def own_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
+    """What a runtime says of a container that it could not start, and whether a retry may help; None for a rank's end.
+
+    podman and docker keep exit codes 125 to 127 for themselves: they failed, the command cannot be executed, it is
+    not there. The others end as a command that failed, and mark their lines.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    if runtime in DETACHED:
+        if code not in (125, 126, 127):
+            return None
+        return f"{runtime} could not start the container (exit code {code}): {last}", code == 125
+    if code <= 0 or _MARKS[runtime] not in last:
+        return None
+    return f"{runtime} could not start the container (exit code {code}): {last}", True
+
+
+def digest(box: Box, env: Mapping[str, str]) -> str | None:
+    """What names the image's content: its id in its store, or what its file's name says (`hpcdist-0.1.0-…`)."""
+    if box.outlives_step:
+        if shutil.which(box.runtime, path=env.get("PATH")) is None:
+            return None
+        command = [box.runtime, "image", "inspect", "--format", "{{.Id}}", box.image]
+        done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=LOOK_S, check=False)
+        found = re.search(r"[0-9a-f]{64}", done.stdout)
+        return f"sha256:{found[0]}" if done.returncode == 0 and found else None
+    named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", box.image)
+    return f"sha256:{named[1]}" if named else None
+
+
+def judge_nodes(box: Box, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
+    """The facts of the first node, once all are well. Output is that of `srun --label`, one task a node.
+
+    Raises UserMistake for what only the user can put right, HpcdistError for the rest.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    problems: dict[str, list[str]] = {}
+    passing = True
+    for task, node in enumerate(nodes):
+        facts, problem, may_pass = judge(box, _of_task(output, task), _of_task(errors, task), node)
+        if problem:
+            # One line for all nodes that say the same.
+            problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            passing = passing and may_pass
+        elif facts is not None:
+            answers[node] = facts
+    if problems:
+        text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
+        raise HpcdistError(text) if passing else UserMistake(text)
+    return answers[nodes[0]]
+
+
+def _of_task(text: str, task: int) -> str:
+    pattern = re.compile(rf"^\s*0*{task}: (.*)$", re.MULTILINE)
+    return "\n".join(pattern.findall(text))

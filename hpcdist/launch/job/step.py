@@ -1,0 +1,186 @@
+"""Starting ranks as one srun step, inside an allocation that exists already, and calling the roll of its nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcdist.cluster.nodelist import expand
+from hpcdist.errors import HpcdistError
+from hpcdist.launch.containers.command import Box, outer_env
+from hpcdist.launch.containers.steps import ContainerSteps
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.job.scontrol import Job, node_features, steps
+from hpcdist.launch.job.srun import STEP_NAMES, roll_call_command, standby_command, step_command
+from hpcdist.launch.job.step_ranks import StepRanks
+from hpcdist.launch.plan import code_env, rank_command
+from hpcdist.launch.policy import Failure, suspect
+from hpcdist.launch.submission.components import components, hosts_by_rank, is_het, place
+from hpcdist.rundir import Attempt, RunDir, read_json
+from hpcdist.schema import Config
+
+#: A node that does not answer a step in this time is taken for lost. Slurm's own messages time out after 10 s.
+ROLL_CALL_S = 20.0
+#: Ranks that were killed end at once, unless their node or its disk hangs.
+OLD_STEPS_S = 60.0
+
+
+def end_old_steps() -> None:
+    """End the ranks of a supervisor of this job that was killed: Slurm lets them go on without their srun.
+
+    Raises HpcdistError when one does not end, or nobody can tell: two sets of ranks must never write to one run.
+    """
+    until = time.monotonic() + OLD_STEPS_S
+    while (found := steps()) is None or (old := [step for step, name in found.items() if name.startswith(STEP_NAMES)]):
+        if time.monotonic() > until:
+            what = "squeue does not answer: are there" if found is None else f"step {old[0]} does not end: it has"
+            raise HpcdistError(f"{what} ranks of a supervisor before this one")
+        if found:
+            subprocess.run(["scancel", "--signal=KILL", *old], check=False)
+        time.sleep(0.2)  # Slurm tells nobody when a step has ended
+
+
+class StepLauncher:
+    """Starts ranks with srun in the allocation that this process stands in. Use as a context manager.
+
+    Args:
+        env: what ranks inherit.
+        import_path: folders that ranks import code from, before all others.
+        cwd: the ranks' current folder.
+        box: the container of each rank, where they have one.
+
+    Raises HpcdistError where the allocation's nodes are not what the roles need.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        job: Job,
+        *,
+        env: Mapping[str, str],
+        import_path: Sequence[str],
+        cwd: Path,
+        box: Box | None = None,
+    ) -> None:
+        parts = components(config)
+        self.num_ranks = sum(part.num_ranks for part in parts)
+        #: Nodes of the allocation that the job shall not get again.
+        self.avoid: list[str] = []
+        self._job = job
+        #: Names of each component's nodes.
+        self.nodes = nodes_of(config, env)
+        self._het = is_het(config)
+        self._run = run
+        self._config = config
+        # Ranks live by their environment, also where the job was submitted with --export=NONE, as some sites want it.
+        self._env = {**env, **code_env(import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
+        self._cwd = cwd
+        self._hosts = hosts_by_rank(parts, self.nodes)
+        #: In a heterogeneous step: first rank of the component that a host belongs to.
+        self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
+        self._box = box
+        self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
+
+    def __enter__(self) -> StepLauncher:
+        end_old_steps()
+        self._guard = Guard()
+        self._standby: subprocess.Popen[bytes] | None = None
+        if self._het:
+            command = standby_command(self._env["SLURM_JOB_ID"])
+            log = self._run.path / "attempts" / "standby.log"
+            self._standby = self._guard.start(command, env=self._env, cwd=self._cwd, output=log)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._standby is not None:
+            # Its task ends with the job, at once.
+            self._standby.kill()
+            self._standby.wait()
+        self._guard.close()
+
+    def start(self, attempt: Attempt) -> StepRanks:
+        """Start every rank. Raises HpcdistError where containers cannot be started on the nodes."""
+        if self._containers is not None:
+            self._containers.prepare()
+        rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
+        command = step_command(self._config, attempt, rank, self._box)
+        env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
+        if len(self.nodes) > 1 and not self._het:
+            hostfile = attempt.path / "hosts"
+            hostfile.write_text("".join(f"{host}\n" for host in self._hosts))
+            # Slurm sorts the step's nodes, so the first of them need not be rank 0's.
+            env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
+            # Stands for the allocation, and srun would warn that it cannot be kept.
+            env.pop("SLURM_NTASKS_PER_NODE", None)
+        if self._box is not None:
+            env = outer_env(self._box, env)
+        return StepRanks(
+            command,
+            env,
+            self.num_ranks,
+            attempt,
+            self._guard,
+            cwd=self._cwd,
+            # Elsewhere the user may have chosen another --distribution.
+            hosts=self._hosts if len(self.nodes) > 1 else (),
+            first_ranks=self._first_ranks,
+            containers=self._containers,
+        )
+
+    def broken(self) -> str:
+        """Call the roll: a sentence about nodes that do not answer any more, or that fail while others do not.
+
+        `avoid` then has those of them that the partition can do without.
+        """
+        nodes = [node for own in self.nodes for node in own]
+        answers = self._roll_call()
+        if lost := [node for node in nodes if node not in answers]:
+            # Without an idle node in its place the job is better off waiting for this one to come back.
+            self.avoid = lost if self._replaceable(lost, idle_only=True) else []
+            return f"lost {', '.join(lost)}" + (", avoided from now on" if self.avoid else "")
+        blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
+        # A host may call itself n1.site where Slurm says n1.
+        named = [node for node in nodes if node in (blamed, blamed.partition(".")[0])]
+        self.avoid = named if named and self._replaceable(named, idle_only=False) else []
+        if not self.avoid:
+            return ""
+        return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
+
+    def _replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+        # A heterogeneous job has a list of nodes to avoid for each component, and Slurm tells of the leader's alone.
+        return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
+
+    def _roll_call(self) -> set[str]:
+        try:
+            answer = subprocess.run(
+                roll_call_command(self.nodes, het=self._het),
+                capture_output=True,
+                text=True,
+                env=self._env,
+                timeout=ROLL_CALL_S,
+                check=False,
+            ).stdout
+        except subprocess.TimeoutExpired as late:
+            answer = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        return set(answer.split())
+
+
+def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Names of each component's nodes, in the job whose environment this is."""
+    parts = components(config)
+    if is_het(config):
+        return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
+    nodes = expand(env["SLURM_JOB_NODELIST"])
+    if len(parts) == 1:
+        return [tuple(nodes)]
+    wants_features = len({part.constraint for part in parts}) > 1
+    return place(parts, nodes, node_features(nodes) if wants_features else {})
+
+
+def failure_of(attempt: Attempt) -> Failure | None:
+    """What the supervisor wrote down of an attempt that failed."""
+    found = read_json(attempt.failure)
+    return None if found is None else Failure(**found)

@@ -1,0 +1,188 @@
+"""The ranks of one attempt as the tasks of one srun step: how they end, by what srun and they themselves say."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcdist.cluster.nodelist import expand
+from hpcdist.launch.containers.steps import ContainerSteps
+from hpcdist.launch.guard import Guard
+from hpcdist.launch.job.scontrol import steps
+from hpcdist.launch.job.srun import step_name
+from hpcdist.rundir import Attempt, read_json
+
+#: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
+_TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
+
+
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+
+
+_SIGNALS = {
+    "Killed": signal.SIGKILL,
+    "Out Of Memory": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+}
+
+
+#: How long srun may take to end once its tasks are killed.
+END_STEP_S = 20.0
+#: A search through the attempt's folder is followed by a pause of so many times what it took.
+SEARCH_PAUSE = 50.0
+
+
+#: No file system's time stamps are coarser.
+FOLDER_TICK_S = 2.0
+
+
+def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
+    """Host and exit code (negative: signal) of every task that srun reports as ended badly, in its order.
+
+    Args:
+        first_ranks: first rank of the component that a host belongs to; srun counts a component's tasks from 0.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for match in _TASK_ENDED.finditer(messages):
+        how = match["how"].strip()
+        code = _EXIT_CODE.match(how)
+        number = next((value for name, value in _SIGNALS.items() if how.startswith(name)), None)
+        value = int(code[1]) if code else -number if number is not None else 1
+        for task in expand(f"t[{match['ranks']}]"):
+            rank = int(task[1:]) + (first_ranks or {}).get(match["host"], 0)
+            found.setdefault(rank, (match["host"], value))
+    return found
+
+
+class StepRanks:
+    """The ranks of one attempt, as one srun process.
+
+    A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they
+    ended, and outcome files are looked for when the attempt's folder has changed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        num_ranks: int,
+        attempt: Attempt,
+        guard: Guard,
+        *,
+        cwd: Path,
+        hosts: Sequence[str] = (),
+        first_ranks: Mapping[str, int] | None = None,
+        containers: ContainerSteps | None = None,
+    ) -> None:
+        self._planned_hosts = hosts
+        self._first_ranks = first_ranks
+        self._num_ranks = num_ranks
+        self._attempt = attempt
+        self._containers = containers
+        self._guard = guard
+        self.exits: dict[int, int] = {}
+        self._running = list(range(num_ranks))
+        self._hosts: dict[int, str] = {}
+        self._unread = b""
+        self._folder_time: int | None = None
+        self._changed_at = 0.0
+        self._search_again = True
+        self._next_search = 0.0
+        self._reported: set[int] = set()
+        self._process = guard.start(command, env=env, cwd=cwd, output=attempt.path / "srun.log")
+        self._descriptor = os.pidfd_open(self._process.pid)
+        self._log = open(attempt.path / "srun.log", "rb")  # noqa: SIM115  # closed with the step
+
+    @property
+    def running(self) -> list[int]:
+        if len(self._running) != self._num_ranks - len(self.exits):
+            self._running = [rank for rank in range(self._num_ranks) if rank not in self.exits]
+        return self._running
+
+    def host_of(self, rank: int) -> str:
+        """What srun or the rank itself said of it; before that where it was placed, or only the allocation."""
+        planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
+        beat = read_json(self._attempt.beat(rank)) or {}
+        return str(self._hosts.get(rank) or beat.get("host") or planned)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the step has ended or the time is over.
+
+        srun goes on waiting for the tasks of a dead node, so what it and the ranks have said so far counts as well.
+        """
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        ended = bool(poll.poll(timeout_s * 1000))
+        self._read_messages(to_the_end=ended)
+        self._find_failures(in_any_case=ended)
+        if ended:
+            code = self._process.wait()
+            if code != 0 and not any(self.exits.values()):
+                self.exits.setdefault(0, code)
+            for rank in self.running:
+                self.exits[rank] = 0
+
+    def _read_messages(self, *, to_the_end: bool) -> None:
+        """Count what srun has said since the last time, whole lines alone."""
+        self._unread += self._log.read()
+        end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
+        news, self._unread = self._unread[:end], self._unread[end:]
+        for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
+            self._hosts.setdefault(rank, host)
+            if self._containers is not None and rank not in self.exits:
+                code = self._containers.meaning(self._attempt, rank, host, code)
+            self.exits.setdefault(rank, code)
+
+    def _find_failures(self, *, in_any_case: bool) -> None:
+        """Count ranks that have reported a failure; each report is read once."""
+        began = time.monotonic()
+        changed = os.stat(self._attempt.path).st_mtime_ns
+        if changed != self._folder_time:
+            self._folder_time, self._changed_at, self._search_again = changed, began, True
+        if not in_any_case and (not self._search_again or began < self._next_search):
+            return
+        # What changes the folder in the same tick of its clock as the last change is not seen in its time.
+        self._search_again = began < self._changed_at + FOLDER_TICK_S
+        outcomes = self._attempt.outcomes(besides=self._reported)
+        self._reported |= outcomes.keys()
+        for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
+            if outcome["outcome"] in ("failed", "rejected"):
+                self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
+        # While thousands of ranks make their files the folder changes all the time.
+        now = time.monotonic()
+        self._next_search = now + SEARCH_PAUSE * (now - began)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every task that still runs."""
+        self._scancel(f"--signal={number.name.removeprefix('SIG')}")
+
+    def close(self) -> None:
+        """End the step on every node that answers, and srun with it."""
+        if self._process.poll() is None:
+            # Killing srun alone would leave its tasks running.
+            self._scancel("--signal=KILL")
+            try:
+                self._process.wait(END_STEP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        if self._containers is not None:
+            self._containers.remove_left()
+        self._guard.forget(self._process.pid)
+        self._log.close()
+        os.close(self._descriptor)
+
+    def _scancel(self, *flags: str) -> None:
+        for step, name in (steps() or {}).items():
+            if name == step_name(self._attempt):
+                # One that has just ended is an error to scancel.
+                subprocess.run(["scancel", *flags, step], stderr=subprocess.DEVNULL, check=False)
