@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -21,13 +22,34 @@ from hpcdist.launch.containers.command import DETACHED, Box, Contained, contain,
 LOOK_S = 300.0
 
 
+def source_digest(folder: str) -> str:
+    """Twelve digits that stand for a package's modules and shell scripts: equal versions may be of different checkouts.
+
+    Its own source is executed in images, so it imports what it needs.
+    """
+    import hashlib
+    import os
+
+    found = hashlib.sha256()
+    for path, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".sh")):
+                with open(os.path.join(path, name), "rb") as file:
+                    found.update(os.path.relpath(file.name, folder).encode() + b"\0" + file.read())
+    return found.hexdigest()[:12]
+
+
 #: Executed by the image's Python. It tells what is inside, and what of the node can be seen from there.
-_LOOK = """
+_LOOK = (
+    inspect.getsource(source_digest)
+    + """
 import importlib.util, json, os, platform, re
 facts = {"node": os.environ.get("SLURMD_NODENAME", ""), "python": platform.python_version()}
 try:
     import hpcdist
     facts["hpcdist"] = hpcdist.__version__
+    facts["source"] = source_digest(os.path.dirname(hpcdist.__file__))
 except ImportError:
     pass
 torch = importlib.util.find_spec("torch")
@@ -40,11 +62,8 @@ for key, path, pattern in (
         facts[key] = found[1]
 print("hpcdist-image", json.dumps(facts), flush=True)
 """
-
-
+)
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
-
-
 #: How a runtime marks what it says itself, where its exit codes tell nothing.
 _MARKS = {"apptainer": "FATAL:", "charliecloud": "ch-run[", "enroot": "[ERROR]", "pyxis": "pyxis:"}
 
@@ -72,6 +91,13 @@ def judge(box: Box, output: str, errors: str, where: str) -> tuple[dict[str, Any
         return facts, f"{box.image} has no hpcdist for its {box.python}: see container.python", False
     if found != wanted:
         return facts, f"{box.image} has hpcdist {found}, this is {wanted}: build it again, or install {found}", False
+    # Ranks and supervisor talk through files whose form is their version's alone.
+    if facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
+        return (
+            facts,
+            f"{box.image} has hpcdist {found} of another state of its code than this one: build it again",
+            False,
+        )
     if tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):
         return facts, f"{box.image} has Python {facts['python']}; hpcdist needs 3.11 or newer", False
     if box.gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):

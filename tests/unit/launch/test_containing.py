@@ -17,7 +17,15 @@ from supervisor_scene import Scene
 import hpcdist
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch.containers.command import PASSED, Box, Mount
-from hpcdist.launch.containers.look import digest, judge, judge_nodes, look_command, look_env, own_failure
+from hpcdist.launch.containers.look import (
+    digest,
+    judge,
+    judge_nodes,
+    look_command,
+    look_env,
+    own_failure,
+    source_digest,
+)
 from hpcdist.launch.containers.request import box_for, prepare_image, problems
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.rundir import Attempt, RunDir, read_json
@@ -25,12 +33,29 @@ from hpcdist.schema import ClusterConfig, Config, ContainerConfig, DataConfig, L
 
 IMAGE = "localhost/hpcdist:0.1.0"
 BOX = Box(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
-GOOD = {"node": "n1", "hpcdist": hpcdist.__version__, "python": "3.12.3", "torch": "2.15.0", "cuda": "13.2"}
+GOOD = {
+    "node": "n1",
+    "hpcdist": hpcdist.__version__,
+    "source": source_digest(str(Path(hpcdist.__file__).parent)),
+    "python": "3.12.3",
+    "torch": "2.15.0",
+    "cuda": "13.2",
+}
 
 
 def line(**changes: Any) -> str:
     facts = {key: value for key, value in (GOOD | changes).items() if value is not None}
     return f"hpcdist-image {json.dumps(facts)}"
+
+
+def test_the_digest_of_a_package_is_that_of_its_code(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.py").write_text("a = 1\n")
+    digest_before = source_digest(str(tmp_path))
+    (tmp_path / "sub" / "notes.md").write_text("nothing that runs")
+    assert source_digest(str(tmp_path)) == digest_before
+    (tmp_path / "sub" / "a.py").rename(tmp_path / "sub" / "b.py")
+    assert source_digest(str(tmp_path)) != digest_before
 
 
 # --- the box
@@ -143,6 +168,11 @@ def test_the_look_sees_the_image_alone() -> None:
     ("output", "errors", "told"),
     [
         (line(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
+        (
+            line(source="0123456789ab"),
+            "",
+            f"{IMAGE} has hpcdist {hpcdist.__version__} of another state of its code than this one: build it again",
+        ),
         (
             line(hpcdist="0.0.9"),
             "",
