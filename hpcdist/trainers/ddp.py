@@ -22,25 +22,12 @@ from torch.utils.data import DistributedSampler
 from hpcdist.data.batches import Batch, eval_indices
 from hpcdist.data.download import prepare
 from hpcdist.data.loading import ImageData, load_datasets
-from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
 from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.runtime.position import Position
 from hpcdist.schema import Config
-
-
-@dataclass
-class Position:
-    """How far training is. All of it is saved, so that a resumed run does exactly what an undisturbed one does."""
-
-    step: int = 0  #: optimizer steps done in all
-    epoch: int = 0
-    step_in_epoch: int = 0
-    steps_per_epoch: int = 0  #: changes when a run goes on with another number of ranks or batch size
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
 
 
 class Meter:
@@ -75,13 +62,13 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, and leave checkpoints and the final model."""
     run = _set_up(ctx, cfg)
     at, meter = _restore(run)
-    run = replace(run, total_steps=_total_steps(run, at))
-    while not (reason := _end_reason(run, at)):
+    run = replace(run, total_steps=at.total_steps(cfg.stop))
+    while not (reason := at.end_reason(cfg.stop, cfg.checkpoint, run.total_steps)):
         if not _train_epoch(run, at, meter):
             return  # stopped, and saved
         metrics = evaluate(ctx, run.model.module, run.data, cfg)
         ctx.log(metrics, at.step)
-        _note_evaluation(run, at, metrics)
+        at.note_evaluation(metrics, cfg.checkpoint)
         _save(run, at, meter, metrics)
     ctx.end_reason = reason
     example, _ = next(run.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
@@ -137,13 +124,6 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
     )
 
 
-def _total_steps(run: Training, at: Position) -> int:
-    """The step that training ends at: what is done, and what is left of the epochs from there."""
-    num_left = max(0, run.cfg.stop.epochs - at.epoch) * run.steps_per_epoch - at.step_in_epoch
-    total = at.step + max(0, num_left)
-    return total if run.cfg.stop.steps is None else min(total, run.cfg.stop.steps)
-
-
 # --- one epoch, one step
 
 
@@ -163,19 +143,16 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
         if at.step >= run.total_steps:
             break
         _step(run, at.step, micro_batches, meter)
-        at.step += 1
-        at.step_in_epoch += 1
+        at.count_step()
         if at.step % cfg.tracking.log_every == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
-        evaluates = at.step_in_epoch == run.steps_per_epoch or at.step == run.total_steps
-        if ctx.should_save(at.step) and (stop or not evaluates):
+        if ctx.should_save(at.step) and (stop or not at.before_evaluation(run.total_steps)):
             _save(run, at, meter, {})
         if stop:
             return False
-    if at.step_in_epoch == run.steps_per_epoch:
-        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+    at.close_epoch()
     return True
 
 
@@ -240,7 +217,7 @@ def _log(run: Training, at: Position, meter: Meter) -> None:
     metrics = {
         "train/loss": loss_sum / num_steps,
         "train/lr": run.optimizer.param_groups[0]["lr"],
-        "train/epoch": at.epoch + at.step_in_epoch / run.steps_per_epoch,
+        "train/epoch": at.epochs,
         "train/samples_per_s": samples_per_step * meter.num_steps / (time.perf_counter() - meter.since),
     }
     run.ctx.log(metrics, at.step)
@@ -282,33 +259,6 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     return {"eval/loss": loss / count, "eval/accuracy": correct / count}
 
 
-def _note_evaluation(run: Training, at: Position, metrics: dict[str, float]) -> None:
-    cfg = run.cfg.checkpoint
-    if cfg.best not in metrics:
-        raise ConfigError([f"checkpoint.best={cfg.best!r} is not measured: use one of {', '.join(metrics)}"])
-    value = metrics[cfg.best]
-    better = at.best is None or (value > at.best if cfg.best_mode == "max" else value < at.best)
-    at.best = value if better else at.best
-    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
-    at.evaluated_step = at.step
-
-
-def _end_reason(run: Training, at: Position) -> str:
-    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
-    stop, best = run.cfg.stop, run.cfg.checkpoint
-    if at.evaluated_step != at.step or at.best is None:
-        return ""
-    if stop.threshold is not None:
-        reached = at.best >= stop.threshold if best.best_mode == "max" else at.best <= stop.threshold
-        if reached:
-            return f"{best.best} reached {at.best:.6g} (stop.threshold={stop.threshold:g}) at step {at.step}"
-    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
-        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
-    if at.step >= run.total_steps:
-        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / run.steps_per_epoch:.4g} epochs"
-    return ""
-
-
 # --- checkpoints
 
 
@@ -338,7 +288,5 @@ def _restore(run: Training) -> tuple[Position, Meter]:
         meter.loss_sum.copy_(saved.local["loss_sum"])
         meter.num_steps = saved.local["num_steps"]
     at = Position(**saved.trainer["position"])
-    # The same part of the epoch, where it has another number of steps now.
-    at.step_in_epoch = at.step_in_epoch * run.steps_per_epoch // at.steps_per_epoch
-    at.steps_per_epoch = run.steps_per_epoch
+    at.rescale(run.steps_per_epoch)
     return at, meter

@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from hpcdist.data.batches import PreloadedSplit
 from hpcdist.data.loading import ImageData
-from hpcdist.errors import ConfigError
 from hpcdist.models.image import SimpleCNN
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
@@ -271,58 +270,6 @@ def test_grouping_leaves_a_shorter_last_group() -> None:
     batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
     assert [[int(image) for image, _ in group] for group in ddp.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
     assert list(ddp.grouped([], 2)) == []
-
-
-def judged(cfg: Config, values: list[float]) -> list[str]:
-    """Why training would be over after each of the evaluations."""
-    run: Any = SimpleNamespace(cfg=cfg, total_steps=100, steps_per_epoch=10)
-    at, reasons = ddp.Position(), []
-    for number, value in enumerate(values, start=1):
-        at.step, at.epoch = 10 * number, number
-        assert ddp._end_reason(run, at) == "", "never before the last step's evaluation"
-        ddp._note_evaluation(run, at, {"eval/loss": value, "eval/accuracy": value})
-        reasons.append(ddp._end_reason(run, at))
-    return reasons
-
-
-@pytest.mark.parametrize(
-    ("stop", "checkpoint", "values", "reason"),
-    [
-        (
-            StopConfig(threshold=0.8),
-            CheckpointConfig(),
-            [0.5, 0.79, 0.8],
-            "eval/accuracy reached 0.8 (stop.threshold=0.8)",
-        ),
-        (
-            StopConfig(threshold=0.3),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
-            [0.5, 0.31, 0.3],
-            "eval/loss reached 0.3 (stop.threshold=0.3)",
-        ),
-        (StopConfig(patience=2), CheckpointConfig(), [0.5, 0.6, 0.6, 0.5], "no better eval/accuracy in 2 evaluations"),
-        (
-            StopConfig(patience=1),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
-            [0.5, 0.4, 0.41],
-            "no better eval/loss in 1 evaluations",
-        ),
-        (StopConfig(epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
-    ],
-)
-def test_stop_rules(stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str) -> None:
-    *before, last = judged(Config(stop=stop, checkpoint=checkpoint), values)
-    assert before == [""] * len(before)
-    assert last.startswith(reason)
-
-
-def test_better_again_starts_the_patience_anew() -> None:
-    assert judged(Config(stop=StopConfig(patience=2)), [0.5, 0.4, 0.6, 0.5]) == ["", "", "", ""]
-
-
-def test_the_best_must_be_measured() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.best='f1' is not measured: use one of eval/loss"):
-        judged(Config(checkpoint=CheckpointConfig(best="f1")), [0.5])
 
 
 @pytest.mark.faults  # not a fault, but half a minute of compiling
