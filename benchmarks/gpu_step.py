@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.cluster.topology import Topology
-from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_ports, make_plan
+from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.models.image import build_model
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.context import Context, seed_everything
@@ -211,11 +211,11 @@ def run_bare(config: Config, out: Path) -> None:
 
 def start_ranks(plan: Plan, arguments: list[str], env: Mapping[str, str]) -> None:
     """Start this file once a rank, and wait. Ends this process when a rank fails."""
-    master_port, rpc_port = free_ports("gpu_step", 1)
-    torchrun = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(master_port), "WORLD_SIZE": str(plan.num_ranks)}
+    port = free_port("gpu_step", 1)
+    torchrun = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(plan.num_ranks)}
     processes = []
     for rank in range(plan.num_ranks):
-        own = plan.rank_env(rank, job_id="gpu_step", attempt=1, master_port=master_port, rpc_port=rpc_port)
+        own = plan.rank_env(rank, job_id="gpu_step", attempt=1, master_port=port)
         rank_env = {**env, **own, **torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes.append(subprocess.Popen([sys.executable, __file__, *arguments], env=rank_env))
     codes = [process.wait() for process in processes]

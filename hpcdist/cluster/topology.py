@@ -2,12 +2,12 @@
 
 `Topology.from_env` takes the first of these that is there:
 
-1. hpcdist's own variables, all eleven of them;
+1. hpcdist's own variables, all ten of them;
 2. torchrun's, when TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set;
 3. Slurm's, in a task of an srun step; STEP variables come before those of the job;
 4. none: a world of one, unless any variable hints at more ranks.
 
-HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_RPC_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override
+HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override
 torchrun's and Slurm's values one by one: a supervisor that restarts a step in place sets HPCDIST_ATTEMPT.
 What is set but empty counts as not set. What is half there or contradicts itself raises, for a rank that
 guesses its place hangs all others.
@@ -34,8 +34,8 @@ from hpcdist.cluster.variables import (
 from hpcdist.errors import TopologyError
 
 # Neither privileged nor ephemeral (32768-60999 on Linux): no client's socket ever holds one by chance.
-_GROUP_PORTS_START, _RPC_PORTS_START = 20480, 26624
-_NUM_PORTS = 6143  # prime, so that steps of _PORTS_PER_JOB reach every port before they meet themselves
+_PORTS_START = 20480
+_NUM_PORTS = 12281  # prime, so that steps of _PORTS_PER_JOB reach every port before they meet themselves
 _PORTS_PER_JOB = 16
 
 _LOOPBACK = "127.0.0.1"  # only ever the address of a world of one
@@ -68,9 +68,7 @@ class Topology:
     master_addr: str
     """Where rank 0 listens."""
     master_port: int
-    """TCP port of the process group's store."""
-    rpc_port: int
-    """TCP port of RPC's store; never master_port, since both stores may be up at once."""
+    """TCP port of the ranks' store, where the process group and RPC meet."""
     launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
     """Whose variables told this; "single" is a world of one that nobody launched."""
     job_id: str
@@ -96,8 +94,6 @@ class Topology:
             (len(set(self.hosts)) == len(self.hosts), "no name in hosts twice"),
             (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
             (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
-            (1 <= self.rpc_port <= 65535, "1 <= rpc_port <= 65535"),
-            (self.master_port != self.rpc_port, "master_port != rpc_port"),
             (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
             (self.attempt >= 0, "attempt >= 0"),
             (self.launcher != "single" or self.world_size == 1, "world_size == 1 where launcher is 'single'"),
@@ -127,19 +123,18 @@ class Topology:
         return _from_nothing(env)
 
 
-def ports_for(job_id: str, attempt: int) -> tuple[int, int]:
-    """Return the TCP ports (process group, RPC) of an attempt: every rank comes to the same ones by itself.
+def port_for(job_id: str, attempt: int) -> int:
+    """Return the TCP port of an attempt: every rank comes to the same one by itself.
 
-    The first lies in 20480-26622, the second in 26624-32766. Attempts that follow each other differ. So do
-    job ids whose trailing numbers differ by less than 6143 (1234 and 1235, run-1 and run-2), and the first 16
-    attempts of one job meet no port of the next. Any other two jobs share their ports once in 6143 times.
+    It lies in 20480-32760. Attempts that follow each other differ. So do job ids whose trailing numbers differ by
+    less than 12281 (1234 and 1235, run-1 and run-2), and the first 16 attempts of one job meet no port of the next.
+    Any other two jobs share their port once in 12281 times.
     """
     match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
     assert match is not None, "the pattern matches any text"
     digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
     job = int.from_bytes(digest[:8]) + int(match[2] or 0)
-    slot = (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
-    return _GROUP_PORTS_START + slot, _RPC_PORTS_START + slot
+    return _PORTS_START + (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
 
 
 def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
@@ -205,12 +200,9 @@ def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: i
     """The fields that say where to meet: the launcher's, each overridden by hpcdist's own variable."""
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
-    group_port, rpc_port = ports_for(job_id, attempt)
-    port = variables.number("HPCDIST_MASTER_PORT", group_port if port is None else port)
     return {
         "master_addr": variables.text("HPCDIST_MASTER_ADDR", addr),
-        "master_port": port,
-        "rpc_port": variables.number("HPCDIST_RPC_PORT", group_port if port == rpc_port else rpc_port),
+        "master_port": variables.number("HPCDIST_MASTER_PORT", port_for(job_id, attempt) if port is None else port),
         "job_id": job_id,
         "attempt": attempt,
     }

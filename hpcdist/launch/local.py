@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcdist.launch.guard import Guard
-from hpcdist.launch.plan import Plan, code_env, free_ports, rank_command
+from hpcdist.launch.plan import Plan, code_env, free_port, rank_command
 from hpcdist.rundir import Attempt, RunDir
 
 
@@ -47,14 +47,11 @@ class LocalLauncher:
         return ""
 
     def start(self, attempt: Attempt) -> LocalRanks:
-        """Start every rank, with ports that nobody uses at this moment."""
+        """Start every rank, with a port that nobody uses at this moment."""
         job_id = f"{self._run.experiment}/{self._run.name}"
-        master_port, rpc_port = free_ports(job_id, attempt.number)
+        port = free_port(job_id, attempt.number)
         ranks = range(self.num_ranks)
-        places = [
-            self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=master_port, rpc_port=rpc_port)
-            for rank in ranks
-        ]
+        places = [self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=port) for rank in ranks]
         return LocalRanks(
             rank_command(self._run.path),
             [self._env | place | self._code for place in places],

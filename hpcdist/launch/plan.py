@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpcdist.cluster.roles import DEFAULT_ROLE, Roles
-from hpcdist.cluster.topology import ports_for
+from hpcdist.cluster.topology import port_for
 from hpcdist.errors import ConfigError
 from hpcdist.schema import Config, role_device
 
@@ -64,7 +64,7 @@ class Plan:
     def device_of(self, rank: int) -> str:
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
-    def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int, rpc_port: int) -> dict[str, str]:
+    def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
         """`env` and the variables that tell one rank its place (see cluster/topology.py)."""
         place = {
             "RANK": rank,
@@ -75,7 +75,6 @@ class Plan:
             "NUM_NODES": 1,
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": master_port,
-            "RPC_PORT": rpc_port,
             "JOB_ID": job_id,
             "ATTEMPT": attempt,
         }
@@ -176,21 +175,17 @@ def code_env(import_path: Sequence[str], theirs: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
 
 
-def free_ports(job_id: str, attempt: int) -> tuple[int, int]:
-    """Ports for process group and RPC: those of job and attempt, or the next ones that nobody listens on here."""
+def free_port(job_id: str, attempt: int) -> int:
+    """The port of job and attempt, or the next one that nobody listens on here."""
     import socket
 
     for offset in range(64):
-        ports = ports_for(job_id, attempt + offset)
-        free = []
-        for port in ports:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((LOOPBACK, port))
-                except OSError:
-                    break
-                free.append(port)
-        if len(free) == len(ports):
-            return ports
-    raise ConfigError([f"no free pair of ports for job {job_id}: what listens on this machine? (`ss -ltnp`)"])
+        port = port_for(job_id, attempt + offset)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        return port
+    raise ConfigError([f"no free port for job {job_id}: what listens on this machine? (`ss -ltnp`)"])

@@ -52,7 +52,6 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
                 num_nodes=1,
                 master_addr="127.0.0.1",
                 master_port=1,
-                rpc_port=2,
                 launcher="hpcdist",
                 job_id="test",
                 attempt=attempt.number,

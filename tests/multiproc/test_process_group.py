@@ -39,7 +39,6 @@ def place(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours"
         num_nodes=1,
         master_addr="127.0.0.1",
         master_port=port,
-        rpc_port=port + 1,
         launcher="hpcdist",
         job_id=job_id,
         attempt=1,
@@ -112,7 +111,6 @@ def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, str
     variables |= {
         "HPCDIST_MASTER_ADDR": ours.master_addr,
         "HPCDIST_MASTER_PORT": str(ours.master_port),
-        "HPCDIST_RPC_PORT": str(ours.rpc_port),
         "HPCDIST_JOB_ID": ours.job_id,
         "HPCDIST_ATTEMPT": str(ours.attempt),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.cluster.topology import Topology, cuda_index, ports_for, ranks_on_node
+from hpcdist.cluster.topology import Topology, cuda_index, port_for, ranks_on_node
 from hpcdist.errors import TopologyError
 
 Env = dict[str, str]
@@ -24,7 +24,6 @@ VALID: dict[str, Any] = {
     "hosts": ("n1", "n2"),
     "master_addr": "n1",
     "master_port": 20500,
-    "rpc_port": 26700,
     "launcher": "hpcdist",
     "job_id": "17",
     "attempt": 2,
@@ -38,7 +37,6 @@ OWN: Env = {
     "HPCDIST_NUM_NODES": "2",
     "HPCDIST_MASTER_ADDR": "n1",
     "HPCDIST_MASTER_PORT": "20500",
-    "HPCDIST_RPC_PORT": "26700",
     "HPCDIST_JOB_ID": "17",
     "HPCDIST_ATTEMPT": "2",
 }
@@ -171,8 +169,6 @@ def test_valid_topology_is_frozen_and_has_a_token() -> None:
         ({"master_addr": "a b"}, "a name or address in master_addr, got master_addr='a b'"),
         ({"master_port": 0}, "1 <= master_port <= 65535, got master_port=0"),
         ({"master_port": 65536}, "1 <= master_port <= 65535, got master_port=65536"),
-        ({"rpc_port": 0}, "1 <= rpc_port <= 65535, got rpc_port=0"),
-        ({"rpc_port": 20500}, "master_port != rpc_port, got master_port=20500, rpc_port=20500"),
         ({"job_id": ""}, "a job_id without spaces, got job_id=''"),
         ({"attempt": -1}, "attempt >= 0, got attempt=-1"),
         ({"launcher": "single"}, "world_size == 1 where launcher is 'single', got world_size=4, launcher='single'"),
@@ -193,7 +189,7 @@ def test_own_variables_come_before_all_others() -> None:
 @pytest.mark.parametrize(
     ("env", "problem"),
     [
-        (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_RPC_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_RPC_PORT not; let"),
+        (without(OWN, "HPCDIST_LOCAL_RANK", "HPCDIST_MASTER_PORT"), "but HPCDIST_LOCAL_RANK, HPCDIST_MASTER_PORT not"),
         (OWN | {"HPCDIST_JOB_ID": ""}, "but HPCDIST_JOB_ID not; let `hpcdist run`"),
         ({"HPCDIST_RANK": "1"}, "HPCDIST_RANK=1 set, but HPCDIST_WORLD_SIZE, "),
         ({"HPCDIST_ATTEMPT": "1"}, "HPCDIST_ATTEMPT=1 set, but HPCDIST_RANK, HPCDIST_WORLD_SIZE, "),
@@ -208,7 +204,7 @@ def test_own_variables_come_before_all_others() -> None:
             OWN | {"HPCDIST_RANK": "4"},
             "a topology needs 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
             "HPCDIST_WORLD_SIZE=4, HPCDIST_LOCAL_RANK=1, HPCDIST_LOCAL_WORLD_SIZE=2, HPCDIST_NODE_RANK=1, "
-            "HPCDIST_NUM_NODES=2, HPCDIST_MASTER_ADDR=n1, HPCDIST_MASTER_PORT=20500, HPCDIST_RPC_PORT=26700, "
+            "HPCDIST_NUM_NODES=2, HPCDIST_MASTER_ADDR=n1, HPCDIST_MASTER_PORT=20500, "
             "HPCDIST_JOB_ID=17, HPCDIST_ATTEMPT=2); let `hpcdist run` or `hpcdist submit` start the ranks, "
             "or unset these variables",
         ),
@@ -229,7 +225,6 @@ def test_torchrun_comes_before_slurm() -> None:
     assert place(topology) == (5, 8, 1, 4, 1, 2)
     assert (topology.launcher, topology.master_addr, topology.master_port) == ("torchrun", "n1", 29500)
     assert (topology.hosts, topology.attempt) == ((), 0)
-    assert topology.rpc_port == ports_for(topology.job_id, 0)[1]
 
 
 @pytest.mark.parametrize(
@@ -252,19 +247,11 @@ def test_torchrun_layouts(env: Env, expected: tuple[int, ...]) -> None:
     assert topology.launcher == "torchrun"
 
 
-def test_torchrun_restart_and_neighbour_change_token_and_rpc_port() -> None:
+def test_torchrun_restart_and_neighbour_change_the_token() -> None:
     first = Topology.from_env(TORCHRUN)
     restarted = Topology.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
     neighbour = Topology.from_env(TORCHRUN | {"MASTER_PORT": "29501"})
     assert len({first.token, restarted.token, neighbour.token}) == 3
-    assert len({first.rpc_port, restarted.rpc_port, neighbour.rpc_port}) == 3
-
-
-def test_torchrun_port_that_is_the_derived_rpc_port() -> None:
-    base = TORCHRUN | {"HPCDIST_JOB_ID": "7"}
-    group_port, rpc_port = ports_for("7", 0)
-    topology = Topology.from_env(base | {"MASTER_PORT": str(rpc_port)})
-    assert (topology.master_port, topology.rpc_port) == (rpc_port, group_port)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +292,7 @@ def test_slurm_step() -> None:
     assert place(topology) == (1, 5, 1, 3, 0, 3)
     assert topology.hosts == ("n1", "n2", "n3")
     assert (topology.launcher, topology.job_id, topology.attempt) == ("slurm", "42", 0)
-    assert (topology.master_addr, topology.master_port, topology.rpc_port) == ("n1", *ports_for("42", 0))
+    assert (topology.master_addr, topology.master_port) == ("n1", port_for("42", 0))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +341,7 @@ def test_slurm_attempts_and_overrides() -> None:
     assert requeued.token != restarted.token
     own = {name: OWN[name] for name in OWN if name.endswith(("ADDR", "PORT", "JOB_ID"))}
     overridden = Topology.from_env(STEP | own | {"HPCDIST_MASTER_ADDR": "n1-ib"})
-    assert (overridden.master_addr, overridden.master_port, overridden.rpc_port) == ("n1-ib", 20500, 26700)
+    assert (overridden.master_addr, overridden.master_port) == ("n1-ib", 20500)
     assert (overridden.job_id, overridden.launcher, overridden.hosts) == ("17", "slurm", ("n1", "n2", "n3"))
 
 
@@ -490,22 +477,22 @@ def test_no_world_of_one_by_halves(env: Env, problem: str) -> None:
 
 
 @pytest.mark.parametrize("job_id", ["1", "4294967295", "20250101-120000", "run", "", "1234_7", "a\udcff", "9" * 40])
-def test_ports_are_fixed_and_in_their_ranges(job_id: str) -> None:
-    pairs = [ports_for(job_id, attempt) for attempt in range(7000)]
-    assert pairs == [ports_for(job_id, attempt) for attempt in range(7000)]
-    assert all(20480 <= group <= 26622 < 26624 <= rpc <= 32766 for group, rpc in pairs)
-    assert all(now[0] != following[0] and now[1] != following[1] for now, following in pairwise(pairs))
+def test_ports_are_fixed_and_in_their_range(job_id: str) -> None:
+    ports = [port_for(job_id, attempt) for attempt in range(13000)]
+    assert ports == [port_for(job_id, attempt) for attempt in range(13000)]
+    assert all(20480 <= port <= 32760 for port in ports)
+    assert all(now != following for now, following in pairwise(ports))
 
 
 @pytest.mark.parametrize("prefix", ["", "run-"])
 def test_ports_of_jobs_that_follow_each_other(prefix: str) -> None:
-    near = [ports_for(f"{prefix}{job}", attempt) for job in (1000, 1001) for attempt in range(16)]
-    assert len({group for group, _ in near}) == len(near)
-    assert len({ports_for(f"{prefix}{job}", 0) for job in range(6143)}) == 6143
+    near = [port_for(f"{prefix}{job}", attempt) for job in (1000, 1001) for attempt in range(16)]
+    assert len(set(near)) == len(near)
+    assert len({port_for(f"{prefix}{job}", 0) for job in range(12281)}) == 12281
 
 
 def test_ports_are_the_same_in_every_process() -> None:
-    assert ports_for("1234", 0) == (22414, 28558)
+    assert port_for("1234", 0) == 24778
 
 
 # --- roles on different nodes ---------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from hpcdist.cluster.topology import Topology, ports_for
+from hpcdist.cluster.topology import Topology, port_for
 from hpcdist.errors import ConfigError
 from hpcdist.launch import plan as plans
-from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_ports, make_plan, rank_command
+from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_port, make_plan, rank_command
 from hpcdist.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 
 CPU = {
@@ -84,7 +84,7 @@ def test_a_config_that_asks_for_more_than_there_is(num_gpus: int, launch: dict[s
 
 def test_the_whole_environment_of_a_rank() -> None:
     plan = replace(planned(8, 0, ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
-    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000, rpc_port=20001)
+    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     assert env == {
         "A": "b",
         "HPCDIST_RANK": "3",
@@ -95,7 +95,6 @@ def test_the_whole_environment_of_a_rank() -> None:
         "HPCDIST_NUM_NODES": "1",
         "HPCDIST_MASTER_ADDR": "127.0.0.1",
         "HPCDIST_MASTER_PORT": "20000",
-        "HPCDIST_RPC_PORT": "20001",
         "HPCDIST_JOB_ID": "exp/first",
         "HPCDIST_ATTEMPT": "2",
     }
@@ -104,10 +103,10 @@ def test_the_whole_environment_of_a_rank() -> None:
 
 def test_a_rank_reads_its_place_out_of_it_even_within_a_slurm_job() -> None:
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
-    env = planned(8, 0, ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000, rpc_port=20001)
+    env = planned(8, 0, ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     found = Topology.from_env(slurm | env)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 3, 4)
-    assert (found.master_addr, found.master_port, found.rpc_port) == ("127.0.0.1", 20000, 20001)
+    assert (found.master_addr, found.master_port) == ("127.0.0.1", 20000)
     assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
 
 
@@ -179,21 +178,20 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPat
 # --- ports
 
 
-def test_ports_are_those_of_job_and_attempt() -> None:
-    assert free_ports("exp/ports-of-mine", 1) == ports_for("exp/ports-of-mine", 1)
-    assert free_ports("exp/ports-of-mine", 2) != free_ports("exp/ports-of-mine", 1)
+def test_the_port_is_that_of_job_and_attempt() -> None:
+    assert free_port("exp/ports-of-mine", 1) == port_for("exp/ports-of-mine", 1)
+    assert free_port("exp/ports-of-mine", 2) != free_port("exp/ports-of-mine", 1)
 
 
-@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
-def test_a_taken_port_is_passed_over(which: int, address: str) -> None:
-    job_id = f"exp/taken-{which}"
-    wanted = ports_for(job_id, 1)
+def test_a_taken_port_is_passed_over(address: str) -> None:
+    job_id = f"exp/taken-{address}"
+    wanted = port_for(job_id, 1)
     with socket.socket() as stranger:
-        stranger.bind((address, wanted[which]))
+        stranger.bind((address, wanted))
         stranger.listen()
-        assert free_ports(job_id, 1) == ports_for(job_id, 2)
-    assert free_ports(job_id, 1) == wanted
+        assert free_port(job_id, 1) == port_for(job_id, 2)
+    assert free_port(job_id, 1) == wanted
 
 
 def test_a_machine_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +199,9 @@ def test_a_machine_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger.bind((LOOPBACK, 0))
         stranger.listen()
         taken = stranger.getsockname()[1]
-        monkeypatch.setattr(plans, "ports_for", lambda *_: (taken, taken))
-        with pytest.raises(ConfigError, match=r"^no free pair of ports for job exp/first: what listens .*`ss -ltnp`"):
-            free_ports("exp/first", 1)
+        monkeypatch.setattr(plans, "port_for", lambda *_: taken)
+        with pytest.raises(ConfigError, match=r"^no free port for job exp/first: what listens .*`ss -ltnp`"):
+            free_port("exp/first", 1)
 
 
 # --- roles
@@ -245,7 +243,7 @@ def test_roles_that_need_no_gpu_leave_it_to_the_others() -> None:
 
 def test_ranks_without_a_gpu_get_the_allocators_policy_of_cpus() -> None:
     plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"}, env={"A": "b"})
-    place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1, "rpc_port": 2}
+    place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1}
     envs = [plan.rank_env(rank, **place) for rank in range(4)]
     assert [{k: env[k] for k in env if k.startswith("MALLOC_")} != {} for env in envs] == [True, False, True, True]
     assert {env["A"] for env in envs} == {"b"}

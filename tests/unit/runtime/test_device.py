@@ -25,7 +25,6 @@ def rank(number: int, world_size: int = 4, launcher: Any = "hpcdist") -> Topolog
         num_nodes=1,
         master_addr="127.0.0.1",
         master_port=1,
-        rpc_port=2,
         launcher=launcher,
         job_id="1",
         attempt=1,
