@@ -7,6 +7,7 @@
         journal/shipped.json                     how far MLflow has them
         checkpoints/step-00000100/               see runtime/checkpoint.py
         model/                                   the final model in MLflow's layout
+        artifacts/                               what the trainer leaves for people: plots, samples
         attempts/001/                            one per start of the ranks
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
 
@@ -173,6 +174,11 @@ class RunDir:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def artifacts(self) -> Path:
+        """Files that a trainer leaves for people; there once it has left one."""
+        return self.path / "artifacts"
 
     @property
     def mlflow(self) -> Path:

@@ -197,6 +197,15 @@ class Context:
             self._heartbeat.metrics.update(metrics)
             self._heartbeat.step = max(self._heartbeat.step, step)
 
+    def artifact(self, name: str) -> Path:
+        """Where to write a file (`returns.png`, `samples/step-100.txt`) that is to be an artifact of the MLflow run.
+
+        Write it on one rank, whole: it is uploaded as soon as it is there, and again when it has changed.
+        """
+        path = self.run.artifacts / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Each value's sum over all ranks, in double precision, on every rank."""
         if self._groups.control is None:

@@ -38,6 +38,13 @@ def documents(run: RunDir) -> Iterator[Artifact]:
         yield Artifact(path, path.name, fingerprint(path))
 
 
+def left_by_trainer(run: RunDir) -> Iterator[Artifact]:
+    """What `Context.artifact` made room for, under the same names; hidden files are still being written."""
+    for path in sorted(run.artifacts.rglob("*")):
+        if path.is_file() and not path.name.startswith("."):
+            yield Artifact(path, path.relative_to(run.artifacts).as_posix(), fingerprint(path))
+
+
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
     """The ranks' logs and what they said of their end; while the run goes on, only logs that are not too long.
 
