@@ -151,7 +151,14 @@ class RunView:
 
 
 #: Shown while a run goes on, in this order, under these names.
-_LIVE = {"train/loss": "loss", "eval/accuracy": "accuracy", "train/samples_per_s": "samples/s"}
+_LIVE = {
+    "train/loss": "loss",
+    "train/return": "return",
+    "eval/accuracy": "accuracy",
+    "eval/return": "greedy return",
+    "train/samples_per_s": "samples/s",
+    "train/env_steps_per_s": "steps/s",
+}
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

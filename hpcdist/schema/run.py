@@ -11,7 +11,7 @@ from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.hybrid import HybridConfig
 from hpcdist.schema.pipeline import PipelineConfig
-from hpcdist.schema.rl import RlConfig
+from hpcdist.schema.rl import RlConfig, rl_role_problems
 from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
@@ -27,7 +27,7 @@ from hpcdist.schema.training import (
 #: The sections that say what is trained and how, by shipped trainer; the others hold for every run.
 TRAINER_SECTIONS: dict[str, tuple[str, ...]] = {
     "ddp": ("model", "data", "optim", "schedule", "precision"),
-    "rl": ("rl", "optim"),
+    "rl": ("rl", "optim", "schedule"),
     "rnn": ("rnn", "optim", "schedule"),
     "pipeline": ("pipeline", "model", "data", "optim", "schedule"),
     "hybrid": ("hybrid", "optim"),
@@ -108,6 +108,8 @@ def cross_check(config: Config) -> list[str]:
         problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
     if config.trainer.script and config.trainer.target != "ddp":
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
+    if config.trainer.target == "rl" and not config.trainer.script:
+        problems += rl_role_problems(config.roles)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")

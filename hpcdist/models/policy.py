@@ -1,0 +1,145 @@
+"""Policy and value networks for vector observations, in torch for learning and in NumPy for acting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+#: Normalised observations are cut off here.
+OBSERVATION_LIMIT = 10.0
+#: What `Actor` needs of a policy's state dict.
+ACTOR_KEYS = ("actor.", "log_std", "observed_")
+Floats = NDArray[np.float32]
+
+
+class Policy(nn.Module):
+    """Two networks side by side: what to do (`actor`) and what it will bring (`critic`).
+
+    `forward` takes observations [n, num_inputs] and returns the logits of each choice [n, num_outputs], or the mean of
+    each action in the unit box -1 to 1, whose logarithmic deviations are `log_std`.
+
+    Args:
+        normalize: scale observations by the running statistics that `observe` keeps.
+    """
+
+    def __init__(
+        self, *, num_inputs: int, num_outputs: int, hidden: Sequence[int], is_discrete: bool, normalize: bool = False
+    ) -> None:
+        super().__init__()
+        # Actions are about equally likely at first; https://arxiv.org/abs/2006.05990 finds nothing to matter more.
+        self.actor = _mlp(num_inputs, hidden, num_outputs, last_gain=0.01)
+        self.critic = _mlp(num_inputs, hidden, 1, last_gain=1.0)
+        self.log_std = None if is_discrete else nn.Parameter(torch.zeros(num_outputs))
+        self.normalize = normalize
+        if normalize:
+            self.observed_mean: Tensor
+            self.register_buffer("observed_mean", torch.zeros(num_inputs))
+            self.observed_var: Tensor
+            self.register_buffer("observed_var", torch.ones(num_inputs))
+            self.observed_count: Tensor
+            self.register_buffer("observed_count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        actions: Tensor = self.actor(self._scaled(observations))
+        return actions
+
+    def both(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and the value of each observation [n]."""
+        scaled = self._scaled(observations)
+        return self.actor(scaled), self.critic(scaled).squeeze(-1)
+
+    def value(self, observations: Tensor) -> Tensor:
+        """The value of each observation, of the same leading shape."""
+        value: Tensor = self.critic(self._scaled(observations)).squeeze(-1)
+        return value
+
+    @torch.no_grad()
+    def observe(self, observations: Tensor) -> None:
+        """Take observations [n, num_inputs] into the running statistics (Chan's parallel update)."""
+        count = self.observed_count + len(observations)
+        weight = (len(observations) / count).float()
+        var, mean = torch.var_mean(observations, dim=0, correction=0)
+        delta = mean - self.observed_mean
+        self.observed_var.lerp_(var, weight).add_(delta**2 * weight * (1 - weight))
+        self.observed_mean.lerp_(mean, weight)
+        self.observed_count.copy_(count)
+
+    def _scaled(self, observations: Tensor) -> Tensor:
+        if not self.normalize:
+            return observations
+        scaled = (observations - self.observed_mean) * torch.rsqrt(self.observed_var + 1e-8)
+        return scaled.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
+
+    def actor_state(self) -> dict[str, Tensor]:
+        """The part of the state dict that acting needs, on the host."""
+        return {name: value.cpu() for name, value in self.state_dict().items() if name.startswith(ACTOR_KEYS)}
+
+
+def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logarithm of each action's probability (or density) [n], and the policy's entropy [n] (or of all at once).
+
+    Not torch's distributions: building one costs more than a step of CartPole.
+
+    Args:
+        outputs: what `Policy.forward` gave, [n, num_outputs].
+        actions: int64 [n]; or with `log_std` float [n, num_outputs] in the unit box, not cut off at its ends.
+    """
+    if log_std is None:
+        log_probs = F.log_softmax(outputs, dim=-1)
+        return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(dim=-1)
+    squares = ((actions - outputs) * torch.exp(-log_std)) ** 2
+    constant = 0.5 * math.log(2 * math.pi)
+    return (-0.5 * squares - log_std - constant).sum(dim=-1), (log_std + constant + 0.5).sum()
+
+
+def _mlp(num_inputs: int, hidden: Sequence[int], num_outputs: int, *, last_gain: float) -> nn.Sequential:
+    sizes = [num_inputs, *hidden]
+    layers: list[nn.Module] = []
+    for size, next_size in pairwise(sizes):
+        layers += [_linear(size, next_size, math.sqrt(2)), nn.Tanh()]
+    return nn.Sequential(*layers, _linear(sizes[-1], num_outputs, last_gain))
+
+
+def _linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
+    layer = nn.Linear(num_inputs, num_outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Actor:
+    """`Policy.forward` in NumPy: several times faster than torch on the small batches that environments make.
+
+    Args:
+        state: what `Policy.actor_state` gave.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in state.items()}
+        names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
+        self._layers = [(np.ascontiguousarray(arrays[f"{n}.weight"].T), arrays[f"{n}.bias"]) for n in names]
+        self._mean = arrays.get("observed_mean")
+        if self._mean is not None:
+            self._factor = 1 / np.sqrt(arrays["observed_var"] + np.float32(1e-8))
+        self.std = np.exp(arrays["log_std"]) if "log_std" in arrays else None
+
+    def __call__(self, observations: Floats) -> Floats:
+        """Logits or means, [n, num_outputs], of observations [n, num_inputs]."""
+        x = observations
+        if self._mean is not None:
+            x = ((x - self._mean) * self._factor).clip(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
+        for weight, bias in self._layers[:-1]:
+            x = x @ weight
+            x += bias
+            np.tanh(x, out=x)
+        weight, bias = self._layers[-1]
+        outputs: Floats = x @ weight
+        outputs += bias
+        return outputs
