@@ -26,16 +26,25 @@ class Policy(nn.Module):
     each action in the unit box -1 to 1, whose logarithmic deviations are `log_std`.
 
     Args:
+        activation: of the hidden layers, `tanh` or `relu`.
         normalize: scale observations by the running statistics that `observe` keeps.
     """
 
     def __init__(
-        self, *, num_inputs: int, num_outputs: int, hidden: Sequence[int], is_discrete: bool, normalize: bool = False
+        self,
+        *,
+        num_inputs: int,
+        num_outputs: int,
+        hidden: Sequence[int],
+        is_discrete: bool,
+        activation: str = "tanh",
+        normalize: bool = False,
     ) -> None:
         super().__init__()
         # Actions are about equally likely at first; https://arxiv.org/abs/2006.05990 finds nothing to matter more.
-        self.actor = _mlp(num_inputs, hidden, num_outputs, last_gain=0.01)
-        self.critic = _mlp(num_inputs, hidden, 1, last_gain=1.0)
+        self.activation = activation
+        self.actor = _mlp(num_inputs, hidden, num_outputs, activation, last_gain=0.01)
+        self.critic = _mlp(num_inputs, hidden, 1, activation, last_gain=1.0)
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(num_outputs))
         self.normalize = normalize
         if normalize:
@@ -99,11 +108,13 @@ def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[
     return (-0.5 * squares - log_std - constant).sum(dim=-1), (log_std + constant + 0.5).sum()
 
 
-def _mlp(num_inputs: int, hidden: Sequence[int], num_outputs: int, *, last_gain: float) -> nn.Sequential:
+def _mlp(
+    num_inputs: int, hidden: Sequence[int], num_outputs: int, activation: str, *, last_gain: float
+) -> nn.Sequential:
     sizes = [num_inputs, *hidden]
     layers: list[nn.Module] = []
     for size, next_size in pairwise(sizes):
-        layers += [_linear(size, next_size, math.sqrt(2)), nn.Tanh()]
+        layers += [_linear(size, next_size, math.sqrt(2)), nn.ReLU() if activation == "relu" else nn.Tanh()]
     return nn.Sequential(*layers, _linear(sizes[-1], num_outputs, last_gain))
 
 
@@ -119,16 +130,17 @@ class Actor:
 
     Args:
         state: what `Policy.actor_state` gave.
+        activation: the policy's.
     """
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, state: Mapping[str, Tensor], activation: str = "tanh") -> None:
+        self._is_relu = activation == "relu"
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
         self._layers = [(np.ascontiguousarray(arrays[f"{n}.weight"].T), arrays[f"{n}.bias"]) for n in names]
         self._mean = arrays.get("observed_mean")
         if self._mean is not None:
             self._factor = 1 / np.sqrt(arrays["observed_var"] + np.float32(1e-8))
-        self.std = np.exp(arrays["log_std"]) if "log_std" in arrays else None
 
     def __call__(self, observations: Floats) -> Floats:
         """Logits or means, [n, num_outputs], of observations [n, num_inputs]."""
@@ -138,7 +150,10 @@ class Actor:
         for weight, bias in self._layers[:-1]:
             x = x @ weight
             x += bias
-            np.tanh(x, out=x)
+            if self._is_relu:
+                np.maximum(x, 0, out=x)
+            else:
+                np.tanh(x, out=x)
         weight, bias = self._layers[-1]
         outputs: Floats = x @ weight
         outputs += bias

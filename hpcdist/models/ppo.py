@@ -30,23 +30,26 @@ def learn(
     gains, values = gains[valid], values[:-1][valid]
     targets = (gains + values).to(device)
     gains = ((gains - gains.mean()) / (gains.std(correction=0) + 1e-8)).to(device)
-    observations = rollout.observations[:-1][valid].to(device)
-    actions, acted = rollout.actions[valid].to(device), rollout.log_probs[valid].to(device)
+    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
+    data = (gains, targets, *(tensor.to(device) for tensor in further))
+    parameters = list(policy.parameters())
     sums, num_steps = torch.zeros(4, device=device), 0
     for _ in range(rl.passes):
-        # Drawn on the host, so that devices of all kinds see the same order.
-        for chosen in torch.randperm(len(gains)).to(device).chunk(rl.minibatches):
-            outputs, estimates = policy.both(observations[chosen])
-            log_probs, entropy = log_prob(outputs, actions[chosen], policy.log_std)
-            change, gain = log_probs - acted[chosen], gains[chosen]
+        order = torch.randperm(len(gains)).to(device)  # drawn on the host: the same on every kind of device
+        for gain, target, observations, actions, acted in zip(
+            *(tensor[order].chunk(rl.minibatches) for tensor in data), strict=True
+        ):
+            outputs, estimates = policy.both(observations)
+            log_probs, entropies = log_prob(outputs, actions, policy.log_std)
+            change = log_probs - acted
             ratio = change.exp()
             policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * gain).mean()
-            value_loss = nn.functional.mse_loss(estimates, targets[chosen])
-            entropy = entropy.mean()
+            value_loss = nn.functional.mse_loss(estimates, target)
+            entropy = entropies.mean()
             optimizer.zero_grad()
             (policy_loss + rl.value_weight * value_loss - rl.entropy_weight * entropy).backward()
             if cfg.optim.clip_norm is not None:
-                nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm)
+                nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_norm)
             optimizer.step()
             sums += torch.stack((policy_loss, value_loss, entropy, -change.mean())).detach()
             num_steps += 1

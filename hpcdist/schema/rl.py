@@ -38,7 +38,9 @@ class RlConfig:
     """`local`: observers get the policy's weights once an update. `remote`: the agent answers each step of all
     observers in one batch, for policies that are too large to send or want the agent's GPU."""
     hidden: list[int] = field(default_factory=lambda: [64])
-    """Sizes of the hidden layers (tanh) of the policy, and of the value network beside it."""
+    """Sizes of the hidden layers of the policy, and of the value network beside it."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Of the hidden layers; `relu` computes faster, `tanh` is mostly the better learner for box actions."""
     normalize_observations: bool = False
     """Scale observations by their running mean and deviation, which are part of the model."""
     discount: float = 0.99

@@ -52,15 +52,15 @@ _inference: Inference | None = None
 
 
 @remote
-def collect(index: int, number: int, num_steps: int, weights: dict[str, Tensor], local: bool) -> Rollout:
+def collect(index: int, number: int, rl: RlConfig, weights: dict[str, Tensor]) -> Rollout:
     """On an observer: collect a rollout, with these weights or by asking the agent at each step.
 
     Args:
         weights: the policy's `actor_state`; of it only `log_std`, if there is one, where the agent is asked.
     """
     assert _collector is not None
-    infer = Actor(weights) if local else functools.partial(_ask_agent, index)
-    return _collector.collect(number, num_steps, infer, weights.get("log_std"))
+    infer = Actor(weights, rl.activation) if rl.inference == "local" else functools.partial(_ask_agent, index)
+    return _collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
 
 
 def _ask_agent(index: int, observations: Floats) -> Floats:
@@ -143,7 +143,8 @@ class Agent:
     group: RpcGroup | None = None
     #: Rollouts of the next update, on their way or here (`async`, or from a checkpoint).
     pending: list[torch.futures.Future[Rollout]] | list[Rollout] = field(default_factory=list)
-    since: float = 0.0
+    began: float = 0.0  #: when this attempt began to train, evaluations included
+    since: float = 0.0  #: when the last point was logged
     last_returns: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
@@ -173,7 +174,7 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def _lead(agent: Agent) -> None:
     ctx = agent.ctx
-    agent.since = time.perf_counter()
+    agent.began = agent.since = time.perf_counter()
     while not (reason := _end_reason(agent)):
         if not _train_epoch(agent):
             return  # stopped, and saved
@@ -192,6 +193,7 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
         num_outputs=problem.num_outputs,
         hidden=cfg.hidden,
         is_discrete=problem.is_discrete,
+        activation=cfg.activation,
         normalize=cfg.normalize_observations,
     )
 
@@ -271,16 +273,12 @@ def _request(agent: Agent, number: int) -> list[torch.futures.Future[Rollout]]:
     """Have every observer collect its rollout of this number with the weights as they are now."""
     assert agent.group is not None
     rl, weights = agent.cfg.rl, agent.policy.actor_state()
-    local = rl.inference == "local"
-    if not local:
+    if rl.inference == "remote":
         weights = {name: value for name, value in weights.items() if name == "log_std"}
+    # Longer than any rollout: it is the supervisor who finds a rank that hangs.
+    timeout_s = agent.cfg.launch.hang_timeout_s
     return [
-        rpc.rpc_async(
-            name,
-            collect,
-            (index, number, rl.rollout_steps, weights, local),
-            timeout=agent.cfg.launch.hang_timeout_s,  # the supervisor finds a rank that hangs
-        )
+        rpc.rpc_async(name, collect, (index, number, rl, weights), timeout=timeout_s)
         for index, name in enumerate(agent.group.of_role("observer"))
     ]
 
@@ -317,8 +315,14 @@ def _evaluate(agent: Agent) -> dict[str, float]:
     ctx, cfg, at = agent.ctx, agent.cfg, agent.at
     began = time.perf_counter()
     agent.test_envs.begin(random_numbers(cfg.seed, 1, 1 + at.step))
-    returns = greedy_returns(agent.problem, agent.test_envs, Actor(agent.policy.actor_state()), ctx.alive)
-    metrics = {"eval/return": float(returns.mean()), "eval/return_std": float(returns.std())}
+    returns = greedy_returns(
+        agent.problem, agent.test_envs, Actor(agent.policy.actor_state(), agent.policy.activation), ctx.alive
+    )
+    metrics = {
+        "eval/return": float(returns.mean()),
+        "eval/return_std": float(returns.std()),
+        "eval/after_s": time.perf_counter() - agent.began,
+    }
     ctx.log(metrics, at.step)
     agent.last_returns = returns
     at.history.append((at.env_steps, metrics["eval/return"], float(returns.min()), float(returns.max())))
@@ -359,7 +363,7 @@ def _record(agent: Agent) -> None:
     problem, ctx = agent.problem, agent.ctx
     write_atomic(ctx.artifact("returns.png"), returns_plot(problem, agent.at.history, agent.last_returns))
     try:
-        gif = greedy_gif(problem, Actor(agent.policy.actor_state()), seed=agent.cfg.seed)
+        gif = greedy_gif(problem, Actor(agent.policy.actor_state(), agent.policy.activation), seed=agent.cfg.seed)
     except (gymnasium.error.Error, ImportError) as error:
         log.warning("no episode.gif: %s cannot be drawn here: %s", problem.name, error)
     else:
