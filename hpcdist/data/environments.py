@@ -41,6 +41,7 @@ class Problem:
     high: Floats
     reward_threshold: float | None
     time_limit: int  #: steps of an episode at most
+    is_drawable: bool
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Problem:
@@ -51,6 +52,7 @@ class Problem:
         try:
             with gymnasium.make(name, **options) as env:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
+                modes = env.metadata.get("render_modes") or ()
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
             raise ConfigError([f"rl.env={name} cannot be made: {' '.join(str(error).split())}"]) from error
         assert spec is not None
@@ -73,6 +75,7 @@ class Problem:
             high=acts.high.astype(np.float32) if isinstance(acts, spaces.Box) else none,
             reward_threshold=spec.reward_threshold,
             time_limit=spec.max_episode_steps,
+            is_drawable="rgb_array" in modes,
         )
 
     def to_env(self, chosen: NDArray[Any]) -> NDArray[Any]:

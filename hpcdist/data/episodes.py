@@ -41,9 +41,12 @@ def greedy_returns(
 def greedy_gif(problem: Problem, act: Callable[[Floats], Floats], seed: int) -> bytes:
     """One greedy episode as an animated GIF.
 
-    Raises gymnasium's errors, or ImportError, where the environment cannot be drawn.
+    Raises gymnasium.error.Error, or ImportError, where the environment cannot be drawn.
     """
     from PIL import Image
+
+    if not problem.is_drawable:
+        raise gymnasium.error.UnsupportedMode("it has no render mode rgb_array")
 
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen
     frames, frames_per_s = [], GIF_FPS

@@ -288,6 +288,15 @@ def test_artifacts_follow_their_files(scene: Scene, monkeypatch: pytest.MonkeyPa
     assert Path(copy).read_text() == "one\ntwo\n"
 
 
+def test_what_a_trainer_leaves_is_uploaded_while_it_trains(scene: Scene) -> None:
+    scene.file("artifacts/returns.png", "a picture")
+    scene.file("artifacts/samples/step-100.txt", "a text")
+    scene.file("artifacts/samples/.step-200.txt.12.ab", "half a te")
+    scene.shipper().ship_once()
+    assert scene.artifacts() >= {"returns.png", "samples/step-100.txt"}
+    assert not any("step-200" in name for name in scene.artifacts())
+
+
 def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,210 @@
+"""The RL trainer in real ranks: as in one process, as if never stopped or killed, and CartPole solved."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from context_scene import new_run, open_context
+from hpcdist_runs import Runs, assert_same, finish
+from spawn import Rank, spawn_ranks
+
+from hpcdist.data.environments import Problem
+from hpcdist.data.rollouts import Collector, Rollout
+from hpcdist.models.policy import Actor
+from hpcdist.models.ppo import learn
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.checkpoint import CheckpointStore, load_weights
+from hpcdist.runtime.context import seed_everything
+from hpcdist.runtime.optimizer import build_optimizer
+from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RlConfig, StopConfig
+from hpcdist.trainers import rl
+
+NUM_UPDATES = 4
+
+
+def config(**values: Any) -> Config:
+    return Config(
+        seed=3,
+        roles={"agent": 1, "observer": 2},
+        rl=RlConfig(num_envs=4, rollout_steps=32, hidden=[8], eval_episodes=3, record=False, **values),
+        optim=OptimConfig(lr=1e-2, clip_norm=0.5),
+        stop=StopConfig(steps=NUM_UPDATES, epochs=99),
+        checkpoint=CheckpointConfig(best="eval/return"),
+    )
+
+
+def trained(here: Rank, path: Path, cfg: Config) -> None:
+    with open_context(here, RunDir(path), cfg) as ctx:
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # seconds for MLflow's import
+        rl.train(ctx, cfg)
+        ctx.close()
+
+
+def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
+    """The same in one process, without any rank."""
+    seed_everything(cfg.seed)
+    problem = Problem.of(cfg.rl.env, cfg.rl.env_options)
+    policy = rl.build_policy(problem, cfg.rl)
+    optimizer = build_optimizer(policy.parameters(), cfg.optim)
+    collectors = [Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=index) for index in range(2)]
+
+    def collect(number: int) -> Rollout:
+        actor = Actor(copy.deepcopy(policy.actor_state()), cfg.rl.activation)
+        log_std = policy.log_std.detach().clone() if policy.log_std is not None else None
+        return Rollout.join([one.collect(number, cfg.rl.rollout_steps, actor, log_std) for one in collectors])
+
+    ahead = None
+    for number in range(NUM_UPDATES):
+        rollout = ahead or collect(number)
+        if cfg.rl.mode == "async":
+            ahead = collect(number + 1)
+        learn(policy, optimizer, rollout, cfg, torch.device("cpu"))
+        if policy.normalize:
+            policy.observe(rollout.observations[:-1][rollout.valid])
+    return policy.state_dict()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"mode": "async", "env": "Pendulum-v1", "normalize_observations": True}, {"inference": "remote"}],
+    ids=["sync", "async", "remote"],
+)
+def test_ranks_learn_what_one_process_does(tmp_path: Path, values: dict[str, Any]) -> None:
+    cfg = config(**values)
+    run = new_run(tmp_path)
+    spawn_ranks(trained, 3, path=run.path, cfg=cfg)
+    newest = CheckpointStore(run.checkpoints).latest()
+    assert newest is not None
+    weights, expected = load_weights(newest.path), trained_alone(cfg)
+    assert weights.keys() == expected.keys()
+    for key, value in weights.items():
+        if cfg.rl.inference == "local":
+            assert torch.equal(value, expected[key]), key
+        else:  # torch's forward pass of one batch instead of NumPy's of two: some sample may fall differently
+            torch.testing.assert_close(value, expected[key], rtol=0.05, atol=0.01, msg=key)
+
+
+# --- whole runs
+
+#: Two evaluations a run, checkpoints in between, and not solved before its end.
+SHORT = [
+    "rl.num_envs=8",
+    "rl.updates_per_epoch=10",
+    "stop.epochs=2",
+    "stop.threshold=1000",
+    "checkpoint.every_steps=4",
+    "rl.eval_episodes=10",
+    "rl.record=false",
+]
+HELD = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
+#: The other kind of everything: box actions, environments one by one, a rollout on its way at each checkpoint.
+ASYNC = ["rl.env=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.rollout_steps=16"]
+
+
+@pytest.fixture(scope="module")
+def rl_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rl"), ready_database, experiment="cartpole")
+
+
+def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
+    return ["run", "rl_cartpole", *runs.config(name, *overrides, export=export)[1:]]
+
+
+def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
+    """Every point but those that depend on the clock."""
+    points = [point for point in runs.points(name) if not point[0].startswith("system/")]
+    timeless = [point for point in points if point[0] not in ("train/env_steps_per_s", "eval/after_s")]
+    found = {(key, step): value for key, step, value in timeless}
+    assert len(found) == len(timeless), "points that are in MLflow more than once"
+    return found
+
+
+def assert_as_control(runs: Runs, name: str, control: str) -> None:
+    assert_same(runs.final_state(name), runs.final_state(control))
+    assert series(runs, name) == series(runs, control)
+    assert runs.mlflow_status(name) == "FINISHED"
+
+
+@pytest.fixture(scope="module")
+def control(rl_runs: Runs) -> str:
+    code, output = finish(rl_runs.start(*command(rl_runs, "control", *SHORT)))
+    assert code == 0, output
+    assert "finished: trained 20 steps, " in output
+    assert {key for key, _ in series(rl_runs, "control")} >= {"train/return", "train/entropy", "eval/return"}
+    return "control"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_stopped_and_resumed(rl_runs: Runs, control: str, kind: str) -> None:
+    name, more = f"stopped-{kind}", ASYNC if kind == "async" else []
+    if kind == "async":
+        control = "control-async"
+        code, output = finish(rl_runs.start(*command(rl_runs, control, *SHORT, *more)))
+        assert code == 0, output
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HELD))
+    rl_runs.wait_held(name, num_ranks=1)
+    code, output = rl_runs.command("stop", name)
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped: stopped with everything saved" in output
+    at = rl_runs.checkpoint_steps(name)[-1]
+    assert 14 <= at < 20
+    code, output = rl_runs.command("resume", name)
+    assert code == 0, output
+    assert f"resumed at step {at} from" in rl_runs.attempt(name, 2).log(0).read_text()
+    assert_as_control(rl_runs, name, control)
+
+
+@pytest.mark.parametrize(("victim", "role"), [(0, "agent:0"), (2, "observer:1")])
+def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
+    name = f"killed-{victim}"
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HELD))
+    (agent,) = rl_runs.wait_held(name, num_ranks=1)
+    ranks = {
+        int(rank.environ()["HPCDIST_RANK"]): rank
+        for rank in psutil.Process(process.pid).children(recursive=True)
+        if "hpcdist.runtime.worker" in rank.cmdline()
+    }
+    assert ranks[0].pid == agent
+    assert len(ranks) == 3
+    gone = [rank for rank in ranks.values() if rank.pid != ranks[victim].pid]
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    rl_runs.release(name)
+    _, alive = psutil.wait_procs(gone, timeout=10)
+    assert alive == [], "the other ranks end within ten seconds"
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank {victim} ({role}) on " in output
+    assert "was killed by SIGKILL" in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert_as_control(rl_runs, name, control)
+
+
+def test_cartpole_is_solved_and_shown(rl_runs: Runs) -> None:
+    code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
+    assert code == 0, output
+    assert "finished: solved: eval/return reached " in output
+    assert "(CartPole-v1's own threshold is 475)" in output
+    assert "Warning" not in "".join(rl_runs.attempt("solved").log(rank).read_text() for rank in range(3))
+    run = rl_runs.run_dir("solved")
+    assert (run.artifacts / "returns.png").read_bytes()[:4] == b"\x89PNG"
+    assert (run.artifacts / "episode.gif").read_bytes()[:3] == b"GIF"
+    assert (run.model / "MLmodel").is_file()
+    uploaded = {path.name for path in (rl_runs.folder.parent).rglob("*.gif")} | {
+        path.name for path in rl_runs.folder.rglob("episode.gif")
+    }
+    assert uploaded == {"episode.gif"}
+
+
+def test_an_environment_that_does_not_fit_is_the_users_mistake(rl_runs: Runs) -> None:
+    code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env=Taxi-v3")))
+    assert (code, "Traceback" in output) == (2, False), output
+    assert "rl.env=Taxi-v3" in output

@@ -1,0 +1,43 @@
+"""What a config of `trainer: rl` may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcdist.config import load_config
+from hpcdist.errors import ConfigError
+from hpcdist.schema import RlConfig
+from hpcdist.schema.rl import rl_role_problems
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_envs": 0}, "num_envs must be >= 1, got 0"),
+        ({"passes": 0}, "passes must be >= 1, got 0"),
+        ({"clip": 0.0}, "clip must be > 0, got 0"),
+        ({"entropy_weight": -0.1}, "entropy_weight must be >= 0, got -0.1"),
+        ({"discount": 1.5}, "discount must be from 0 to 1, got 1.5"),
+        ({"hidden": [64, 0]}, "hidden must hold sizes >= 1, got 0"),
+        ({"mode": "async", "inference": "remote"}, "mode=async needs inference=local"),
+    ],
+)
+def test_mistakes_of_the_section(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RlConfig(**values)
+
+
+def test_roles_are_an_agent_and_then_observers() -> None:
+    assert rl_role_problems({"agent": 1, "observer": 3}) == []
+    for roles in ({}, {"observer": 2, "agent": 1}, {"agent": 2, "observer": 1}, {"agent": 1}):
+        (problem,) = rl_role_problems(roles)
+        assert "roles: trainer rl needs one agent and then observers, got " in problem
+
+
+def test_the_shipped_config_is_checked_for_its_roles() -> None:
+    config = load_config("rl_cartpole")
+    assert config.roles == {"agent": 1, "observer": 2}
+    with pytest.raises(ConfigError, match="needs one agent and then observers, got agent: 2, observer: 2"):
+        load_config("rl_cartpole", ["roles.agent=2"])
