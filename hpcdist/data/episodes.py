@@ -71,9 +71,7 @@ def greedy_gif(problem: Problem, act: Callable[[Floats], Floats], seed: int) -> 
     return file.getvalue()
 
 
-def returns_plot(
-    problem: Problem, history: Sequence[tuple[int, float, float, float]], last: NDArray[np.float64]
-) -> bytes:
+def returns_plot(problem: Problem, history: Sequence[tuple[int, float, float, float]], last: Sequence[float]) -> bytes:
     """The evaluations' returns over the run, and those of the last one's episodes, as a PNG.
 
     Args:

@@ -87,8 +87,9 @@ class Policy(nn.Module):
         return scaled.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
 
     def actor_state(self) -> dict[str, Tensor]:
-        """The part of the state dict that acting needs, on the host."""
-        return {name: value.cpu() for name, value in self.state_dict().items() if name.startswith(ACTOR_KEYS)}
+        """The part of the state dict that acting needs, on the host: a copy, since it may travel while others learn."""
+        state = self.state_dict()
+        return {name: value.to("cpu", copy=True) for name, value in state.items() if name.startswith(ACTOR_KEYS)}
 
 
 def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:

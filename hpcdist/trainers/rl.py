@@ -4,7 +4,7 @@ Observers step their environments and record rollouts; the agent, rank 0, learns
 the policy over full greedy episodes. In `mode: sync` update k learns from rollouts of weights k, and observers idle
 meanwhile. In `mode: async` they collect with weights k what update k + 1 learns from. That is always one update of
 staleness, never more, so the same seed gives the same weights in both; what async gives up is that the policy which
-learns is the one that acted, which the probability ratio of PPO corrects for, at a cost of some more samples.
+learns is the one that acted; PPO's probability ratio corrects for that, at the cost of some more samples.
 
 Where to infer was measured (CartPole, 2 observers on 2 cores): a copy of the weights in each observer, applied in
 NumPy, is several times faster than asking the agent at each step, for networks of this size.
@@ -23,9 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import gymnasium
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import rpc
 
@@ -42,6 +40,8 @@ from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config, RlConfig
 
 log = logging.getLogger(__name__)
+#: What `checkpoint.best` may name.
+MEASURED = ("eval/return", "eval/return_std")
 
 
 # --- the observer
@@ -52,19 +52,21 @@ _inference: Inference | None = None
 
 
 @remote
-def collect(index: int, number: int, rl: RlConfig, weights: dict[str, Tensor]) -> Rollout:
+def collect(index: int, number: int, rl: RlConfig, weights: dict[str, Tensor], timeout_s: float) -> Rollout:
     """On an observer: collect a rollout, with these weights or by asking the agent at each step.
 
     Args:
         weights: the policy's `actor_state`; of it only `log_std`, if there is one, where the agent is asked.
     """
     assert _collector is not None
-    infer = Actor(weights, rl.activation) if rl.inference == "local" else functools.partial(_ask_agent, index)
+    is_local = rl.inference == "local"
+    infer = Actor(weights, rl.activation) if is_local else functools.partial(_ask_agent, index, timeout_s)
     return _collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
 
 
-def _ask_agent(index: int, observations: Floats) -> Floats:
-    outputs: Floats = rpc.rpc_sync("agent:0", answer, (index, torch.from_numpy(observations))).numpy()
+def _ask_agent(index: int, timeout_s: float, observations: Floats) -> Floats:
+    arguments = (index, torch.from_numpy(observations))
+    outputs: Floats = rpc.rpc_sync("agent:0", answer, arguments, timeout=timeout_s).numpy()
     return outputs
 
 
@@ -114,6 +116,7 @@ class Position:
     num_evals_without_better: int = 0
     #: env_steps, and mean, smallest and greatest return, of each evaluation
     history: list[tuple[int, float, float, float]] = field(default_factory=list)
+    last_returns: list[float] = field(default_factory=list)  #: of the last evaluation's episodes
 
 
 @dataclass
@@ -145,12 +148,13 @@ class Agent:
     pending: list[torch.futures.Future[Rollout]] | list[Rollout] = field(default_factory=list)
     began: float = 0.0  #: when this attempt began to train, evaluations included
     since: float = 0.0  #: when the last point was logged
-    last_returns: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or told to end, evaluate after each epoch, and leave checkpoints and the final policy."""
     global _collector, _inference
+    if (best := cfg.checkpoint.best) not in MEASURED:
+        raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(MEASURED)}"])
     problem = Problem.of(cfg.rl.env, cfg.rl.env_options, cfg.rl.max_episode_steps)
     saved = ctx.restore()
     if ctx.role == "observer":
@@ -278,7 +282,7 @@ def _request(agent: Agent, number: int) -> list[torch.futures.Future[Rollout]]:
     # Longer than any rollout: it is the supervisor who finds a rank that hangs.
     timeout_s = agent.cfg.launch.hang_timeout_s
     return [
-        rpc.rpc_async(name, collect, (index, number, rl, weights), timeout=timeout_s)
+        rpc.rpc_async(name, collect, (index, number, rl, weights, timeout_s), timeout=timeout_s)
         for index, name in enumerate(agent.group.of_role("observer"))
     ]
 
@@ -324,11 +328,9 @@ def _evaluate(agent: Agent) -> dict[str, float]:
         "eval/after_s": time.perf_counter() - agent.began,
     }
     ctx.log(metrics, at.step)
-    agent.last_returns = returns
+    at.last_returns = returns.tolist()
     at.history.append((at.env_steps, metrics["eval/return"], float(returns.min()), float(returns.max())))
     best = cfg.checkpoint
-    if best.best not in metrics:
-        raise ConfigError([f"checkpoint.best={best.best!r} is not measured: use one of {', '.join(metrics)}"])
     value = metrics[best.best]
     better = at.best is None or (value > at.best if best.best_mode == "max" else value < at.best)
     at.best = value if better else at.best
@@ -361,7 +363,7 @@ def _end_reason(agent: Agent) -> str:
 def _record(agent: Agent) -> None:
     """Leave pictures of the last evaluation: returns over the run, and one episode where it can be drawn."""
     problem, ctx = agent.problem, agent.ctx
-    write_atomic(ctx.artifact("returns.png"), returns_plot(problem, agent.at.history, agent.last_returns))
+    write_atomic(ctx.artifact("returns.png"), returns_plot(problem, agent.at.history, agent.at.last_returns))
     try:
         gif = greedy_gif(problem, Actor(agent.policy.actor_state(), agent.policy.activation), seed=agent.cfg.seed)
     except (gymnasium.error.Error, ImportError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from pathlib import Path
@@ -56,7 +55,7 @@ def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
     collectors = [Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=index) for index in range(2)]
 
     def collect(number: int) -> Rollout:
-        actor = Actor(copy.deepcopy(policy.actor_state()), cfg.rl.activation)
+        actor = Actor(policy.actor_state(), cfg.rl.activation)
         log_std = policy.log_std.detach().clone() if policy.log_std is not None else None
         return Rollout.join([one.collect(number, cfg.rl.rollout_steps, actor, log_std) for one in collectors])
 

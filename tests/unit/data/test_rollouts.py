@@ -270,7 +270,7 @@ def test_pictures_of_an_evaluation() -> None:
         assert 4 <= image.n_frames <= 6, "every second of some ten steps"  # type: ignore[attr-defined]
         assert image.size == (300, 200)
         assert image.info["duration"] == 40
-    plot = returns_plot(problem, [(100, 20.0, 9.0, 40.0), (200, 400.0, 300.0, 500.0)], np.array([300.0, 500.0]))
+    plot = returns_plot(problem, [(100, 20.0, 9.0, 40.0), (200, 400.0, 300.0, 500.0)], [300.0, 500.0])
     with Image.open(io.BytesIO(plot)) as image:
         assert image.format == "PNG"
     with pytest.raises(gymnasium.error.Error, match="it has no render mode rgb_array"):
