@@ -34,7 +34,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.models.policy import Actor, Policy
 from hpcdist.models.ppo import learn
 from hpcdist.rundir import write_atomic
-from hpcdist.runtime.context import Context, Restored
+from hpcdist.runtime.context import Context
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
 from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config, RlConfig
@@ -156,9 +156,9 @@ def train(ctx: Context, cfg: Config) -> None:
     if (best := cfg.checkpoint.best) not in MEASURED:
         raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(MEASURED)}"])
     problem = Problem.of(cfg.rl.env, cfg.rl.env_options, cfg.rl.max_episode_steps)
-    saved = ctx.restore()
     if ctx.role == "observer":
         _collector = collector = Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=ctx.role_index)
+        saved = ctx.restore()
         if saved is not None and saved.local is not None:
             collector.load_state(saved.local)
 
@@ -169,7 +169,7 @@ def train(ctx: Context, cfg: Config) -> None:
             ctx.agree_among([0])
             group.serve({"save": save})
         return
-    agent = _set_up(ctx, cfg, problem, saved)
+    agent = _set_up(ctx, cfg, problem)
     _inference = Inference(agent.policy, ctx.device, ctx.roles.count("observer"))
     with rpc_group(ctx) as agent.group:
         ctx.agree_among([0])
@@ -202,12 +202,13 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     )
 
 
-def _set_up(ctx: Context, cfg: Config, problem: Problem, saved: Restored | None) -> Agent:
+def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
     policy = build_policy(problem, cfg.rl).to(ctx.device)
     at, meter = Position(), Meter(torch.zeros(4, device=ctx.device))
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
-    if saved is not None:
+    test_envs = make_environments(problem, cfg.rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
+    if (saved := ctx.restore()) is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         at = Position(**saved.trainer["position"])
@@ -225,7 +226,7 @@ def _set_up(ctx: Context, cfg: Config, problem: Problem, saved: Restored | None)
         at=at,
         meter=meter,
         total_steps=total_steps,
-        test_envs=make_environments(problem, cfg.rl.eval_episodes, random_numbers(cfg.seed, 1, 0)),
+        test_envs=test_envs,
         pending=pending,
     )
 

@@ -113,7 +113,8 @@ def rl_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> R
 
 
 def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
-    return ["run", "rl_cartpole", *runs.config(name, *overrides, export=export)[1:]]
+    patient = "tracking.drain_timeout_s=180"
+    return ["run", "rl_cartpole", *runs.config(name, patient, *overrides, export=export)[1:]]
 
 
 def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
