@@ -183,6 +183,8 @@ def rpc_group(
     try:
         with _quiet():
             rpc.shutdown(graceful=True, timeout=SHUTDOWN_S)
+        # The end of RPC goes through the store too, which is gone with the first rank that leaves.
+        ctx.barrier()
     except RuntimeError as error:
         raise PeerLost(f"{group.where} ended RPC alone: {_first_line(error)}") from error
     _group = None

@@ -30,7 +30,7 @@ class RlConfig:
     updates_per_epoch: int = 10
     """Updates between two evaluations; `stop.epochs` counts evaluations, `stop.patience` too."""
     eval_episodes: int = 100
-    """Full greedy episodes of an evaluation. `stop.threshold`, or else the environment's own, counts as solved."""
+    """Full greedy episodes of an evaluation. Where `stop.threshold` is null the environment's own ends the run."""
     mode: Literal["sync", "async"] = "sync"
     """`sync`: update k learns from rollouts of weights k. `async`: observers collect the next rollout while the agent
     learns, which uses all cores but learns from rollouts that are one update old; as deterministic as sync."""

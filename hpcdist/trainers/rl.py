@@ -36,6 +36,7 @@ from hpcdist.models.ppo import learn
 from hpcdist.rundir import write_atomic
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config, RlConfig
 
@@ -104,16 +105,10 @@ def answer(index: int, observations: Tensor) -> torch.futures.Future[Tensor]:
 
 
 @dataclass
-class Position:
-    """How far training is. All of it is saved, so that a resumed run does exactly what an undisturbed one does."""
+class Course(Position):
+    """How far training is, and what it has come by."""
 
-    step: int = 0  #: updates done
-    epoch: int = 0
-    step_in_epoch: int = 0
     env_steps: int = 0  #: transitions learnt from, by all observers
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
     #: env_steps, and mean, smallest and greatest return, of each evaluation
     history: list[tuple[int, float, float, float]] = field(default_factory=list)
     last_returns: list[float] = field(default_factory=list)  #: of the last evaluation's episodes
@@ -139,7 +134,7 @@ class Agent:
     problem: Problem
     policy: Policy
     optimizer: torch.optim.Optimizer
-    at: Position
+    at: Course
     meter: Meter
     total_steps: int
     test_envs: Environments
@@ -204,19 +199,18 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
 
 def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
     policy = build_policy(problem, cfg.rl).to(ctx.device)
-    at, meter = Position(), Meter(torch.zeros(4, device=ctx.device))
+    at, meter = Course(steps_per_epoch=cfg.rl.updates_per_epoch), Meter(torch.zeros(4, device=ctx.device))
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
     test_envs = make_environments(problem, cfg.rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
     if (saved := ctx.restore()) is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
-        at = Position(**saved.trainer["position"])
+        at = Course(**saved.trainer["position"])
+        at.rescale(cfg.rl.updates_per_epoch)
         meter = Meter(**saved.trainer["meter"])
         meter.losses = meter.losses.to(ctx.device)
         pending = [Rollout(*parts) for parts in saved.trainer["pending"]]
-    left = max(0, (cfg.stop.epochs - at.epoch) * cfg.rl.updates_per_epoch - at.step_in_epoch)
-    total_steps = at.step + left if cfg.stop.steps is None else min(at.step + left, cfg.stop.steps)
     return Agent(
         ctx=ctx,
         cfg=cfg,
@@ -225,7 +219,7 @@ def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
         optimizer=optimizer,
         at=at,
         meter=meter,
-        total_steps=total_steps,
+        total_steps=at.total_steps(cfg.stop),
         test_envs=test_envs,
         pending=pending,
     )
@@ -237,21 +231,18 @@ def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
 def _train_epoch(agent: Agent) -> bool:
     """Do what is left of the epoch; False when a stop was agreed, with everything saved."""
     ctx, at, cfg = agent.ctx, agent.at, agent.cfg
-    while at.step < agent.total_steps and at.step_in_epoch < cfg.rl.updates_per_epoch:
+    while at.step < agent.total_steps and at.step_in_epoch < at.steps_per_epoch:
         _update(agent)
-        at.step += 1
-        at.step_in_epoch += 1
+        at.count_step()
         if at.step % cfg.tracking.log_every == 0:
             _log(agent)
         stop = ctx.should_stop(at.step, agent.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
-        evaluates = at.step_in_epoch == cfg.rl.updates_per_epoch or at.step == agent.total_steps
-        if ctx.should_save(at.step) and (stop or not evaluates):
+        if ctx.should_save(at.step) and (stop or not at.before_evaluation(agent.total_steps)):
             _save(agent, {})
         if stop:
             return False
-    if at.step_in_epoch == cfg.rl.updates_per_epoch:
-        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+    at.close_epoch()
     return True
 
 
@@ -331,34 +322,19 @@ def _evaluate(agent: Agent) -> dict[str, float]:
     ctx.log(metrics, at.step)
     at.last_returns = returns.tolist()
     at.history.append((at.env_steps, metrics["eval/return"], float(returns.min()), float(returns.max())))
-    best = cfg.checkpoint
-    value = metrics[best.best]
-    better = at.best is None or (value > at.best if best.best_mode == "max" else value < at.best)
-    at.best = value if better else at.best
-    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
-    at.evaluated_step = at.step
+    at.note_evaluation(metrics, cfg.checkpoint)
     agent.since += time.perf_counter() - began  # steps/s are those of training
     return metrics
 
 
 def _end_reason(agent: Agent) -> str:
-    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
-    at, stop, best = agent.at, agent.cfg.stop, agent.cfg.checkpoint
-    if at.evaluated_step != at.step or at.best is None:
-        return ""
-    place = f"at step {at.step}, {at.env_steps} environment steps"
-    threshold, source = stop.threshold, "stop.threshold"
-    if threshold is None and best.best == "eval/return":
-        threshold, source = agent.problem.reward_threshold, f"{agent.problem.name}'s own threshold"
-    if threshold is not None:
-        reached = at.best >= threshold if best.best_mode == "max" else at.best <= threshold
-        if reached:
-            return f"solved: {best.best} reached {at.best:.6g} ({source} is {threshold:g}) {place}"
-    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
-        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) {place}"
-    if at.step >= agent.total_steps:
-        return f"trained {at.step} steps, {at.env_steps} environment steps"
-    return ""
+    """Why training is over, or nothing while it goes on."""
+    cfg, at, problem = agent.cfg, agent.at, agent.problem
+    goal = None
+    if problem.reward_threshold is not None and cfg.checkpoint.best == "eval/return":
+        goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
+    reason = at.end_reason(cfg.stop, cfg.checkpoint, agent.total_steps, goal=goal)
+    return f"{reason}, {at.env_steps} environment steps" if reason else ""
 
 
 def _record(agent: Agent) -> None:
