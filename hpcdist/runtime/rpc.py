@@ -80,9 +80,14 @@ class RpcGroup:
         """The names of a role's ranks, by index."""
         return [name for name in self.names if name.partition(":")[0] == role]
 
-    def order(self, order: str, *arguments: Any) -> None:
-        """Rank 0: have every other rank do this in its main thread, after what was ordered before; does not wait."""
-        for future in [rpc.rpc_async(name, _take_order, (order, arguments)) for name in self.peers]:
+    def order(self, order: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
+        """Rank 0: have others do this in their main threads, after what was ordered before; does not wait.
+
+        Args:
+            to: names of those that serve; None means every other rank.
+        """
+        names = self.peers if to is None else to
+        for future in [rpc.rpc_async(name, _take_order, (order, arguments)) for name in names]:
             future.wait()
 
     def serve(self, orders: Mapping[str, Callable[..., None]]) -> None:

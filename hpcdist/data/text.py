@@ -1,0 +1,210 @@
+"""Text as a stream of tokens: files, tokeniser, held-out part, and batches of neighbouring tokens.
+
+Batches are cut as in https://docs.pytorch.org/tutorials/beginner/transformer_tutorial.html: the stream becomes
+columns, and a batch is the next few rows of them, so that the hidden state of one goes on in the next.
+"""
+
+from __future__ import annotations
+
+import glob
+import random
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import ConfigError
+
+UNKNOWN = "<unk>"
+#: A word or separators with the space before them, or a line's end with the next line's indent: joined, they are the
+#: text again.
+PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
+#: Third parties' code, and tests, whose data no model can learn.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+class Tokenizer(Protocol):
+    @property
+    def size(self) -> int:
+        """Number of different tokens."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8."""
+
+    size = 256
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class WordTokenizer:
+    """The commonest words, by https://huggingface.co/docs/tokenizers; token 0 stands for all others."""
+
+    def __init__(self, texts: Sequence[str], max_size: int) -> None:
+        from tokenizers import Regex, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Library
+
+        self._library = Library(models.WordLevel(unk_token=UNKNOWN))
+        self._library.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+        trainer = trainers.WordLevelTrainer(vocab_size=max_size, special_tokens=[UNKNOWN], show_progress=False)
+        self._library.train_from_iterator(texts, trainer)
+
+    @property
+    def size(self) -> int:
+        return int(self._library.get_vocab_size())
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [item.ids for item in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self._library.id_to_token(token) or UNKNOWN for token in tokens)
+
+
+class TextParams(Protocol):
+    """The part of a config that this module reads."""
+
+    @property
+    def files(self) -> list[str]: ...
+    @property
+    def corpus_mb(self) -> float: ...
+    @property
+    def held_out(self) -> float: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Both parts as int32 [n]."""
+
+    train: Tensor
+    held_out: Tensor
+    tokenizer: Tokenizer
+
+
+def load_corpus(params: TextParams, seed: int) -> Corpus:
+    """Read, tokenise and split. Raises ConfigError when there is no text, or too little."""
+    texts = read_texts(params.files, params.corpus_mb, seed)
+    num_held_out = max(1, round(1 / params.held_out))
+    if len(texts) >= num_held_out:
+        held_out = texts[::num_held_out]
+        train = [text for number, text in enumerate(texts) if number % num_held_out]
+    else:
+        joined = "".join(texts)
+        cut = round(len(joined) * (1 - params.held_out))
+        train, held_out = [joined[:cut]], [joined[cut:]]
+    # The vocabulary is the training text's: what it lacks is unknown in the held-out part, as in use.
+    tokenizer: Tokenizer = ByteTokenizer() if params.tokenizer == "byte" else WordTokenizer(train, params.vocab_size)
+    return Corpus(_stream(tokenizer, train), _stream(tokenizer, held_out), tokenizer)
+
+
+def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
+    return torch.cat([torch.tensor(tokens, dtype=torch.int32) for tokens in tokenizer.encode(texts)])
+
+
+def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
+    """The files' texts in an order that `seed` determines, cut off at `max_mb`.
+
+    Raises ConfigError when a pattern finds no file, or one cannot be read.
+    """
+    paths = _matches(patterns) if patterns else _standard_library()
+    random.Random(seed).shuffle(paths)  # noqa: S311  # nothing is to be kept secret
+    texts, left = [], int(max_mb * 1e6)
+    for path in paths:
+        try:
+            text = path.read_bytes()[:left].decode(errors="replace")
+        except OSError as error:
+            raise ConfigError([f"rnn.files: {path} cannot be read: {error.strerror or error}"]) from error
+        left -= len(text.encode())
+        texts.append(text)
+        if left <= 0:
+            break
+    return texts
+
+
+def _matches(patterns: Sequence[str]) -> list[Path]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
+        if not files:
+            raise ConfigError([f"rnn.files: {pattern!r} finds no file"])
+        found |= files
+    return sorted(found)
+
+
+def _standard_library() -> list[Path]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts))
+    if not paths:
+        raise ConfigError([f"rnn.files: {folder} holds no source of Python's standard library: name text files"])
+    return paths
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of some columns: `rows[where]` are the embedding's rows of the inputs.
+
+    Attributes:
+        ids: the different inputs, sorted, int64 [u].
+        where: each input's place in `ids`, int64 [steps, columns].
+        targets: the tokens that follow, int64 [steps * columns].
+    """
+
+    ids: Tensor
+    where: Tensor
+    targets: Tensor
+
+
+class Columns:
+    """A rank's share of a stream: its columns, read from top to bottom.
+
+    Args:
+        stream: all tokens, [n].
+        num_columns: of each rank; longer stretches of text with fewer of them.
+        part: rank and number of ranks that share the stream.
+    """
+
+    def __init__(self, stream: Tensor, num_columns: int, bptt: int, part: tuple[int, int] = (0, 1)) -> None:
+        index, parts = part
+        length = len(stream) // (num_columns * parts)
+        if length < 2:
+            raise ConfigError(
+                [f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
+                 "give more of it (rnn.corpus_mb, rnn.held_out), or a smaller rnn.batch_size"]
+            )  # fmt: skip
+        columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
+        self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()
+        self._bptt = bptt
+
+    @property
+    def num_targets(self) -> int:
+        return int(self._tokens[1:].numel())
+
+    def __len__(self) -> int:
+        """Number of batches; the last one may have fewer rows."""
+        return -(-(len(self._tokens) - 1) // self._bptt)
+
+    def __getitem__(self, number: int) -> Batch:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * self._bptt
+        last = min(first + self._bptt, len(self._tokens) - 1)
+        ids, where = torch.unique(self._tokens[first:last], return_inverse=True)
+        return Batch(ids, where, self._tokens[first + 1 : last + 1].flatten())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[number] for number in range(len(self)))

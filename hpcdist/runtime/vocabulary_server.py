@@ -1,0 +1,397 @@
+"""Servers of a vocabulary's rows, and all of them together as a trainer sees them.
+
+Updates of several trainers are one in `sync`: servers wait for every trainer's push, and add up in the order of their
+index. In `async` each push is an update, when it comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from hpcdist.errors import HpcdistError, PeerLost
+from hpcdist.runtime.optimizer import build_optimizer
+from hpcdist.runtime.rpc import remote
+from hpcdist.runtime.shards import Shard
+from hpcdist.runtime.vocabulary import Space, VocabularyShard, join_scores, row_bounds
+from hpcdist.schema import OptimConfig
+
+#: A call may take so long; a peer that has died is noticed by its connection long before.
+CALL_S = 300.0
+
+
+@dataclass
+class Slot:
+    """One of a trainer's batches at a server."""
+
+    space: Space | None = None
+    gradients: Future[tuple[Tensor, ...]] | None = None  #: of the decoder's rows
+    used: Future[None] | None = None  #: the update that they are part of
+
+
+@dataclass
+class Joined:
+    """The gradients of one update."""
+
+    rows: Tensor  #: of the embedding, sparse and coalesced
+    slots: list[Slot]
+    summed: tuple[Tensor, ...] = ()  #: of the decoder, once all of them are there
+
+
+class Server:
+    """Rows of embedding and decoder, and their optimizers. Its methods are called by trainers, in RPC's threads.
+
+    Args:
+        wire: where tensors are when they travel.
+        is_async: see the module.
+    """
+
+    def __init__(
+        self,
+        shard: VocabularyShard,
+        cfg: OptimConfig,
+        num_trainers: int,
+        *,
+        device: torch.device,
+        wire: torch.device,
+        is_async: bool = False,
+    ) -> None:
+        self.shard = shard.to(device)
+        self.decoder_optimizer = build_optimizer([shard.weight, shard.bias], cfg)
+        self.row_optimizer: torch.optim.Optimizer | None = None
+        if not shard.is_tied:
+            self.row_optimizer, self._is_lazy = build_row_optimizer(shard.encoder, cfg)
+        self._num_trainers = num_trainers
+        self._device, self._wire = device, wire
+        self._is_async = is_async
+        self._slots = [deque(Slot() for _ in range(2 if is_async else 1)) for _ in range(num_trainers)]
+        self._waiting: list[deque[Slot]] = [deque() for _ in range(num_trainers)]  #: for their trainer's push
+        self._scratch: list[Space | None] = [None] * num_trainers
+        self._pushed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._offered: dict[int, Joined] = {}
+        self._squared_norm: dict[int, float] = {}
+        self._round = 0
+        self._changed = threading.Condition()
+        self._decoder_lock = threading.Lock()
+        self._updated: Future[None] | None = None
+        # Tasks wait for none that was submitted later.
+        self._pool = ThreadPoolExecutor(num_trainers + 1)
+
+    # --- called by trainers
+
+    def pull(self, ids: Tensor) -> Tensor:
+        with self._changed:
+            return self._lookup(ids)
+
+    def score(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Begin a batch: log of the summed exponentials, and the targets' logits, [n] each."""
+        slot = self._slots[trainer][0]
+        self._slots[trainer].rotate(-1)
+        if slot.used is not None:  # in `sync` this is the last update, in `async` the one before
+            slot.used.result()
+        slot.space, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), slot.space)
+        self._waiting[trainer].append(slot)
+        return self._out(slot.space.lse), self._out(chosen)
+
+    def backward(self, trainer: int, lse: Tensor, scale: float) -> Tensor:
+        """This server's part of the gradient of the output; that of the weights is computed after the answer."""
+        slot = self._waiting[trainer][-1]
+        assert slot.space is not None
+        gradient = self._out(self.shard.input_gradient(slot.space, lse.to(self._device), scale))
+        slot.gradients = self._pool.submit(self._weight_gradient, slot.space)
+        return gradient
+
+    def decode(self, trainer: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
+        """Both at once, for a server that has the whole vocabulary: summed loss and gradient of the output."""
+        lse, losses = join_scores(*zip(self.score(trainer, hidden, targets), strict=True))
+        return float(losses.double().sum()), self.backward(trainer, lse, scale)
+
+    def measure(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`score` without a backward to come."""
+        self.settle()
+        scratch, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), self._scratch[trainer])
+        self._scratch[trainer] = scratch
+        return self._out(scratch.lse), self._out(chosen)
+
+    def offer(self, trainer: int, ids: Tensor, rows: Tensor) -> float:
+        """Gradients of embedding rows that are to be clipped: the squared norm of all that this server will update."""
+        key = self._key(trainer)
+
+        def measure(joined: Joined) -> None:
+            gradients = self._decoder_gradients(joined) + (() if self.shard.is_tied else (joined.rows.values(),))
+            self._squared_norm[key] = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
+            self._offered[key] = joined
+
+        with self._changed:
+            self._collect(trainer, ids, rows, measure)
+            return self._squared_norm[key]
+
+    def push(
+        self, trainer: int, ids: Tensor | None, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
+    ) -> Tensor:
+        """Update with these gradients, or `scale` times those that were offered; returns the next batch's rows."""
+        with self._changed:
+            if ids is not None and rows is not None:
+                self._collect(trainer, ids, rows, lambda joined: self._update(joined, 1.0, lr))
+            elif (offered := self._offered.pop(self._key(trainer), None)) is not None:
+                self._update(offered, scale, lr)  # the first trainer to say so: all of them say the same
+            return self._lookup(next_ids)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The shard's rows, on the host, for the final model."""
+        self.settle()
+        return {name: tensor.detach().cpu() for name, tensor in self.shard.named.items()}
+
+    # --- updates
+
+    def _key(self, trainer: int) -> int:
+        return trainer if self._is_async else 0
+
+    def _collect(self, trainer: int, ids: Tensor, rows: Tensor, then: Callable[[Joined], None]) -> None:
+        """Do `then` with what all trainers have pushed, or in `async` with this one's; in `sync` all wait for it."""
+        self._pushed[trainer] = ids.to(self._device), rows.to(self._device)
+        if self._is_async:
+            then(self._join([trainer]))
+            return
+        if len(self._pushed) == self._num_trainers:
+            then(self._join(range(self._num_trainers)))
+            self._round += 1
+            self._changed.notify_all()
+            return
+        before = self._round
+        if not self._changed.wait_for(lambda: self._round > before, CALL_S):
+            missing = sorted(set(range(self._num_trainers)) - set(self._pushed))
+            raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_S:g} s")
+
+    def _join(self, trainers: Sequence[int]) -> Joined:
+        ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
+        where = (torch.cat(ids) - self.shard.start)[None]
+        joined = torch.sparse_coo_tensor(
+            where,
+            torch.cat(rows),
+            self.shard.encoder.shape,
+            check_invariants=False,
+            is_coalesced=len(ids) == 1,  # a trainer's ids are different and sorted; those of several are not
+        )
+        return Joined(joined.coalesce(), [self._waiting[trainer].popleft() for trainer in trainers])
+
+    def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, ...]:
+        """Summed over the trainers, by index, in the first one's buffers; with those of the embedding where tied."""
+        if not joined.summed:
+            first, *others = [slot.gradients.result() for slot in joined.slots if slot.gradients is not None]
+            for other in others:
+                torch._foreach_add_(first, other)
+            if self.shard.is_tied:
+                first[0].index_add_(0, joined.rows.indices()[0], joined.rows.values())
+            joined.summed = first
+        return joined.summed
+
+    def _update(self, joined: Joined, scale: float, lr: float) -> None:
+        """Step the embedding now, since its rows are waited for, and the decoder once its gradients are there."""
+        if self.row_optimizer is not None:
+            gradient = joined.rows if scale == 1.0 else joined.rows * scale
+            self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
+            step(self.row_optimizer, lr)
+            self._synchronize()
+        self._updated = self._pool.submit(self._update_decoder, joined, scale, lr)
+        for slot in joined.slots:
+            slot.used = self._updated
+        if self.shard.is_tied:
+            self._updated.result()
+
+    def _update_decoder(self, joined: Joined, scale: float, lr: float) -> None:
+        with self._decoder_lock:
+            weight, bias = self._decoder_gradients(joined)
+            if scale != 1.0:
+                torch._foreach_mul_((weight, bias), scale)
+            self.shard.weight.grad, self.shard.bias.grad = weight, bias
+            step(self.decoder_optimizer, lr)
+            self._synchronize()
+
+    def _weight_gradient(self, space: Space) -> tuple[Tensor, ...]:
+        gradients = self.shard.weight_gradient(space)
+        self._synchronize()
+        return gradients
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        return self._out(self.shard.lookup(ids.to(self._device)))
+
+    def _out(self, tensor: Tensor) -> Tensor:
+        self._synchronize()
+        return tensor.to(self._wire)
+
+    def _synchronize(self) -> None:
+        # Calls and updates run in threads, each on a stream of its own: what one leaves, another finds finished.
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
+        """Wait until everything that was pushed is in the weights."""
+        if self._updated is not None:
+            self._updated.result()
+
+    # --- checkpoints
+
+    def content(self) -> Shard:
+        """What this server owns; nothing may be under way."""
+        self.settle()
+        return Shard(
+            model={name: tensor.detach() for name, tensor in self.shard.named.items()},
+            rows=dict.fromkeys(self.shard.named, (self.shard.start, self.shard.vocab_size)),
+            trainer={
+                "decoder": self.decoder_optimizer.state_dict(),
+                "rows": None if self.row_optimizer is None else self.row_optimizer.state_dict(),
+            },
+        )
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Put back what `content` gave."""
+        with torch.no_grad():
+            for name, tensor in self.shard.named.items():
+                tensor.copy_(content["model"][name])
+        self.decoder_optimizer.load_state_dict(content["trainer"]["decoder"])
+        if self.row_optimizer is not None:
+            self.row_optimizer.load_state_dict(content["trainer"]["rows"])
+
+
+def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.optim.Optimizer, bool]:
+    """The embedding's optimizer, and whether it takes sparse gradients, at the cost of the touched rows alone.
+
+    Plain SGD gives the same either way; Adam then leaves the moments of untouched rows as they are (SparseAdam).
+    Momentum of SGD and decay move every row in every step, so they take dense gradients.
+    """
+    if cfg.weight_decay == 0 and cfg.name == "adam":
+        return torch.optim.SparseAdam([encoder], lr=cfg.lr), True
+    if cfg.weight_decay == 0 and cfg.name == "sgd" and cfg.momentum == 0:
+        return torch.optim.SGD([encoder], lr=cfg.lr), True
+    return build_optimizer([encoder], cfg), False
+
+
+def step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
+_server: Server | None = None
+
+
+def answer_with(server: Server) -> None:
+    """From here on calls to this process are for `server`."""
+    global _server
+    _server = server
+
+
+@remote
+def _at_server(method: str, *arguments: Any) -> Any:
+    if _server is None:
+        raise HpcdistError("no server of a vocabulary is in this process")
+    return getattr(_server, method)(*arguments)
+
+
+class Rows:
+    """Rows of the embedding on their way."""
+
+    def __init__(self, calls: Sequence[Any]) -> None:
+        self._calls = calls
+
+    def wait(self) -> Tensor:
+        parts = [call.wait() for call in self._calls]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Servers:
+    """All servers together, as a trainer sees them: whole tables, whole losses.
+
+    Args:
+        names: the servers' in RPC, by index.
+        trainer: this trainer's index.
+        device: where this trainer computes.
+        wire: where tensors are when they travel.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, trainer: int, vocab_size: int, device: torch.device, wire: torch.device
+    ) -> None:
+        self._names = list(names)
+        self._trainer = trainer
+        self._bounds = torch.tensor(row_bounds(vocab_size, len(names)))
+        self._device, self._wire = device, wire
+
+    def _call(self, server: int, method: str, *arguments: Any) -> Any:
+        return rpc.rpc_async(self._names[server], _at_server, (method, *arguments), timeout=CALL_S)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        return [self._call(server, method, *arguments) for server in range(len(self._names))]
+
+    def _of_each(self, ids: Tensor) -> list[slice]:
+        """Which of the sorted ids each server has."""
+        if len(self._names) == 1:
+            return [slice(None)]
+        cuts = torch.searchsorted(ids, self._bounds).tolist()
+        return [slice(*pair) for pair in itertools.pairwise(cuts)]
+
+    def pull(self, ids: Tensor) -> Rows:
+        """Rows of different tokens, `ids` being sorted."""
+        return Rows([self._call(i, "pull", ids[part].to(self._wire)) for i, part in enumerate(self._of_each(ids))])
+
+    def decode(self, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
+        """Begin a batch. Call what is returned for its summed loss and the gradient of `hidden`, [n, hidden].
+
+        Args:
+            scale: what the gradient of the summed loss is multiplied with.
+        """
+        hidden, targets = hidden.to(self._wire), targets.to(self._wire)
+        if len(self._names) == 1:  # which needs nobody else's word: one call
+            (call,) = self._call_all("decode", self._trainer, hidden, targets, scale)
+            return lambda: self._received(*call.wait())
+        scores = self._call_all("score", self._trainer, hidden, targets)
+
+        def finish() -> tuple[float, Tensor]:
+            lse, losses = join_scores(*zip(*(call.wait() for call in scores), strict=True))
+            parts = [call.wait() for call in self._call_all("backward", self._trainer, lse, scale)]
+            return self._received(float(losses.double().sum()), torch.stack(parts).sum(0))
+
+        return finish
+
+    def _received(self, loss: float, gradient: Tensor) -> tuple[float, Tensor]:
+        return loss, gradient.to(self._device)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> float:
+        """Summed over the targets, without a backward to come."""
+        calls = self._call_all("measure", self._trainer, hidden.to(self._wire), targets.to(self._wire))
+        _, losses = join_scores(*zip(*(call.wait() for call in calls), strict=True))
+        return float(losses.double().sum())
+
+    def offer(self, ids: Tensor, rows: Tensor) -> float:
+        """Give gradients that are to be clipped; the squared norm of all that the servers will update."""
+        rows = rows.to(self._wire)
+        calls = [
+            self._call(i, "offer", self._trainer, ids[part].to(self._wire), rows[part])
+            for i, part in enumerate(self._of_each(ids))
+        ]
+        return math.fsum(call.wait() for call in calls)
+
+    def push(self, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor) -> Rows:
+        """Have the servers update; without `rows`, with `scale` times those that were offered."""
+        rows = None if rows is None else rows.to(self._wire)
+        calls = []
+        for i, (part, next_part) in enumerate(zip(self._of_each(ids), self._of_each(next_ids), strict=True)):
+            mine = (None, None) if rows is None else (ids[part].to(self._wire), rows[part])
+            calls.append(self._call(i, "push", self._trainer, *mine, scale, lr, next_ids[next_part].to(self._wire)))
+        return Rows(calls)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Embedding and decoder, whole, under the names of `LanguageModel`."""
+        parts = [call.wait() for call in self._call_all("weights")]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,470 @@
+"""A recurrent language model whose vocabulary lies on parameter servers: embedding and decoder there, LSTM here.
+
+Roles: trainers (rank 0 is one) hold the LSTM and the text; servers hold rows of embedding and decoder, each an equal
+stretch of the vocabulary. One batch of a trainer is three things to say:
+
+    look up      the different tokens' rows come (with the answer to the last push)
+    decode       the LSTM's output goes, its gradient and the loss come back: logits never travel
+    push         gradients of the rows that the batch has touched go, each row once
+
+The server answers `decode` before it begins with the gradient of the decoder's weights, a third of its work, which
+then overlaps with the trainer's backward. Source of the method:
+https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html (its second part).
+
+`mode: sync` equals one process on the joined batch of all trainers: servers wait for every trainer's push and add up
+in the order of their index; LSTM gradients are summed over the trainers. `mode: async` has two batches of a trainer in
+flight, so that servers and LSTM work at the same time: gradients are of weights that are one update old, and with
+several trainers a server applies each push as it comes (Hogwild, https://arxiv.org/abs/1106.5730). LSTM gradients are
+still averaged, so the trainers' replicas stay equal. It gives up that two runs are alike, and some progress a step.
+
+Distributed autograd is left out on purpose: the graph is cut at two places that are always the same, and an exchange
+by hand spares a context, the graph's messages and the optimizer's calls in each step (`benchmarks/rnn.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+from torch import Tensor, nn
+
+from hpcdist.data.text import Batch, Columns, Tokenizer, load_corpus
+from hpcdist.errors import ConfigError
+from hpcdist.models.rnn import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
+from hpcdist.runtime.context import Context, Restored
+from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.runtime.rpc import RpcGroup, rpc_group
+from hpcdist.runtime.shards import Shard
+from hpcdist.runtime.vocabulary import VocabularyShard, row_bounds
+from hpcdist.runtime.vocabulary_server import CALL_S, Rows, Server, Servers, answer_with, step
+from hpcdist.schema import Config
+
+TRAINER, SERVER = "trainer", "server"
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train, measure perplexity after each epoch, and leave checkpoints, a text and the final model."""
+    ctx.roles.require(trainer=None, server=None)
+    ranks = list(ctx.ranks_of(TRAINER))
+    ctx.agree_among(ranks)
+    trainers = dist.new_group(ranks)
+    assert isinstance(trainers, dist.ProcessGroup) or ctx.role == SERVER
+    wire, device_maps = _wire(ctx)
+    # One rank reads: all have the same text, wherever they are. Servers need to know how many rows there are.
+    corpus = load_corpus(cfg.rnn, cfg.seed) if ctx.is_main else None
+    size: list[Any] = [corpus and corpus.tokenizer.size]
+    dist.broadcast_object_list(size)
+    options: dict[str, Any] = {
+        "timeout_s": CALL_S,
+        "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
+        "device_maps": device_maps,
+    }
+    if ctx.role == SERVER:
+        server = _open_server(ctx, cfg, size[0], wire)
+        with rpc_group(ctx, **options) as group:
+            group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.content())})
+        return
+    streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
+    dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
+    run, at, meter = _open_trainer(ctx, cfg, size[0], streams, wire, trainers)
+    with rpc_group(ctx, **options) as group:
+        _train(run, group, at, meter)
+        if corpus and ctx.end_reason:
+            _finish(run, corpus.tokenizer)
+        if not ctx.is_main:
+            group.serve({})  # until rank 0 has written what it has to write
+
+
+def _wire(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]:
+    """Where tensors are when they travel: on the GPUs, if all ranks have one, else on the host."""
+    devices: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(devices, str(ctx.device))
+    if not all(device.startswith("cuda") for device in devices):
+        return torch.device("cpu"), None
+    others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
+    return ctx.device, {ctx.roles.name_of(rank): {ctx.device: torch.device(devices[rank])} for rank in others}
+
+
+def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> Server:
+    rnn = cfg.rnn
+    start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
+    shard = VocabularyShard(
+        first_rows(start, stop, rnn.embedding, cfg.seed, ENCODER),
+        None if rnn.tied else first_rows(start, stop, rnn.hidden, cfg.seed, DECODER),
+        start=start,
+        vocab_size=vocab_size,
+    )
+    num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
+    server = Server(shard, cfg.optim, num_trainers, device=ctx.device, wire=wire, is_async=is_async)
+    if (saved := ctx.restore()) is not None:
+        _check_layout(saved, ctx, vocab_size)
+        content = saved.shard(saved.trainer["num_trainers"] + ctx.role_index)
+        assert content is not None
+        server.load(content)
+    answer_with(server)
+    return server
+
+
+def _check_layout(saved: Restored, ctx: Context, vocab_size: int) -> None:
+    before, now = saved.trainer["num_servers"], ctx.roles.count(SERVER)
+    if before != now:
+        raise ConfigError([f"roles.server={now}, but the checkpoint has the rows of {before} servers: use {before}"])
+    if (trained := saved.trainer["vocab_size"]) != vocab_size:
+        raise ConfigError(
+            [f"the text has {vocab_size} different tokens, the checkpoint was trained on {trained}:"
+             " it goes on with the same text and tokenizer only"]
+        )  # fmt: skip
+
+
+# --- one batch
+
+
+@dataclass
+class Flight:
+    """A batch between its forward and its backward."""
+
+    batch: Batch
+    rows: Tensor
+    lstm: nn.LSTM
+    hidden: Tensor
+    finish: Callable[[], tuple[float, Tensor]]
+
+
+class Learner:
+    """A trainer's LSTM, and what it does with a batch: `launch`, then `land`.
+
+    A batch that is launched while another is under way reads the LSTM's weights from before that one's update, and has
+    a copy of its own of them, since its backward needs them as they were.
+    """
+
+    def __init__(self, lstm: nn.LSTM, cfg: Config, servers: Servers, trainers: Any, device: torch.device) -> None:
+        self.lstm = lstm.to(device)
+        self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
+        self.servers = servers
+        self.state: tuple[Tensor, Tensor] | None = None  #: hidden, at the start of the next batch to be launched
+        self.device = device
+        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.rnn.mode == "async" else None
+        self._clip = cfg.optim.clip_norm
+        self._dropout = cfg.rnn.dropout
+        self._trainers = trainers
+        self._num_trainers = dist.get_world_size(trainers)
+        self._coming: tuple[Tensor, Rows] | None = None  #: ids, and their rows as of the last update
+
+    def launch(self, batch: Batch) -> Flight:
+        """Forward, and off to the servers."""
+        lstm = self.lstm
+        if self._copies is not None:
+            self._copies.rotate()
+            lstm = self._copies[0]
+            with torch.no_grad():
+                torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
+        rows = self._rows_of(batch.ids).requires_grad_()
+        hidden = self._forward(lstm, rows, batch)
+        scale = 1.0 / (len(hidden) * self._num_trainers)  # the mean over all trainers' tokens
+        return Flight(batch, rows, lstm, hidden, self.servers.decode(hidden.detach(), batch.targets, scale))
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        if self._coming is not None and self._coming[0] is ids:
+            rows, self._coming = self._coming[1], None
+        else:
+            rows = self.servers.pull(ids)
+        return rows.wait().to(self.device)
+
+    def _forward(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
+        embedded = F.dropout(F.embedding(batch.where.to(self.device), rows), self._dropout, lstm.training)
+        output, (h, c) = lstm(embedded, self.state)
+        self.state = h.detach(), c.detach()
+        return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
+
+    def land(self, flight: Flight, lr: float, next_ids: Tensor) -> float:
+        """Backward and update; returns the summed loss. The rows of `next_ids`, next to be launched, are asked for."""
+        loss, gradient = flight.finish()
+        flight.hidden.backward(gradient)
+        ids, rows = flight.batch.ids, flight.rows.grad
+        assert rows is not None
+        if self._clip is None:
+            coming = self.servers.push(ids, rows, 1.0, lr, next_ids)
+            gradients = self._summed(flight.lstm)
+        else:
+            gradients = self._summed(flight.lstm)
+            scale = self._clip_factor(self.servers.offer(ids, rows), gradients)
+            coming = self.servers.push(ids, None, scale, lr, next_ids)
+            torch._foreach_mul_(gradients, scale)
+        for parameter, its in zip(self.lstm.parameters(), gradients, strict=True):
+            parameter.grad = its
+        step(self.optimizer, lr)
+        flight.lstm.zero_grad()
+        self._coming = next_ids, coming
+        return loss
+
+    def _summed(self, lstm: nn.LSTM) -> list[Tensor]:
+        """The LSTM's gradients, summed over the trainers in one message."""
+        gradients = [parameter.grad for parameter in lstm.parameters() if parameter.grad is not None]
+        if self._num_trainers > 1:
+            joined = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(joined, group=self._trainers)
+            parts = joined.split([gradient.numel() for gradient in gradients])
+            gradients = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        return gradients
+
+    def _clip_factor(self, squared_at_servers: float, gradients: Sequence[Tensor]) -> float:
+        """As torch's clip_grad_norm_, over the parameters of all owners."""
+        assert self._clip is not None
+        if self._copies is not None and self._num_trainers > 1:
+            # In `async` each trainer has offered its own share; replicas stay equal under one factor only.
+            (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
+        norm = math.sqrt(squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(list(gradients))))
+        return min(1.0, self._clip / (norm + 1e-6))
+
+    @torch.no_grad()
+    def measure(self, columns: Columns) -> tuple[float, int]:
+        """Summed loss and number of targets of this trainer's columns; training goes on as if it had not been."""
+        state, self.state = self.state, None
+        self.lstm.eval()
+        loss = 0.0
+        for batch in columns:
+            hidden = self._forward(self.lstm, self.servers.pull(batch.ids).wait().to(self.device), batch)
+            loss += self.servers.loss(hidden, batch.targets)
+        self.lstm.train()
+        self.state = state
+        return loss, columns.num_targets
+
+    def sum_over_trainers(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self._trainers)
+        return [float(value) for value in total.tolist()]
+
+    def settle(self) -> None:
+        """Wait until the servers have every trainer's last update."""
+        if self._coming is not None:
+            self._coming[1].wait()
+        dist.barrier(group=self._trainers)
+
+
+# --- an epoch
+
+
+@dataclass
+class Position:
+    """How far training is; all of it is saved."""
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    steps_per_epoch: int = 0
+    evaluated_step: int = -1
+    best: float | None = None
+    num_evals_without_better: int = 0
+
+
+@dataclass
+class Meter:
+    """This trainer's loss since the last logged point."""
+
+    loss_sum: float = 0.0
+    num_tokens: int = 0
+    since: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What does not change while training."""
+
+    ctx: Context
+    cfg: Config
+    learner: Learner
+    train: Columns
+    held_out: Columns
+    vocab_size: int
+    total_steps: int
+
+
+def _open_trainer(
+    ctx: Context, cfg: Config, vocab_size: int, streams: Sequence[Tensor], wire: torch.device, trainers: Any
+) -> tuple[Training, Position, Meter]:
+    rnn = cfg.rnn
+    part = ctx.role_index, ctx.roles.count(TRAINER)
+    train_columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
+    names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
+    servers = Servers(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
+    lstm = build_lstm(rnn.embedding, rnn.hidden, rnn.layers, rnn.dropout)
+    learner = Learner(lstm, cfg, servers, trainers, ctx.device)
+    ctx.seed_per_rank()
+    at, meter = Position(steps_per_epoch=len(train_columns)), Meter()
+    if (saved := ctx.restore()) is not None:
+        _check_layout(saved, ctx, vocab_size)
+        at = _load(saved, learner, meter, len(train_columns))
+    num_left = max(0, cfg.stop.epochs - at.epoch) * at.steps_per_epoch - at.step_in_epoch
+    total = at.step + max(0, num_left)
+    total = total if cfg.stop.steps is None else min(total, cfg.stop.steps)
+    return Training(ctx, cfg, learner, train_columns, held_out, vocab_size, total), at, meter
+
+
+def _load(saved: Restored, learner: Learner, meter: Meter, steps_per_epoch: int) -> Position:
+    learner.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
+    learner.optimizer.load_state_dict(saved.trainer["optimizer"])
+    if saved.local is not None:
+        meter.loss_sum, meter.num_tokens = saved.local["loss_sum"], saved.local["num_tokens"]
+        if "h" in saved.local:
+            learner.state = saved.local["h"].to(learner.device), saved.local["c"].to(learner.device)
+    at = Position(**saved.trainer["position"])
+    # The same part of the text, where a batch is another part of it now.
+    at.step_in_epoch = at.step_in_epoch * steps_per_epoch // at.steps_per_epoch
+    at.steps_per_epoch = steps_per_epoch
+    return at
+
+
+def _train(run: Training, group: RpcGroup, at: Position, meter: Meter) -> None:
+    while not (reason := _end_reason(run, at)):
+        if not _train_epoch(run, group, at, meter):
+            return  # stopped, and saved
+        metrics = evaluate(run)
+        run.ctx.log(metrics, at.step)
+        _note_evaluation(run, at, metrics)
+        _save(run, group, at, meter, metrics)
+    run.ctx.end_reason = reason
+
+
+def _train_epoch(run: Training, group: RpcGroup, at: Position, meter: Meter) -> bool:
+    """Do what is left of the epoch; False when the trainers agreed to stop, with everything saved."""
+    ctx, cfg, learner = run.ctx, run.cfg, run.learner
+    in_flight = 2 if cfg.rnn.mode == "async" else 1
+    every = cfg.checkpoint.every_steps
+    flights: deque[Flight] = deque()
+    coming = run.train[at.step_in_epoch]  # the batch to be launched next
+    while left := min(at.steps_per_epoch - at.step_in_epoch, run.total_steps - at.step):
+        # Nothing is under way at a boundary where something is saved or measured.
+        ahead = min(in_flight, left, every - at.step % every if every else left)
+        while len(flights) < ahead and not ctx.stop_agreed:
+            flights.append(learner.launch(coming))
+            coming = run.train[(at.step_in_epoch + len(flights)) % at.steps_per_epoch]
+        flight = flights.popleft()
+        lr = cfg.optim.lr * lr_factor(at.step, run.total_steps, cfg.schedule)
+        meter.loss_sum += learner.land(flight, lr, coming.ids)
+        meter.num_tokens += len(flight.batch.targets)
+        at.step += 1
+        at.step_in_epoch += 1
+        if at.step % cfg.tracking.log_every == 0:
+            _log(run, at, meter, lr)
+        stop = ctx.should_stop(at.step, run.total_steps)
+        if flights:
+            continue
+        evaluates = at.step_in_epoch == at.steps_per_epoch or at.step == run.total_steps
+        if ctx.should_save(at.step) and (stop or not evaluates):
+            _save(run, group, at, meter, {})
+        if stop:
+            return False
+    if at.step_in_epoch == at.steps_per_epoch:
+        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+        learner.state = None  # the columns begin anew
+    return True
+
+
+def _log(run: Training, at: Position, meter: Meter, lr: float) -> None:
+    """Record the interval's mean loss over all trainers."""
+    loss_sum, num_tokens = run.learner.sum_over_trainers([meter.loss_sum, meter.num_tokens])
+    metrics = {
+        "train/loss": loss_sum / num_tokens,
+        "train/lr": lr,
+        "train/epoch": at.epoch + at.step_in_epoch / at.steps_per_epoch,
+        "train/tokens_per_s": num_tokens / (time.perf_counter() - meter.since),
+    }
+    run.ctx.log(metrics, at.step)
+    meter.loss_sum, meter.num_tokens, meter.since = 0.0, 0, time.perf_counter()
+
+
+def evaluate(run: Training) -> dict[str, float]:
+    """Mean loss in nats and perplexity over the held-out text, equal on all trainers."""
+    run.learner.settle()
+    loss_sum, num_tokens = run.learner.sum_over_trainers(run.learner.measure(run.held_out))
+    run.ctx.alive()
+    loss = loss_sum / num_tokens
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+def _note_evaluation(run: Training, at: Position, metrics: dict[str, float]) -> None:
+    cfg = run.cfg.checkpoint
+    if cfg.best not in metrics:
+        raise ConfigError([f"checkpoint.best={cfg.best!r} is not measured: use one of {', '.join(metrics)}"])
+    value = metrics[cfg.best]
+    better = at.best is None or (value > at.best if cfg.best_mode == "max" else value < at.best)
+    at.best = value if better else at.best
+    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
+    at.evaluated_step = at.step
+
+
+def _end_reason(run: Training, at: Position) -> str:
+    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
+    stop, best = run.cfg.stop, run.cfg.checkpoint
+    if at.evaluated_step != at.step or at.best is None:
+        return ""
+    if stop.threshold is not None:
+        reached = at.best >= stop.threshold if best.best_mode == "max" else at.best <= stop.threshold
+        if reached:
+            return f"{best.best} reached {at.best:.6g} (stop.threshold={stop.threshold:g}) at step {at.step}"
+    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
+        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
+    if at.step >= run.total_steps:
+        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / at.steps_per_epoch:.4g} epochs"
+    return ""
+
+
+def _save(run: Training, group: RpcGroup, at: Position, meter: Meter, metrics: dict[str, float]) -> None:
+    """Each owner writes its own: servers by order, once nothing is under way."""
+    ctx, learner = run.ctx, run.learner
+    learner.settle()
+    if ctx.is_main:
+        group.order("save", at.step, to=group.of_role(SERVER))
+    state = {} if learner.state is None else {"h": learner.state[0], "c": learner.state[1]}
+    ctx.save(
+        at.step,
+        model=nn.ModuleDict({"lstm": learner.lstm}),
+        trainer={
+            "optimizer": learner.optimizer.state_dict(),
+            "position": asdict(at),
+            "num_trainers": ctx.roles.count(TRAINER),
+            "num_servers": ctx.roles.count(SERVER),
+            "vocab_size": run.vocab_size,
+        },
+        local={
+            **state,
+            "loss_sum": meter.loss_sum,
+            "num_tokens": meter.num_tokens,
+        },
+        metrics=metrics,
+        shard=Shard(),
+    )
+
+
+def _finish(run: Training, tokenizer: Tokenizer) -> None:
+    """The whole model in one process: what it writes, and the model itself."""
+    rnn = run.cfg.rnn
+    model = LanguageModel(
+        vocab_size=run.vocab_size,
+        embedding=rnn.embedding,
+        hidden=rnn.hidden,
+        layers=rnn.layers,
+        dropout=rnn.dropout,
+        tied=rnn.tied,
+    )
+    lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in run.learner.lstm.state_dict().items()}
+    model.load_state_dict({**lstm, **run.learner.servers.weights()})
+    if rnn.sample_tokens:
+        prompt = tokenizer.encode([rnn.prompt])[0]
+        generator = torch.Generator().manual_seed(run.cfg.seed)
+        tokens = sample(model, prompt, rnn.sample_tokens, rnn.temperature, generator)
+        path = run.ctx.artifact("sample.txt")
+        path.write_text(tokenizer.decode([*prompt, *tokens]))
+    with warnings.catch_warnings():
+        # The list is a second name of the LSTM's parameters, which are exported.
+        warnings.filterwarnings("ignore", message="The tensor attributes self.lstm._flat_weights")
+        run.ctx.export_model(model, torch.zeros(2, rnn.bptt, dtype=torch.int64))
