@@ -43,15 +43,15 @@ class Case:
 CASES = {
     "realistic": Case(
         {"vocab_size": 10_000, "embedding": 200, "hidden": 200, "layers": 2, "batch_size": 20, "bptt": 35},
-        steps=60,
-        window=10,
+        steps=45,
+        window=5,
         goals={"ours": 1.15},
     ),
     # The tutorial's own sizes.
     "toy": Case(
         {"vocab_size": 10, "embedding": 2, "hidden": 3, "layers": 4, "batch_size": 3, "bptt": 5},
-        steps=900,
-        window=100,
+        steps=600,
+        window=50,
         goals={"ours": 1.4},
     ),
 }

@@ -121,9 +121,21 @@ def cross_check(config: Config) -> list[str]:
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
+    if config.trainer.target == "rnn":
+        problems += _rnn_problems(config)
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [
             f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
         ]
+    return problems
+
+
+def _rnn_problems(config: Config) -> list[str]:
+    """What the rnn trainer cannot do with the sections that it shares with others."""
+    problems = []
+    if list(config.roles) != ["trainer", "server"]:
+        problems.append("roles: the trainer rnn has trainers first, then servers: set roles='{trainer: 1, server: 1}'")
+    if config.optim.accumulate != 1:
+        problems.append("optim.accumulate is not for the trainer rnn: raise rnn.batch_size")
     return problems

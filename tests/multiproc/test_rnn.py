@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+import torch.nn.functional as F
 from context_scene import new_run, open_context
+from hpcdist_runs import Runs, assert_same, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -20,9 +25,11 @@ from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
 from hpcdist.runtime.optimizer import build_optimizer
 from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, StopConfig, TrackingConfig
-from hpcdist.trainers import rnn
 from hpcdist.tracking.journal import read_records
+from hpcdist.trainers import rnn
 
+HOLD_AT, LAST_STEP = 12, 18
+HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
@@ -136,3 +143,110 @@ def test_as_in_one_process(
     assert [metrics["train/loss", step + 1] for step in range(steps)] == pytest.approx(losses, rel=1e-4)
     assert losses[0] == pytest.approx(math.log(256), rel=0.05), "cross-entropy over another axis begins elsewhere"
     assert metrics["eval/perplexity", steps] == pytest.approx(expected_perplexity, rel=1e-4)
+
+
+# --- whole runs
+
+
+def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
+    return [
+        "rnn_lm",
+        f"name={name}",
+        f"tracking.uri=sqlite:///{runs.database}",
+        "tracking.register_as=null",
+        "tracking.log_every=2",
+        "tracking.drain_timeout_s=60",
+        "launch.device=cpu",
+        f"launch.env.PYTHONPATH={os.pathsep.join(runs._import_path())}",
+        "roles.trainer=2",
+        "rnn.corpus_mb=0.05",
+        "rnn.vocab_size=300",
+        "rnn.embedding=16",
+        "rnn.hidden=16",
+        "rnn.batch_size=8",
+        "rnn.bptt=16",
+        "checkpoint.every_steps=5",
+        "stop.epochs=1",
+        f"stop.steps={LAST_STEP}",
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def language_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rnn"), ready_database, experiment="language")
+
+
+@pytest.fixture(scope="module")
+def control(language_runs: Runs) -> str:
+    code, output = language_runs.command("run", *arguments(language_runs, "control"))
+    assert code == 0, output
+    assert "finished: trained" in output
+    for rank in range(3):
+        assert "Warning" not in language_runs.attempt("control").log(rank).read_text()
+    return "control"
+
+
+def final_files(runs: Runs, name: str) -> dict[str, Any]:
+    folder = runs.run_dir(name).checkpoints / f"step-{runs.checkpoint_steps(name)[-1]:08d}"
+    return {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+
+
+def assert_undisturbed(runs: Runs, name: str, control: str) -> None:
+    assert_same(final_files(runs, name), final_files(runs, control))
+    assert len(final_files(runs, name)) == 3, "model, trainer, and the server's shard"
+    series = runs.series(control)
+    assert {key for key, _ in series} == {"train/loss", "train/lr", "train/epoch", "eval/loss"}
+    assert runs.series(name) == series
+
+
+def test_stopped_and_resumed(language_runs: Runs, control: str) -> None:
+    runs, name = language_runs, "stopped"
+    process = runs.start("run", *arguments(runs, name, *HELD))
+    runs.wait_held(name)
+    code, output = runs.command("stop", name)
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    at = runs.checkpoint_steps(name)[-1]
+    assert HOLD_AT <= at < LAST_STEP
+
+    code, output = runs.command("resume", name, "roles.server=2")
+    assert (code, "the checkpoint has the rows of 1 servers: use 1" in output) == (2, True), output
+    code, output = runs.command("resume", name, "roles.server=1")
+    assert code == 0, output
+    assert_undisturbed(runs, name, control)
+    text = (runs.run_dir(name).artifacts / "sample.txt").read_text()
+    assert text.startswith("def ")
+    assert len(text) > 300
+
+
+def sibling(held: list[int]) -> int:
+    """The rank that no test holds, since it has no steps: the server's process id."""
+    (found,) = {
+        child.pid
+        for child in psutil.Process(psutil.Process(held[0]).ppid()).children()
+        if "hpcdist.runtime.worker" in child.cmdline() and child.pid not in held
+    }
+    return found
+
+
+@pytest.mark.parametrize("victim", ["trainer:0", "trainer:1", "server:0"])
+def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> None:
+    runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
+    process = runs.start("run", *arguments(runs, name, *HELD))
+    held = runs.wait_held(name)
+    rank = {"trainer:0": 0, "trainer:1": 1, "server:0": 2}[victim]
+    pid = held[rank] if rank < 2 else sibling(held)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    runs.release(name)
+    wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the next attempt")
+    busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    assert time.monotonic() - began < 10 * busy
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank {rank} on " in output
+    assert "was killed by SIGKILL (out of memory?) at step " in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert_undisturbed(runs, name, control)
