@@ -30,5 +30,5 @@ def test_mistakes(override: str, message: str) -> None:
 
 
 def test_a_tied_table_has_one_width() -> None:
-    with pytest.raises(ConfigError, match="rnn.tied needs embedding = hidden, got 64 and 128"):
+    with pytest.raises(ConfigError, match=r"rnn.tied needs embedding = hidden, got 64 and 128"):
         load_config("rnn_lm", ["rnn.tied=true", "rnn.embedding=64"])

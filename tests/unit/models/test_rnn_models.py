@@ -19,10 +19,8 @@ def test_rows_start_the_same_whoever_holds_them() -> None:
     pieces = [first_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
     assert torch.equal(torch.cat(pieces), whole)
     assert 0.09 < whole.abs().max() <= 0.1
-    assert (
-        len({float(rows[0, 0]) for rows in (whole, first_rows(0, 1, 3, 2, ENCODER), first_rows(0, 1, 3, 1, DECODER))})
-        == 3
-    )
+    others = first_rows(0, 2500, 3, 2, ENCODER), first_rows(0, 2500, 3, 1, DECODER)
+    assert not any(torch.equal(other, whole) for other in others)
 
 
 def test_shapes_and_names() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ def test_loss_and_gradients_are_those_of_autograd(num_shards: int, sharpness: fl
     bounds = row_bounds(VOCAB_SIZE, num_shards)
     shards = [
         VocabularyShard(torch.zeros(b - a, 4), weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
     ]
     for shard in shards:
         torch.nn.init.normal_(shard.bias, generator=generator)
