@@ -254,14 +254,30 @@ class Server:
             },
         )
 
-    def load(self, content: Mapping[str, Any]) -> None:
-        """Put back what `content` gave."""
+    def load(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `content` gave, here or on the servers, perhaps more of them or fewer, that had these rows."""
+        first = contents[0]["rows"]["decoder.bias"][0]
+        mine = slice(self.shard.start - first, self.shard.stop - first)
+
+        def cut(values: Sequence[Any]) -> Any:
+            if not isinstance(values[0], Tensor):
+                return values[0]
+            return torch.cat(list(values))[mine] if values[0].dim() else values[0].clone()
+
+        def cut_state(key: str) -> dict[str, Any]:
+            found = [content["trainer"][key] for content in contents]
+            states = {
+                index: {name: cut([one["state"][index][name] for one in found]) for name in state}
+                for index, state in found[0]["state"].items()
+            }
+            return {"state": states, "param_groups": found[0]["param_groups"]}
+
         with torch.no_grad():
             for name, tensor in self.shard.named.items():
-                tensor.copy_(content["model"][name])
-        self.decoder_optimizer.load_state_dict(content["trainer"]["decoder"])
+                tensor.copy_(cut([content["model"][name] for content in contents]))
+        self.decoder_optimizer.load_state_dict(cut_state("decoder"))
         if self.row_optimizer is not None:
-            self.row_optimizer.load_state_dict(content["trainer"]["rows"])
+            self.row_optimizer.load_state_dict(cut_state("rows"))
 
 
 def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.optim.Optimizer, bool]:

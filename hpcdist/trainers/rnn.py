@@ -24,6 +24,7 @@ by hand spares a context, the graph's messages and the optimizer's calls in each
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 import warnings
@@ -106,23 +107,29 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device)
     num_trainers, is_async = ctx.roles.count(TRAINER), rnn.mode == "async"
     server = Server(shard, cfg.optim, num_trainers, device=ctx.device, wire=wire, is_async=is_async)
     if (saved := ctx.restore()) is not None:
-        _check_layout(saved, ctx, vocab_size)
-        content = saved.shard(saved.trainer["num_trainers"] + ctx.role_index)
-        assert content is not None
-        server.load(content)
+        _check_vocabulary(saved, vocab_size)
+        server.load(_shards_with(saved, start, stop))
     answer_with(server)
     return server
 
 
-def _check_layout(saved: Restored, ctx: Context, vocab_size: int) -> None:
-    before, now = saved.trainer["num_servers"], ctx.roles.count(SERVER)
-    if before != now:
-        raise ConfigError([f"roles.server={now}, but the checkpoint has the rows of {before} servers: use {before}"])
+def _check_vocabulary(saved: Restored, vocab_size: int) -> None:
     if (trained := saved.trainer["vocab_size"]) != vocab_size:
         raise ConfigError(
             [f"the text has {vocab_size} different tokens, the checkpoint was trained on {trained}:"
              " it goes on with the same text and tokenizer only"]
         )  # fmt: skip
+
+
+def _shards_with(saved: Restored, start: int, stop: int) -> list[dict[str, Any]]:
+    """What those servers had saved that had some of these rows."""
+    bounds = row_bounds(saved.trainer["vocab_size"], saved.trainer["num_servers"])
+    owners = [
+        saved.trainer["num_trainers"] + index
+        for index, (first, last) in enumerate(itertools.pairwise(bounds))
+        if first < stop and start < last
+    ]
+    return [shard for rank in owners if (shard := saved.shard(rank)) is not None]
 
 
 # --- one batch
@@ -301,7 +308,7 @@ def _open_trainer(
     ctx.seed_per_rank()
     at, meter = Position(steps_per_epoch=len(train_columns)), Meter()
     if (saved := ctx.restore()) is not None:
-        _check_layout(saved, ctx, vocab_size)
+        _check_vocabulary(saved, vocab_size)
         at = _load(saved, learner, meter, len(train_columns))
     num_left = max(0, cfg.stop.epochs - at.epoch) * at.steps_per_epoch - at.step_in_epoch
     total = at.step + max(0, num_left)
