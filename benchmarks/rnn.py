@@ -1,33 +1,40 @@
 """Our parameter-server RNN against the tutorial's (`baselines/rnn.py`) and against one process without RPC.
 
-    python benchmarks/rnn.py [--rounds 3] [--only ours,baseline] [--cases realistic,toy] [--json]
+    python benchmarks/rnn.py [--rounds 6] [--only "ours;ours, async"] [--cases realistic,toy] [--json]
 
 One server and one trainer process (or two trainers), one thread each; the same text, sizes and optimizer (SGD). Ours is
-the real `hpcdist run` with metrics, progress and shipping. Contenders take turns; a round's figure is the rate over all
-but the first third of the steps. Ratios are taken within a round; medians over rounds.
+the real `hpcdist run` with metrics, progress and shipping. All contenders are started, and stand still (SIGSTOP) but
+for the one whose turn it is, so that neighbours' load meets all of them. A turn's figure is the rate between its first
+step and its last; ratios are taken within a round, medians over rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hpcdist.launch.plan import processor_env
 from hpcdist.tracking.journal import read_records
 
 BASELINE = Path(__file__).parent / "baselines" / "rnn.py"
-#: Readings of the clock: (steps done, unix time in s).
-Readings = list[tuple[int, float]]
+#: A contender is warm after so many steps; it may take so long to get there.
+WARM_STEPS, WARM_S = 5, 300.0
 
 
 @dataclass(frozen=True)
@@ -35,23 +42,20 @@ class Case:
     """Sizes, and what is to be reached as a multiple of the baseline, by contender."""
 
     rnn: Mapping[str, Any]
-    steps: int
-    window: int
+    turn_s: float
     goals: Mapping[str, float] = field(default_factory=dict)
 
 
 CASES = {
     "realistic": Case(
         {"vocab_size": 10_000, "embedding": 200, "hidden": 200, "layers": 2, "batch_size": 20, "bptt": 35},
-        steps=45,
-        window=5,
+        turn_s=4.0,
         goals={"ours": 1.15},
     ),
     # The tutorial's own sizes.
     "toy": Case(
         {"vocab_size": 10, "embedding": 2, "hidden": 3, "layers": 4, "batch_size": 3, "bptt": 5},
-        steps=600,
-        window=50,
+        turn_s=1.5,
         goals={"ours": 1.4},
     ),
 }
@@ -59,14 +63,66 @@ NAMES = {"realistic": "10,000 × 200, batch 20 × 35", "toy": "10 × 2, batch 3 
 MALLOC = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
 
 
-def run_ours(trainers: int, *overrides: str) -> Callable[[Case, Path, Mapping[str, str]], Readings]:
-    def run(case: Case, folder: Path, env: Mapping[str, str]) -> Readings:
+TEXT = {"corpus_mb": 4.0, "held_out": 0.01}
+
+
+class Contender:
+    """A training that runs for ever, in turns."""
+
+    def __init__(self, case: Case, *, trainers: int = 1, env: Mapping[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="rnn_"))
+        self.tokens_per_step = trainers * case.rnn["batch_size"] * case.rnn["bptt"]
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("HPCDIST_", "MALLOC_", "MLFLOW_"))
+        }
+        with open(self.folder / "output", "wb") as output:
+            self.process = subprocess.Popen(
+                self.command(case, trainers),
+                cwd=self.folder,
+                env={**kept, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def command(self, case: Case, trainers: int) -> list[str]:
+        raise NotImplementedError
+
+    def steps(self) -> list[float]:
+        """Unix time at the end of each step so far."""
+        raise NotImplementedError
+
+    def wait_warm(self) -> None:
+        end = time.monotonic() + WARM_S
+        while len(self.steps()) < WARM_STEPS:
+            if self.process.poll() is not None or time.monotonic() > end:
+                sys.exit(f"{self.process.args} does not train:\n{(self.folder / 'output').read_text()[-4000:]}")
+            time.sleep(0.2)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all its processes: ranks lead process groups of their own."""
+        try:
+            everyone = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in everyone:
+            if process.is_running():
+                process.send_signal(number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Ours(Contender):
+    options: tuple[str, ...] = ()
+
+    def command(self, case: Case, trainers: int) -> list[str]:
         keys = {
-            **{f"rnn.{key}": value for key, value in case.rnn.items()},
-            "rnn.corpus_mb": 4.0,
-            "rnn.sample_tokens": 0,
-            "rnn.held_out": 0.01,
-            "runs_dir": folder,
+            **{f"rnn.{key}": value for key, value in {**case.rnn, **TEXT}.items()},
+            "runs_dir": self.folder,
             "name": "ours",
             "roles.trainer": trainers,
             "optim.name": "sgd",
@@ -74,70 +130,105 @@ def run_ours(trainers: int, *overrides: str) -> Callable[[Case, Path, Mapping[st
             "optim.lr": 0.05,
             "optim.clip_norm": "null",
             "schedule.name": "constant",
-            "stop.steps": case.steps,
-            "tracking.log_every": case.window,
+            "stop.epochs": 1_000_000,
+            "tracking.log_every": 1,
             "tracking.register_as": "null",
             "launch.device": "cpu",
             "launch.threads": 1,
         }
         command = [sys.executable, "-m", "hpcdist", "run", "rnn_lm"]
-        _call([*command, *(f"{key}={value}" for key, value in keys.items()), *overrides], folder, env)
-        records, _ = read_records(folder / "language" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")
-        return [(record.step, record.time_ms / 1000) for record in records if "train/loss" in record.metrics]
+        return [*command, *(f"{key}={value}" for key, value in keys.items()), *self.options]
 
-    return run
-
-
-def run_baseline(*flags: str, **more: str) -> Callable[[Case, Path, Mapping[str, str]], Readings]:
-    def run(case: Case, folder: Path, env: Mapping[str, str]) -> Readings:
-        out = folder / "readings.json"
-        sizes = json.dumps({**case.rnn, "corpus_mb": 4.0, "held_out": 0.01})
-        steps = ["--steps", str(case.steps), "--window", str(case.window)]
-        command = [sys.executable, str(BASELINE), "--rnn", sizes, *steps, "--out", str(out), *flags]
-        _call(command, folder, {**env, "OMP_NUM_THREADS": "1", **more})
-        return [(step, time) for step, time in json.loads(out.read_text())]
-
-    return run
+    def steps(self) -> list[float]:
+        path = self.folder / "language" / "ours" / "journal" / "attempt-001.rank-00000.jsonl"
+        records = read_records(path)[0] if path.exists() else []
+        return [record.time_ms / 1000 for record in records if "train/loss" in record.metrics]
 
 
-CONTENDERS = {
-    "baseline": run_baseline(),
-    "baseline, with our MALLOC_*": run_baseline(**MALLOC),
-    "one process, no RPC": run_baseline("--local", **MALLOC),
-    "ours": run_ours(1),
-    "ours, async": run_ours(1, "rnn.mode=async"),
-    "ours, 2 trainers": run_ours(2),
-    "ours, 2 trainers, async": run_ours(2, "rnn.mode=async"),
+class OursAsync(Ours):
+    options = ("rnn.mode=async",)
+
+
+class Baseline(Contender):
+    flags: tuple[str, ...] = ()
+
+    def command(self, case: Case, trainers: int) -> list[str]:
+        sizes = json.dumps({**case.rnn, **TEXT})
+        return [sys.executable, str(BASELINE), "--rnn", sizes, "--out", str(self.folder / "steps"), *self.flags]
+
+    def steps(self) -> list[float]:
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [float(line.split()[1]) for line in lines if len(line.split()) == 2]
+
+
+class OneProcess(Baseline):
+    flags = ("--local",)
+
+
+ONE = {"OMP_NUM_THREADS": "1"}
+CONTENDERS: dict[str, Callable[[Case], Contender]] = {
+    "baseline": lambda case: Baseline(case, env=ONE),
+    "baseline, with our MALLOC_*": lambda case: Baseline(case, env={**ONE, **MALLOC}),
+    "one process, no RPC": lambda case: OneProcess(case, env={**ONE, **MALLOC}),
+    "ours": Ours,
+    "ours, async": OursAsync,
+    "ours, 2 trainers": lambda case: Ours(case, trainers=2),
+    "ours, 2 trainers, async": lambda case: OursAsync(case, trainers=2),
 }
 BOUND = "one process, no RPC"
 
 
-def _call(command: list[str], folder: Path, env: Mapping[str, str]) -> None:
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+@contextmanager
+def started(case: Case, names: list[str]) -> Iterator[dict[str, Contender]]:
+    """All contenders, warm and standing still."""
+    running: dict[str, Contender] = {}
+    try:
+        for name in names:
+            running[name] = CONTENDERS[name](case)
+            running[name].wait_warm()
+            running[name].signal(signal.SIGSTOP)
+        yield running
+    finally:
+        for contender in running.values():
+            contender.close()
 
 
-def tokens_per_s(name: str, case: Case, readings: Readings) -> float:
-    steady = [(step, time) for step, time in readings if step >= case.steps / 3]
-    (first_step, first), (last_step, last) = steady[0], steady[-1]
-    trainers = 2 if "2 trainers" in name else 1
-    return trainers * case.rnn["batch_size"] * case.rnn["bptt"] * (last_step - first_step) / (last - first)
-
-
-def measure(name: str, case: Case, contenders: list[str], rounds: int) -> dict[str, list[float]]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HPCDIST_", "MALLOC_", "MLFLOW_"))}
-    rates: dict[str, list[float]] = {contender: [] for contender in contenders}
-    for number in range(rounds):
-        for contender in contenders:
-            folder = Path(tempfile.mkdtemp(prefix="rnn_"))
-            try:
-                rates[contender].append(tokens_per_s(contender, case, CONTENDERS[contender](case, folder, env)))
-            finally:
-                shutil.rmtree(folder)
-        shown = "  ".join(f"{contender} {values[-1]:.0f}" for contender, values in rates.items())
-        print(f"{name}, round {number + 1}, tokens/s: {shown}", file=sys.stderr, flush=True)
+def measure(case_name: str, case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Tokens a second by contender and round."""
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    rates: dict[str, list[float]] = {}
+    with started(case, names) as running:
+        for _, name in itertools.product(range(rounds), names):
+            running[name].signal(signal.SIGCONT)
+            began = time.time()
+            time.sleep(case.turn_s)
+            turns[name].append((began, time.time()))
+            running[name].signal(signal.SIGSTOP)
+        for name, contender in running.items():
+            contender.signal(signal.SIGCONT)
+            wait_for_record(contender, turns[name][-1][1])
+            contender.signal(signal.SIGSTOP)
+            rates[name] = [contender.tokens_per_step * rate_within(contender.steps(), *turn) for turn in turns[name]]
+            print(
+                f"{case_name}, {name}: {' '.join(f'{rate:.0f}' for rate in rates[name])}", file=sys.stderr, flush=True
+            )
     return rates
+
+
+def wait_for_record(contender: Contender, after: float) -> None:
+    """Until a step after the last turn is on disk, and with it all before."""
+    end = time.monotonic() + WARM_S
+    while contender.steps()[-1] <= after and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def rate_within(steps: list[float], began: float, ended: float) -> float:
+    """Steps a second; a step that a stop has interrupted does not count, since it began in an earlier turn."""
+    within = [at for at in steps if began <= at <= ended]
+    if len(within) < 3:
+        sys.exit(f"{len(within)} steps in a turn of {ended - began:.1f} s are too few: the machine is too busy")
+    return (len(within) - 1) / (within[-1] - within[0])
 
 
 def median_ratio(rates: list[float], base: list[float]) -> float:
@@ -164,7 +255,7 @@ def rows(name: str, case: Case, rates: Mapping[str, list[float]]) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="contenders, separated by semicolons; the baseline always runs")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--json", action="store_true", help="print the figures as the last line")

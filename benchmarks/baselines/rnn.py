@@ -1,6 +1,6 @@
 """The parameter-server RNN of PyTorch's RPC tutorial, written afresh: embedding and decoder on a server, LSTM here.
 
-    python benchmarks/baselines/rnn.py --out readings.json [--local] …
+    python benchmarks/baselines/rnn.py --out steps.txt [--local] …
 
 Lookup by RPC, LSTM on the trainer, decoder by RPC, loss on the trainer, distributed autograd, `DistributedOptimizer`
 over everyone's parameters. `--local` is the same model in one process, without RPC: what no split of it on one thread
@@ -10,12 +10,12 @@ can pass. Source: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.h
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -110,16 +110,15 @@ def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
 
 
 def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.Namespace) -> None:
-    """Train, and write when which step was done: [[step, unix time in s], …]."""
+    """Train until someone ends it, and write a line a step: its number, unix time in s."""
     cfg = RnnConfig(**json.loads(arguments.rnn))
     corpus = load_corpus(cfg, seed=0)
     columns = Columns(corpus.train, cfg.batch_size, cfg.bptt)
-    step, readings = make(cfg, corpus.tokenizer.size, 0.05), []
-    for number in range(1, arguments.steps + 1):
-        step(columns[number % len(columns)])
-        if number % arguments.window == 0:
-            readings.append((number, time.time()))
-    Path(arguments.out).write_text(json.dumps(readings))
+    step = make(cfg, corpus.tokenizer.size, 0.05)
+    with open(arguments.out, "w", buffering=1) as out:
+        for number in itertools.count(1):
+            step(columns[number % len(columns)])
+            out.write(f"{number} {time.time()}\n")
 
 
 def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
@@ -133,8 +132,6 @@ def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rnn", default="{}", help="keys of the section `rnn`, as JSON")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--window", type=int, default=5)
     parser.add_argument("--out", required=True)
     parser.add_argument("--local", action="store_true")
     arguments = parser.parse_args()

@@ -155,7 +155,7 @@ def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
         f"tracking.uri=sqlite:///{runs.database}",
         "tracking.register_as=null",
         "tracking.log_every=2",
-        "tracking.drain_timeout_s=60",
+        "tracking.drain_timeout_s=200",
         "launch.device=cpu",
         f"launch.env.PYTHONPATH={os.pathsep.join(runs._import_path())}",
         "roles.trainer=2",
