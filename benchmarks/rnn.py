@@ -33,6 +33,8 @@ from hpcdist.launch.plan import processor_env
 from hpcdist.tracking.journal import read_records
 
 BASELINE = Path(__file__).parent / "baselines" / "rnn.py"
+#: (steps done, unix time in s)
+Readings = list[tuple[int, float]]
 #: A contender is warm after so many steps; it may take so long to get there.
 WARM_STEPS, WARM_S = 5, 300.0
 
@@ -43,6 +45,7 @@ class Case:
 
     rnn: Mapping[str, Any]
     turn_s: float
+    log_every: int
     goals: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -50,12 +53,14 @@ CASES = {
     "realistic": Case(
         {"vocab_size": 10_000, "embedding": 200, "hidden": 200, "layers": 2, "batch_size": 20, "bptt": 35},
         turn_s=4.0,
+        log_every=2,
         goals={"ours": 1.15},
     ),
     # The tutorial's own sizes.
     "toy": Case(
         {"vocab_size": 10, "embedding": 2, "hidden": 3, "layers": 4, "batch_size": 3, "bptt": 5},
         turn_s=1.5,
+        log_every=25,
         goals={"ours": 1.4},
     ),
 }
@@ -89,13 +94,13 @@ class Contender:
     def command(self, case: Case, trainers: int) -> list[str]:
         raise NotImplementedError
 
-    def steps(self) -> list[float]:
-        """Unix time at the end of each step so far."""
+    def readings(self) -> Readings:
+        """So far."""
         raise NotImplementedError
 
     def wait_warm(self) -> None:
         end = time.monotonic() + WARM_S
-        while len(self.steps()) < WARM_STEPS:
+        while not (readings := self.readings()) or readings[-1][0] < WARM_STEPS:
             if self.process.poll() is not None or time.monotonic() > end:
                 sys.exit(f"{self.process.args} does not train:\n{(self.folder / 'output').read_text()[-4000:]}")
             time.sleep(0.2)
@@ -131,7 +136,7 @@ class Ours(Contender):
             "optim.clip_norm": "null",
             "schedule.name": "constant",
             "stop.epochs": 1_000_000,
-            "tracking.log_every": 1,
+            "tracking.log_every": case.log_every,
             "tracking.register_as": "null",
             "launch.device": "cpu",
             "launch.threads": 1,
@@ -139,10 +144,10 @@ class Ours(Contender):
         command = [sys.executable, "-m", "hpcdist", "run", "rnn_lm"]
         return [*command, *(f"{key}={value}" for key, value in keys.items()), *self.options]
 
-    def steps(self) -> list[float]:
+    def readings(self) -> Readings:
         path = self.folder / "language" / "ours" / "journal" / "attempt-001.rank-00000.jsonl"
         records = read_records(path)[0] if path.exists() else []
-        return [record.time_ms / 1000 for record in records if "train/loss" in record.metrics]
+        return [(record.step, record.time_ms / 1000) for record in records if "train/loss" in record.metrics]
 
 
 class OursAsync(Ours):
@@ -156,10 +161,11 @@ class Baseline(Contender):
         sizes = json.dumps({**case.rnn, **TEXT})
         return [sys.executable, str(BASELINE), "--rnn", sizes, "--out", str(self.folder / "steps"), *self.flags]
 
-    def steps(self) -> list[float]:
+    def readings(self) -> Readings:
         path = self.folder / "steps"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [float(line.split()[1]) for line in lines if len(line.split()) == 2]
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half written
+        return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
 
 class OneProcess(Baseline):
@@ -209,7 +215,7 @@ def measure(case_name: str, case: Case, names: list[str], rounds: int) -> dict[s
             contender.signal(signal.SIGCONT)
             wait_for_record(contender, turns[name][-1][1])
             contender.signal(signal.SIGSTOP)
-            rates[name] = [contender.tokens_per_step * rate_within(contender.steps(), *turn) for turn in turns[name]]
+            rates[name] = [contender.tokens_per_step * rate_within(contender.readings(), *turn) for turn in turns[name]]
             print(
                 f"{case_name}, {name}: {' '.join(f'{rate:.0f}' for rate in rates[name])}", file=sys.stderr, flush=True
             )
@@ -219,16 +225,17 @@ def measure(case_name: str, case: Case, names: list[str], rounds: int) -> dict[s
 def wait_for_record(contender: Contender, after: float) -> None:
     """Until a step after the last turn is on disk, and with it all before."""
     end = time.monotonic() + WARM_S
-    while contender.steps()[-1] <= after and time.monotonic() < end:
+    while contender.readings()[-1][1] <= after and time.monotonic() < end:
         time.sleep(0.2)
 
 
-def rate_within(steps: list[float], began: float, ended: float) -> float:
-    """Steps a second; a step that a stop has interrupted does not count, since it began in an earlier turn."""
-    within = [at for at in steps if began <= at <= ended]
-    if len(within) < 3:
-        sys.exit(f"{len(within)} steps in a turn of {ended - began:.1f} s are too few: the machine is too busy")
-    return (len(within) - 1) / (within[-1] - within[0])
+def rate_within(readings: Readings, began: float, ended: float) -> float:
+    """Steps a second; those that a stop has interrupted do not count, since they began in an earlier turn."""
+    within = [(step, at) for step, at in readings if began <= at <= ended]
+    if len(within) < 2:
+        sys.exit(f"{len(within)} readings in a turn of {ended - began:.1f} s are too few: the machine is too busy")
+    (first_step, first), (last_step, last) = within[0], within[-1]
+    return (last_step - first_step) / (last - first)
 
 
 def median_ratio(rates: list[float], base: list[float]) -> float:

@@ -118,6 +118,7 @@ BENCHMARKS = (
         (Figure("submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15),),
     ),
     Benchmark("rl", (), ()),
+    Benchmark("rnn", (), ()),
 )
 
 
