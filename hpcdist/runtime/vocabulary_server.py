@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from hpcdist.runtime.shards import Shard
 from hpcdist.runtime.vocabulary import Space, VocabularyShard, join_scores, row_bounds
 from hpcdist.schema import OptimConfig
 
+T = TypeVar("T")
+#: A batch with fewer odds than this is computed at once.
+SMALL = 1 << 14
 #: A call may take so long; a peer that has died is noticed by its connection long before.
 CALL_S = 300.0
 
@@ -108,7 +111,7 @@ class Server:
         slot = self._waiting[trainer][-1]
         assert slot.space is not None
         gradient = self._out(self.shard.input_gradient(slot.space, lse.to(self._device), scale))
-        slot.gradients = self._pool.submit(self._weight_gradient, slot.space)
+        slot.gradients = self._run(slot.space, self._weight_gradient, slot.space)
         return gradient
 
     def decode(self, trainer: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
@@ -203,11 +206,19 @@ class Server:
             self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
             step(self.row_optimizer, lr)
             self._synchronize()
-        self._updated = self._pool.submit(self._update_decoder, joined, scale, lr)
+        self._updated = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
         for slot in joined.slots:
             slot.used = self._updated
         if self.shard.is_tied:
             self._updated.result()
+
+    def _run(self, space: Space | None, task: Callable[..., T], *arguments: Any) -> Future[T]:
+        """In the background, unless the batch is so small that to wake a thread is more work."""
+        if space is not None and space.odds.numel() >= SMALL:
+            return self._pool.submit(task, *arguments)
+        done: Future[T] = Future()
+        done.set_result(task(*arguments))
+        return done
 
     def _update_decoder(self, joined: Joined, scale: float, lr: float) -> None:
         with self._decoder_lock:

@@ -43,6 +43,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.models.rnn import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.runtime.context import Context, Restored
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import RpcGroup, rpc_group
 from hpcdist.runtime.shards import Shard
 from hpcdist.runtime.vocabulary import VocabularyShard, row_bounds
@@ -60,7 +61,6 @@ def train(ctx: Context, cfg: Config) -> None:
     ranks = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(ranks)
     trainers = dist.new_group(ranks)
-    assert isinstance(trainers, dist.ProcessGroup) or ctx.role == SERVER
     wire, device_maps = _wire(ctx)
     # One rank reads: all have the same text, wherever they are. Servers need to know how many rows there are.
     corpus = load_corpus(cfg.rnn, cfg.seed) if ctx.is_main else None
@@ -77,6 +77,7 @@ def train(ctx: Context, cfg: Config) -> None:
         with rpc_group(ctx, **options) as group:
             group.serve({"save": lambda step: ctx.save(step, model=None, trainer={}, shard=server.content())})
         return
+    assert isinstance(trainers, dist.ProcessGroup)
     streams: list[Any] = [corpus.train, corpus.held_out] if corpus else [None, None]
     dist.broadcast_object_list(streams, src=ranks[0], group=trainers)
     run, at, meter = _open_trainer(ctx, cfg, size[0], streams, wire, trainers)
@@ -165,7 +166,9 @@ class Learner:
     a copy of its own of them, since its backward needs them as they were.
     """
 
-    def __init__(self, lstm: nn.LSTM, cfg: Config, servers: Servers, trainers: Any, device: torch.device) -> None:
+    def __init__(
+        self, lstm: nn.LSTM, cfg: Config, servers: Servers, trainers: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self.lstm = lstm.to(device)
         self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
         self.servers = servers
@@ -273,19 +276,6 @@ class Learner:
 
 
 @dataclass
-class Position:
-    """How far training is; all of it is saved."""
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    steps_per_epoch: int = 0
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
-
-
-@dataclass
 class Meter:
     """This trainer's loss since the last logged point."""
 
@@ -308,7 +298,12 @@ class Training:
 
 
 def _open_trainer(
-    ctx: Context, cfg: Config, vocab_size: int, streams: Sequence[Tensor], wire: torch.device, trainers: Any
+    ctx: Context,
+    cfg: Config,
+    vocab_size: int,
+    streams: Sequence[Tensor],
+    wire: torch.device,
+    trainers: dist.ProcessGroup,
 ) -> tuple[Training, Position, Meter]:
     rnn = cfg.rnn
     part = ctx.role_index, ctx.roles.count(TRAINER)
@@ -322,10 +317,7 @@ def _open_trainer(
     if (saved := ctx.restore()) is not None:
         _check_vocabulary(saved, vocab_size)
         at = _load(saved, learner, meter, len(train_columns))
-    num_left = max(0, cfg.stop.epochs - at.epoch) * at.steps_per_epoch - at.step_in_epoch
-    total = at.step + max(0, num_left)
-    total = total if cfg.stop.steps is None else min(total, cfg.stop.steps)
-    return Training(ctx, cfg, learner, train_columns, held_out, vocab_size, total), at, meter
+    return Training(ctx, cfg, learner, train_columns, held_out, vocab_size, at.total_steps(cfg.stop)), at, meter
 
 
 def _load(saved: Restored, learner: Learner, meter: Meter, steps_per_epoch: int) -> Position:
@@ -336,19 +328,17 @@ def _load(saved: Restored, learner: Learner, meter: Meter, steps_per_epoch: int)
         if "h" in saved.local:
             learner.state = saved.local["h"].to(learner.device), saved.local["c"].to(learner.device)
     at = Position(**saved.trainer["position"])
-    # The same part of the text, where a batch is another part of it now.
-    at.step_in_epoch = at.step_in_epoch * steps_per_epoch // at.steps_per_epoch
-    at.steps_per_epoch = steps_per_epoch
+    at.rescale(steps_per_epoch)
     return at
 
 
 def _train(run: Training, group: RpcGroup, at: Position, meter: Meter) -> None:
-    while not (reason := _end_reason(run, at)):
+    while not (reason := at.end_reason(run.cfg.stop, run.cfg.checkpoint, run.total_steps)):
         if not _train_epoch(run, group, at, meter):
             return  # stopped, and saved
         metrics = evaluate(run)
         run.ctx.log(metrics, at.step)
-        _note_evaluation(run, at, metrics)
+        at.note_evaluation(metrics, run.cfg.checkpoint)
         _save(run, group, at, meter, metrics)
     run.ctx.end_reason = reason
 
@@ -370,20 +360,17 @@ def _train_epoch(run: Training, group: RpcGroup, at: Position, meter: Meter) -> 
         lr = cfg.optim.lr * lr_factor(at.step, run.total_steps, cfg.schedule)
         meter.loss_sum += learner.land(flight, lr, coming.ids)
         meter.num_tokens += len(flight.batch.targets)
-        at.step += 1
-        at.step_in_epoch += 1
+        at.count_step()
         if at.step % cfg.tracking.log_every == 0:
             _log(run, at, meter, lr)
         stop = ctx.should_stop(at.step, run.total_steps)
         if flights:
             continue
-        evaluates = at.step_in_epoch == at.steps_per_epoch or at.step == run.total_steps
-        if ctx.should_save(at.step) and (stop or not evaluates):
+        if ctx.should_save(at.step) and (stop or not at.before_evaluation(run.total_steps)):
             _save(run, group, at, meter, {})
         if stop:
             return False
-    if at.step_in_epoch == at.steps_per_epoch:
-        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+    if at.close_epoch():
         learner.state = None  # the columns begin anew
     return True
 
@@ -394,7 +381,7 @@ def _log(run: Training, at: Position, meter: Meter, lr: float) -> None:
     metrics = {
         "train/loss": loss_sum / num_tokens,
         "train/lr": lr,
-        "train/epoch": at.epoch + at.step_in_epoch / at.steps_per_epoch,
+        "train/epoch": at.epochs,
         "train/tokens_per_s": num_tokens / (time.perf_counter() - meter.since),
     }
     run.ctx.log(metrics, at.step)
@@ -408,33 +395,6 @@ def evaluate(run: Training) -> dict[str, float]:
     run.ctx.alive()
     loss = loss_sum / num_tokens
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-
-
-def _note_evaluation(run: Training, at: Position, metrics: dict[str, float]) -> None:
-    cfg = run.cfg.checkpoint
-    if cfg.best not in metrics:
-        raise ConfigError([f"checkpoint.best={cfg.best!r} is not measured: use one of {', '.join(metrics)}"])
-    value = metrics[cfg.best]
-    better = at.best is None or (value > at.best if cfg.best_mode == "max" else value < at.best)
-    at.best = value if better else at.best
-    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
-    at.evaluated_step = at.step
-
-
-def _end_reason(run: Training, at: Position) -> str:
-    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
-    stop, best = run.cfg.stop, run.cfg.checkpoint
-    if at.evaluated_step != at.step or at.best is None:
-        return ""
-    if stop.threshold is not None:
-        reached = at.best >= stop.threshold if best.best_mode == "max" else at.best <= stop.threshold
-        if reached:
-            return f"{best.best} reached {at.best:.6g} (stop.threshold={stop.threshold:g}) at step {at.step}"
-    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
-        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
-    if at.step >= run.total_steps:
-        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / at.steps_per_epoch:.4g} epochs"
-    return ""
 
 
 def _save(run: Training, group: RpcGroup, at: Position, meter: Meter, metrics: dict[str, float]) -> None:
