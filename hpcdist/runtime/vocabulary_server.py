@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,10 +76,10 @@ class Server:
         self._num_trainers = num_trainers
         self._device, self._wire = device, wire
         self._is_async = is_async
-        self._slots = [deque(Slot() for _ in range(2 if is_async else 1)) for _ in range(num_trainers)]
-        self._waiting: list[deque[Slot]] = [deque() for _ in range(num_trainers)]  #: for their trainer's push
+        # By trainer; a batch's is the one at its number modulo theirs, and calls of two batches may overlap.
+        self._slots = [[Slot() for _ in range(2 if is_async else 1)] for _ in range(num_trainers)]
         self._scratch: list[Space | None] = [None] * num_trainers
-        self._pushed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pushed: dict[int, tuple[Slot, Tensor, Tensor]] = {}
         self._offered: dict[int, Joined] = {}
         self._squared_norm: dict[int, float] = {}
         self._round = 0
@@ -96,28 +95,26 @@ class Server:
         with self._changed:
             return self._lookup(ids)
 
-    def score(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a batch: log of the summed exponentials, and the targets' logits, [n] each."""
-        slot = self._slots[trainer][0]
-        self._slots[trainer].rotate(-1)
+    def score(self, trainer: int, number: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Begin a trainer's batch of this number: log of the summed exponentials, and the targets' logits, [n]."""
+        slot = self._slot(trainer, number)
         if slot.used is not None:  # in `sync` this is the last update, in `async` the one before
             slot.used.result()
         slot.space, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), slot.space)
-        self._waiting[trainer].append(slot)
         return self._out(slot.space.lse), self._out(chosen)
 
-    def backward(self, trainer: int, lse: Tensor, scale: float) -> Tensor:
+    def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
         """This server's part of the gradient of the output; that of the weights is computed after the answer."""
-        slot = self._waiting[trainer][-1]
+        slot = self._slot(trainer, number)
         assert slot.space is not None
         gradient = self._out(self.shard.input_gradient(slot.space, lse.to(self._device), scale))
         slot.gradients = self._run(slot.space, self._weight_gradient, slot.space)
         return gradient
 
-    def decode(self, trainer: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
+    def decode(self, trainer: int, number: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
         """Both at once, for a server that has the whole vocabulary: summed loss and gradient of the output."""
-        lse, losses = join_scores(*zip(self.score(trainer, hidden, targets), strict=True))
-        return float(losses.double().sum()), self.backward(trainer, lse, scale)
+        lse, losses = join_scores(*zip(self.score(trainer, number, hidden, targets), strict=True))
+        return float(losses.double().sum()), self.backward(trainer, number, lse, scale)
 
     def measure(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """`score` without a backward to come."""
@@ -126,8 +123,8 @@ class Server:
         self._scratch[trainer] = scratch
         return self._out(scratch.lse), self._out(chosen)
 
-    def offer(self, trainer: int, ids: Tensor, rows: Tensor) -> float:
-        """Gradients of embedding rows that are to be clipped: the squared norm of all that this server will update."""
+    def offer(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
+        """Gradients of a batch's embedding rows that are to be clipped: the squared norm of all that is to be updated."""
         key = self._key(trainer)
 
         def measure(joined: Joined) -> None:
@@ -136,16 +133,23 @@ class Server:
             self._offered[key] = joined
 
         with self._changed:
-            self._collect(trainer, ids, rows, measure)
+            self._collect(trainer, number, ids, rows, measure)
             return self._squared_norm[key]
 
     def push(
-        self, trainer: int, ids: Tensor | None, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
+        self,
+        trainer: int,
+        number: int,
+        ids: Tensor | None,
+        rows: Tensor | None,
+        scale: float,
+        lr: float,
+        next_ids: Tensor,
     ) -> Tensor:
         """Update with these gradients, or `scale` times those that were offered; returns the next batch's rows."""
         with self._changed:
             if ids is not None and rows is not None:
-                self._collect(trainer, ids, rows, lambda joined: self._update(joined, 1.0, lr))
+                self._collect(trainer, number, ids, rows, lambda joined: self._update(joined, 1.0, lr))
             elif (offered := self._offered.pop(self._key(trainer), None)) is not None:
                 self._update(offered, scale, lr)  # the first trainer to say so: all of them say the same
             return self._lookup(next_ids)
@@ -160,9 +164,13 @@ class Server:
     def _key(self, trainer: int) -> int:
         return trainer if self._is_async else 0
 
-    def _collect(self, trainer: int, ids: Tensor, rows: Tensor, then: Callable[[Joined], None]) -> None:
+    def _slot(self, trainer: int, number: int) -> Slot:
+        slots = self._slots[trainer]
+        return slots[number % len(slots)]
+
+    def _collect(self, trainer: int, number: int, ids: Tensor, rows: Tensor, then: Callable[[Joined], None]) -> None:
         """Do `then` with what all trainers have pushed, or in `async` with this one's; in `sync` all wait for it."""
-        self._pushed[trainer] = ids.to(self._device), rows.to(self._device)
+        self._pushed[trainer] = self._slot(trainer, number), ids.to(self._device), rows.to(self._device)
         if self._is_async:
             then(self._join([trainer]))
             return
@@ -177,7 +185,7 @@ class Server:
             raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_S:g} s")
 
     def _join(self, trainers: Sequence[int]) -> Joined:
-        ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
+        slots, ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
         where = (torch.cat(ids) - self.shard.start)[None]
         joined = torch.sparse_coo_tensor(
             where,
@@ -186,7 +194,7 @@ class Server:
             check_invariants=False,
             is_coalesced=len(ids) == 1,  # a trainer's ids are different and sorted; those of several are not
         )
-        return Joined(joined.coalesce(), [self._waiting[trainer].popleft() for trainer in trainers])
+        return Joined(joined.coalesce(), list(slots))
 
     def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, ...]:
         """Summed over the trainers, by index, in the first one's buffers; with those of the embedding where tied."""
@@ -372,21 +380,21 @@ class Servers:
         """Rows of different tokens, `ids` being sorted."""
         return Rows([self._call(i, "pull", ids[part].to(self._wire)) for i, part in enumerate(self._of_each(ids))])
 
-    def decode(self, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
-        """Begin a batch. Call what is returned for its summed loss and the gradient of `hidden`, [n, hidden].
+    def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
+        """Begin the batch of this number. Call what is returned for its summed loss and the gradient of `hidden`.
 
         Args:
             scale: what the gradient of the summed loss is multiplied with.
         """
         hidden, targets = hidden.to(self._wire), targets.to(self._wire)
         if len(self._names) == 1:  # which needs nobody else's word: one call
-            (call,) = self._call_all("decode", self._trainer, hidden, targets, scale)
+            (call,) = self._call_all("decode", self._trainer, number, hidden, targets, scale)
             return lambda: self._received(*call.wait())
-        scores = self._call_all("score", self._trainer, hidden, targets)
+        scores = self._call_all("score", self._trainer, number, hidden, targets)
 
         def finish() -> tuple[float, Tensor]:
             lse, losses = join_scores(*zip(*(call.wait() for call in scores), strict=True))
-            parts = [call.wait() for call in self._call_all("backward", self._trainer, lse, scale)]
+            parts = [call.wait() for call in self._call_all("backward", self._trainer, number, lse, scale)]
             return self._received(float(losses.double().sum()), torch.stack(parts).sum(0))
 
         return finish
@@ -400,22 +408,23 @@ class Servers:
         _, losses = join_scores(*zip(*(call.wait() for call in calls), strict=True))
         return float(losses.double().sum())
 
-    def offer(self, ids: Tensor, rows: Tensor) -> float:
-        """Give gradients that are to be clipped; the squared norm of all that the servers will update."""
+    def offer(self, number: int, ids: Tensor, rows: Tensor) -> float:
+        """Give a batch's gradients that are to be clipped; the squared norm of all that the servers will update."""
         rows = rows.to(self._wire)
         calls = [
-            self._call(i, "offer", self._trainer, ids[part].to(self._wire), rows[part])
+            self._call(i, "offer", self._trainer, number, ids[part].to(self._wire), rows[part])
             for i, part in enumerate(self._of_each(ids))
         ]
         return math.fsum(call.wait() for call in calls)
 
-    def push(self, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor) -> Rows:
+    def push(self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor) -> Rows:
         """Have the servers update; without `rows`, with `scale` times those that were offered."""
         rows = None if rows is None else rows.to(self._wire)
         calls = []
         for i, (part, next_part) in enumerate(zip(self._of_each(ids), self._of_each(next_ids), strict=True)):
             mine = (None, None) if rows is None else (ids[part].to(self._wire), rows[part])
-            calls.append(self._call(i, "push", self._trainer, *mine, scale, lr, next_ids[next_part].to(self._wire)))
+            then = next_ids[next_part].to(self._wire)
+            calls.append(self._call(i, "push", self._trainer, number, *mine, scale, lr, then))
         return Rows(calls)
 
     def weights(self) -> dict[str, Tensor]:

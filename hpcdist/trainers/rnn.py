@@ -152,6 +152,7 @@ def _shards_with(saved: Restored, start: int, stop: int) -> list[dict[str, Any]]
 class Flight:
     """A batch between its forward and its backward."""
 
+    number: int  #: of all that this trainer has launched
     batch: Batch
     rows: Tensor
     lstm: nn.LSTM
@@ -179,6 +180,7 @@ class Learner:
         self._dropout = cfg.rnn.dropout
         self._trainers = trainers
         self._num_trainers = dist.get_world_size(trainers)
+        self._num_launched = 0
         self._coming: tuple[Tensor, Rows] | None = None  #: ids, and their rows as of the last update
 
     def launch(self, batch: Batch) -> Flight:
@@ -192,7 +194,9 @@ class Learner:
         rows = self._rows_of(batch.ids).requires_grad_()
         hidden = self._forward(lstm, rows, batch)
         scale = 1.0 / (len(hidden) * self._num_trainers)  # the mean over all trainers' tokens
-        return Flight(batch, rows, lstm, hidden, self.servers.decode(hidden.detach(), batch.targets, scale))
+        number, self._num_launched = self._num_launched, self._num_launched + 1
+        finish = self.servers.decode(number, hidden.detach(), batch.targets, scale)
+        return Flight(number, batch, rows, lstm, hidden, finish)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
         if self._coming is not None and self._coming[0] is ids:
@@ -211,15 +215,15 @@ class Learner:
         """Backward and update; returns the summed loss. The rows of `next_ids`, next to be launched, are asked for."""
         loss, gradient = flight.finish()
         flight.hidden.backward(gradient)
-        ids, rows = flight.batch.ids, flight.rows.grad
+        number, ids, rows = flight.number, flight.batch.ids, flight.rows.grad
         assert rows is not None
         if self._clip is None:
-            coming = self.servers.push(ids, rows, 1.0, lr, next_ids)
+            coming = self.servers.push(number, ids, rows, 1.0, lr, next_ids)
             gradients = self._summed(flight.lstm)
         else:
             gradients = self._summed(flight.lstm)
-            scale = self._clip_factor(self.servers.offer(ids, rows), gradients)
-            coming = self.servers.push(ids, None, scale, lr, next_ids)
+            scale = self._clip_factor(self.servers.offer(number, ids, rows), gradients)
+            coming = self.servers.push(number, ids, None, scale, lr, next_ids)
             torch._foreach_mul_(gradients, scale)
         for parameter, its in zip(self.lstm.parameters(), gradients, strict=True):
             parameter.grad = its

@@ -145,6 +145,38 @@ def test_as_in_one_process(
     assert metrics["eval/perplexity", steps] == pytest.approx(expected_perplexity, rel=1e-4)
 
 
+def train_async(here: Rank, path: Path, cfg: Config) -> float:
+    """What `train` does; returns a sum that tells whether two LSTMs are the same."""
+    found = []
+    with open_context(here, RunDir(path), cfg) as ctx:
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]
+        save = ctx.save
+
+        def watched_save(step: int, *, model: nn.Module | None, **rest: Any) -> None:
+            found.append(sum(float(p.double().sum()) for p in model.parameters()) if model is not None else 0.0)
+            save(step, model=model, **rest)
+
+        ctx.save = watched_save  # type: ignore[method-assign]
+        rnn.train(ctx, cfg)
+        ctx.close()
+    return found[-1]
+
+
+def test_async_learns_as_much_and_its_replicas_stay_equal(tmp_path: Path) -> None:
+    steps = 60
+    cfg = config(2, 2, OptimConfig(lr=0.01, clip_norm=1.0), steps, mode="async", corpus_mb=0.05, batch_size=8, bptt=16)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every_steps=25))
+    run = new_run(tmp_path)
+    first, second, *_ = spawn_ranks(train_async, 4, path=run.path, cfg=cfg)
+    assert first == second
+    records, _ = read_records(run.journal / "attempt-001.rank-00000.jsonl")
+    (reached,) = (record.metrics["eval/perplexity"] for record in records if "eval/perplexity" in record.metrics)
+    assert {path.name for path in run.checkpoints.glob("step-*")} == {"step-00000050", "step-00000060"}
+    _, expected, losses = in_one_process(replace(cfg, optim=replace(cfg.optim, clip_norm=None)), steps)
+    assert expected < 50 < math.exp(losses[0]), "the task is one that can be learned"
+    assert reached < 1.15 * expected
+
+
 # --- whole runs
 
 
@@ -244,7 +276,6 @@ def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> N
     assert time.monotonic() - began < 10 * busy
     code, output = finish(process)
     assert code == 0, output
-    assert f"rank {rank} on " in output
-    assert "was killed by SIGKILL (out of memory?) at step " in output
+    assert f"rank {rank} ({victim}) on {os.uname().nodename} was killed by SIGKILL (out of memory?)" in output
     assert "restart 1 of 3 from the newest checkpoint" in output
     assert_undisturbed(runs, name, control)

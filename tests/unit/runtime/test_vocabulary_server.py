@@ -39,12 +39,12 @@ def one_step(group: list[Server], number: int) -> None:
     targets = torch.randint(VOCAB_SIZE, (6,), generator=generator)
     ids = torch.randperm(VOCAB_SIZE, generator=generator)[:5].sort()[0]
     rows = torch.randn(5, WIDTH, generator=generator)
-    scores = [server.score(0, hidden, targets) for server in group]
+    scores = [server.score(0, number, hidden, targets) for server in group]
     lse, _ = join_scores([lse for lse, _ in scores], [chosen for _, chosen in scores])
     for server in group:
-        server.backward(0, lse, 1 / 6)
+        server.backward(0, number, lse, 1 / 6)
         mine = (ids >= server.shard.start) & (ids < server.shard.stop)
-        server.push(0, ids[mine], rows[mine], 1.0, 0.1, ids[mine])
+        server.push(0, number, ids[mine], rows[mine], 1.0, 0.1, ids[mine])
 
 
 def whole(group: list[Server]) -> dict[str, Tensor]:
@@ -84,14 +84,15 @@ def overlaps(content: dict[str, Any], server: Server) -> bool:
     return first < server.shard.stop and server.shard.start < first + len(content["model"]["decoder.bias"])
 
 
-def test_what_fails_in_the_background_is_told_by_the_next_call() -> None:
+def test_what_fails_in_the_background_is_told_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcdist.runtime.vocabulary_server.SMALL", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
-    server.decode(0, hidden, targets, 1.0)
+    server.decode(0, 0, hidden, targets, 1.0)
     server.decoder_optimizer.step = fail  # type: ignore[method-assign,assignment]
-    server.push(0, ids, torch.zeros(1, WIDTH), 1.0, 0.1, ids)
+    server.push(0, 0, ids, torch.zeros(1, WIDTH), 1.0, 0.1, ids)
     with pytest.raises(ValueError, match="out of order"):
-        server.decode(0, hidden, targets, 1.0)
+        server.decode(0, 0, hidden, targets, 1.0)
     with pytest.raises(ValueError, match="out of order"):
         server.settle()
 
