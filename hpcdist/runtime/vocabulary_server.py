@@ -124,7 +124,7 @@ class Server:
         return self._out(scratch.lse), self._out(chosen)
 
     def offer(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
-        """Gradients of a batch's embedding rows that are to be clipped: the squared norm of all that is to be updated."""
+        """Gradients of a batch's embedding rows that are to be clipped: the squared norm of all to be updated."""
         key = self._key(trainer)
 
         def measure(joined: Joined) -> None:
