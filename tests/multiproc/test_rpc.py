@@ -69,6 +69,7 @@ def orders_and_errors(here: Rank, path: Path) -> dict[str, Any]:
             group.order("sum")
             sums(ctx, done)
             group.order("save", 4)
+            group.order("save", 5, to=["observer:1"])
     return {**found, "done": done, "warned": [str(warning.message) for warning in warned]}
 
 
@@ -83,7 +84,8 @@ def test_ranks_call_each_other_by_role_and_do_what_rank_0_orders(tmp_path: Path)
     assert first["peers"] == ["agent:0", "observer:1"]
     assert agent["doubled"] == [2.0, 2.0]
     # In order, in the main thread: the sum is a collective of all three.
-    assert first["done"] == second["done"] == [("save", 3), ("sum", 3), ("save", 4)]
+    assert first["done"] == [("save", 3), ("sum", 3), ("save", 4)]
+    assert second["done"] == [*first["done"], ("save", 5)], "the last order was for this one alone"
     assert [rank["warned"] for rank in (agent, first, second)] == [[], [], []]
     # The error comes with its place and its remote traceback, once, also over two hops.
     assert agent["fail"].startswith("observer:0 (rank 1 on ")
