@@ -23,8 +23,8 @@ UNKNOWN = "<unk>"
 #: A word or separators with the space before them, or a line's end with the next line's indent: joined, they are the
 #: text again.
 PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
-#: Third parties' code, and tests, whose data no model can learn.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+#: Third parties' code, and what is rather data than code: tests, tables of characters, texts of `help`.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
 class Tokenizer(Protocol):

@@ -40,9 +40,8 @@ class RnnConfig:
     bptt: int = 35
     """Tokens that gradients go back; the hidden state is carried on without."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync` equals one process on the joined batch, run after run. `async` keeps two batches in flight: gradients are
-    of weights one update old, and servers apply each trainer's as it comes; faster, and no two runs are alike."""
-    prompt: str = "def "
+    """`sync` equals one process, run after run; `async` has two batches in flight, of weights one update old."""
+    prompt: str = "def"
     """What the sampled text begins with."""
     sample_tokens: int = 300
     """Length of the text that the final model writes (artifact `sample.txt`); 0 leaves it out."""
@@ -60,4 +59,6 @@ class RnnConfig:
         ]
         if self.tied and self.embedding != self.hidden:
             problems.append(f"tied needs embedding = hidden, got {self.embedding} and {self.hidden}")
+        if not self.prompt:
+            problems.append("prompt must not be empty: the text goes on from it")
         check(problems)

@@ -247,7 +247,7 @@ def test_stopped_and_resumed(language_runs: Runs, control: str) -> None:
     assert code == 0, output
     assert_undisturbed(runs, name, control)
     text = (runs.run_dir(name).artifacts / "sample.txt").read_text()
-    assert text.startswith("def ")
+    assert text.startswith("def")
     assert len(text) > 300
 
 
