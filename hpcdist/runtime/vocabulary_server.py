@@ -85,7 +85,6 @@ class Server:
         self._round = 0
         self._changed = threading.Condition()
         self._decoder_lock = threading.Lock()
-        self._updated: Future[None] | None = None
         # Tasks wait for none that was submitted later.
         self._pool = ThreadPoolExecutor(num_trainers + 1)
 
@@ -214,11 +213,11 @@ class Server:
             self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
             step(self.row_optimizer, lr)
             self._synchronize()
-        self._updated = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
+        update = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
         for slot in joined.slots:
-            slot.used = self._updated
+            slot.used = update
         if self.shard.is_tied:
-            self._updated.result()
+            update.result()
 
     def _run(self, space: Space | None, task: Callable[..., T], *arguments: Any) -> Future[T]:
         """In the background, unless the batch is so small that to wake a thread is more work."""
@@ -256,8 +255,9 @@ class Server:
 
     def settle(self) -> None:
         """Wait until everything that was pushed is in the weights."""
-        if self._updated is not None:
-            self._updated.result()
+        for slot in itertools.chain.from_iterable(self._slots):
+            if slot.used is not None:
+                slot.used.result()
 
     # --- checkpoints
 
