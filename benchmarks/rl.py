@@ -57,7 +57,8 @@ def run_ours(*overrides: str) -> list[Record]:
         call(
             [
                 *(sys.executable, "-m", "hpcdist", "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
-                *("launch.device=cpu", "launch.threads=1", "rl.record=false", *overrides),
+                *("launch.device=cpu", "launch.threads=1", "rl.record=false", "tracking.register_as=null"),
+                *("tracking.drain_timeout_s=5", *overrides),  # what MLflow has at the end is of no interest here
             ]
         )
         return read_records(Path(folder) / "cartpole" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")[0]
