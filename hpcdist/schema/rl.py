@@ -77,9 +77,14 @@ class RlConfig:
         )
 
 
-def rl_role_problems(roles: Mapping[str, int]) -> list[str]:
-    """What is wrong with the roles of an `rl` run: rank 0 leads, so the agent comes first."""
-    if list(roles) == ["agent", "observer"] and roles["agent"] == 1:
-        return []
-    got = ", ".join(f"{role}: {count}" for role, count in roles.items()) or "none"
-    return [f"roles: trainer rl needs one agent and then observers, got {got}: set roles='{{agent: 1, observer: 2}}'"]
+def rl_problems(roles: Mapping[str, int], accumulate: int) -> list[str]:
+    """What is wrong with the other sections of an `rl` run."""
+    problems = []
+    if list(roles) != ["agent", "observer"] or roles["agent"] != 1:  # rank 0 leads, so the agent comes first
+        got = ", ".join(f"{role}: {count}" for role, count in roles.items()) or "none"
+        problems.append(
+            f"roles: trainer rl needs one agent and then observers, got {got}: set roles='{{agent: 1, observer: 2}}'"
+        )
+    if accumulate != 1:
+        problems.append(f"optim.accumulate={accumulate}: trainer rl has no micro-batches, use rl.minibatches")
+    return problems

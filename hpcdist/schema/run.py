@@ -11,7 +11,7 @@ from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.hybrid import HybridConfig
 from hpcdist.schema.pipeline import PipelineConfig
-from hpcdist.schema.rl import RlConfig, rl_role_problems
+from hpcdist.schema.rl import RlConfig, rl_problems
 from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
@@ -109,7 +109,7 @@ def cross_check(config: Config) -> list[str]:
     if config.trainer.script and config.trainer.target != "ddp":
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if config.trainer.target == "rl" and not config.trainer.script:
-        problems += rl_role_problems(config.roles)
+        problems += rl_problems(config.roles, config.optim.accumulate)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")

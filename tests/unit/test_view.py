@@ -180,6 +180,8 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
 
 def test_the_few_metrics_of_a_progress_line() -> None:
     assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
+    metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}
+    assert format_metrics(metrics) == "return 23.46  greedy return 500  steps/s 123457"
     assert format_metrics({}) == ""
 
 
