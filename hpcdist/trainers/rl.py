@@ -30,7 +30,7 @@ from torch.distributed import rpc
 from hpcdist.data.environments import Environments, Floats, Problem, make_environments
 from hpcdist.data.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.data.rollouts import Collector, Rollout, random_numbers
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, PeerLost, RemoteError
 from hpcdist.models.policy import Actor, Policy
 from hpcdist.models.ppo import learn
 from hpcdist.rundir import write_atomic
@@ -140,7 +140,7 @@ class Agent:
     test_envs: Environments
     group: RpcGroup | None = None
     #: Rollouts of the next update, on their way or here (`async`, or from a checkpoint).
-    pending: list[torch.futures.Future[Rollout]] | list[Rollout] = field(default_factory=list)
+    pending: Sequence[torch.futures.Future[Rollout] | Rollout] = ()
     began: float = 0.0  #: when this attempt began to train, evaluations included
     since: float = 0.0  #: when the last point was logged
 
@@ -249,8 +249,9 @@ def _train_epoch(agent: Agent) -> bool:
 def _update(agent: Agent) -> None:
     """Learn from one rollout of every observer."""
     cfg, at, meter = agent.cfg, agent.at, agent.meter
-    rollout = Rollout.join(_arrived(agent.pending or _request(agent, at.step)))
-    agent.pending = _request(agent, at.step + 1) if cfg.rl.mode == "async" else []
+    agent.pending = agent.pending or _request(agent, at.step)
+    rollout = Rollout.join(_arrived(agent))
+    agent.pending = _request(agent, at.step + 1) if cfg.rl.mode == "async" else ()
     for group in agent.optimizer.param_groups:
         group["lr"] = cfg.optim.lr * lr_factor(at.step, agent.total_steps, cfg.schedule)
     losses, num_losses = learn(agent.policy, agent.optimizer, rollout, cfg, agent.ctx.device)
@@ -279,8 +280,22 @@ def _request(agent: Agent, number: int) -> list[torch.futures.Future[Rollout]]:
     ]
 
 
-def _arrived(pending: Sequence[torch.futures.Future[Rollout] | Rollout]) -> list[Rollout]:
-    return [item if isinstance(item, Rollout) else item.wait() for item in pending]
+def _arrived(agent: Agent) -> list[Rollout]:
+    """The pending rollouts, once they are here. Raises PeerLost, or the error of the observer that failed."""
+    assert agent.group is not None
+    arrived: list[Rollout] = []
+    for index, item in enumerate(agent.pending):
+        if isinstance(item, Rollout):  # of a checkpoint, perhaps of another number of observers
+            arrived.append(item)
+            continue
+        try:
+            arrived.append(item.wait())
+        except RuntimeError as error:
+            if RemoteError.received(error) is not None:
+                raise
+            name = agent.group.of_role("observer")[index]
+            raise PeerLost(f"{name} sent no rollout: {str(error).partition(chr(10))[0]}") from error
+    return arrived
 
 
 def _log(agent: Agent) -> None:
@@ -355,7 +370,7 @@ def _record(agent: Agent) -> None:
 def _save(agent: Agent, metrics: dict[str, float]) -> None:
     """Save, with the observers between two rollouts; one that they collect ahead belongs to the checkpoint."""
     assert agent.group is not None
-    agent.pending = _arrived(agent.pending)
+    agent.pending = arrived = _arrived(agent)
     agent.group.order("save", agent.at.step)
     agent.ctx.save(
         agent.at.step,
@@ -364,7 +379,7 @@ def _save(agent: Agent, metrics: dict[str, float]) -> None:
             "optimizer": agent.optimizer.state_dict(),
             "position": asdict(agent.at),
             "meter": vars(agent.meter),
-            "pending": [list(rollout) for rollout in agent.pending],
+            "pending": [list(rollout) for rollout in arrived],
         },
         metrics=metrics,
     )
