@@ -123,6 +123,8 @@ def cross_check(config: Config) -> list[str]:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
     if config.trainer.target == "rnn":
         problems += _rnn_problems(config)
+    if config.trainer.target == "pipeline":
+        problems += _pipeline_problems(config)
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [
@@ -138,4 +140,34 @@ def _rnn_problems(config: Config) -> list[str]:
         problems.append("roles: the trainer rnn has trainers first, then servers: set roles='{trainer: 1, server: 1}'")
     if config.optim.accumulate != 1:
         problems.append("optim.accumulate is not for the trainer rnn: raise rnn.batch_size")
+def _pipeline_problems(config: Config) -> list[str]:
+    """What the pipeline trainer cannot do with the sections that it shares with others."""
+    problems = []
+    num_stages, number = config.roles.get("stage", 0), config.pipeline.micro_batches
+    if list(config.roles) != ["stage"]:
+        problems.append("roles: the trainer pipeline has stages alone: set roles='{stage: 2}'")
+    elif config.pipeline.cut and len(config.pipeline.cut) != num_stages - 1:
+        problems.append(
+            f"pipeline.cut names the ends of {len(config.pipeline.cut)} stages, roles.stage={num_stages} has"
+            f" {num_stages - 1} before the last one"
+        )
+    if config.model.name == "simple_cnn":
+        problems.append("model.name=simple_cnn has no stages: the trainer pipeline cuts ResNets, such as resnet50")
+    if config.model.sync_batch_norm or config.model.compile:
+        problems.append("model.sync_batch_norm and model.compile are not for the trainer pipeline: set them to false")
+    if config.precision.dtype != "fp32":
+        problems.append("precision.dtype is not for the trainer pipeline: leave it out")
+    if config.optim.accumulate != 1:
+        problems.append("optim.accumulate is not for the trainer pipeline: pipeline.micro_batches cuts a batch")
+    if isinstance(number, int):
+        if config.data.batch_size % number:
+            problems.append(
+                f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
+                f" parts (pipeline.micro_batches): use {config.data.batch_size // number * number or number}"
+            )
+        if config.pipeline.engine == "pipelining" and config.pipeline.schedule == "1f1b" and number < num_stages:
+            problems.append(
+                f"pipeline.engine=pipelining needs pipeline.micro_batches >= {num_stages} for 1f1b with"
+                f" {num_stages} stages, got {number}: raise it, or use pipeline.schedule=gpipe"
+            )
     return problems
