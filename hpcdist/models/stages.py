@@ -83,15 +83,15 @@ def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractCon
 
 @contextmanager
 def _statistics_left_alone(module: nn.Module) -> Iterator[None]:
-    """Normalise by the batch as in training, without counting that batch a second time."""
-    norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d) and part.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
+    """Have running statistics updated in copies that are thrown away: this batch has been counted."""
+    kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+    for part, buffers in kept:
+        part._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for part, buffers in kept:
+            part._buffers.update(buffers)
 
 
 def use_onednn_for_pointwise(model: nn.Module) -> None:

@@ -13,20 +13,15 @@ class PipelineConfig:
     """A ResNet cut into as many stages as `roles.stage` says, each on a rank of its own."""
 
     cut: list[str] = field(default_factory=list)
-    """What each stage but the last ends with, `[layer2]` or `[layer1.2, layer3.0]`; empty: two stages are cut after
-    layer2, more of them by what each block is measured to take. The result is the same wherever the cuts are."""
+    """What stages end with: `[layer2]`, `[layer1.2, layer3.0]`, `[measured]`; empty: `[layer2]` for two, else measured."""
     micro_batches: int | str = 4
-    """Into how many equal parts a batch is cut. Each is normalised by itself, as a batch of its own would be, so the
-    number counts for the result. `auto` tries 1, 2, 4, … before the first step, without training, and takes the
-    fastest; a resumed run keeps it, but the same run started anew may choose another one."""
+    """Equal parts of a batch, each normalised by itself; `auto` measures before the first step which number is best."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the micro-batches; `1f1b` needs less memory, the result is the same."""
+    """Order of the micro-batches, equal in result; `1f1b` needs less memory."""
     activation_checkpointing: bool = False
-    """Keep the blocks' inputs alone for the backward pass and compute the rest again: a third more work, less memory.
-    The result is the same."""
+    """Keep blocks' inputs alone and compute the rest again in the backward pass, equal in result: time for memory."""
     engine: Literal["rpc", "pipelining"] = "rpc"
-    """What moves activations: `rpc`, straight from stage to stage, or torch.distributed.pipelining, with the same
-    stages over the process group."""
+    """What moves activations: `rpc`, straight from stage to stage, or torch.distributed.pipelining."""
 
     def __post_init__(self) -> None:
         number = self.micro_batches

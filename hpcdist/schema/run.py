@@ -146,11 +146,6 @@ def _pipeline_problems(config: Config) -> list[str]:
     num_stages, number = config.roles.get("stage", 0), config.pipeline.micro_batches
     if list(config.roles) != ["stage"]:
         problems.append("roles: the trainer pipeline has stages alone: set roles='{stage: 2}'")
-    elif config.pipeline.cut and len(config.pipeline.cut) != num_stages - 1:
-        problems.append(
-            f"pipeline.cut names the ends of {len(config.pipeline.cut)} stages, roles.stage={num_stages} has"
-            f" {num_stages - 1} before the last one"
-        )
     if config.model.name == "simple_cnn":
         problems.append("model.name=simple_cnn has no stages: the trainer pipeline cuts ResNets, such as resnet50")
     if config.model.sync_batch_norm or config.model.compile:

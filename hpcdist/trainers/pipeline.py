@@ -189,28 +189,27 @@ def _example(data: ImageData, size: int) -> Tensor:
 def _cut(ctx: Context, cfg: Config, model: nn.Module, data: ImageData, saved: Restored | None) -> list[tuple[str, ...]]:
     """The units of every stage: as the checkpoint has them, as the config says, or by measured cost."""
     units, num_stages = unit_names(model), ctx.world_size
+    ends = cfg.pipeline.cut or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
+    if ends != ["measured"]:
+        if len(ends) != num_stages - 1:
+            raise ConfigError(
+                [f"pipeline.cut={ends} ends {len(ends)} stages before the last one, but roles.stage={num_stages}"]
+            )
+        return cut_after(units, ends)
     if saved is not None and saved.world_size == num_stages:
         return [tuple(stage) for stage in saved.trainer["units"]]
-    if cfg.pipeline.cut:
-        stages = cut_after(units, cfg.pipeline.cut)
-        if len(stages) != num_stages:
-            raise ConfigError([f"pipeline.cut makes {len(stages)} stages, but roles.stage={num_stages}"])
-    elif num_stages <= 2:
-        stages = cut_after(units, ["layer2"][: num_stages - 1])
-    else:
-        # Rank 0's measure counts, so that all agree.
-        costs = [0.0] * len(units)
-        if ctx.is_main:
-            number = cfg.pipeline.micro_batches
-            size = cfg.data.batch_size // (number if isinstance(number, int) else 4)
-            images = _example(data, max(2, size)).to(ctx.device)
-            if cfg.model.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            costs = measure_units(model.to(ctx.device), images)
-        costs = ctx.sum_over_ranks(costs)
-        stages = cut_evenly(units, costs, num_stages)
-        parts = [f"{stage[-1]} {sum(costs[units.index(unit)] for unit in stage):.3g} s" for stage in stages]
-        log.info("cut by measured cost of a micro-batch, each stage by its last unit: %s", ", ".join(parts))
+    costs = [0.0] * len(units)
+    if ctx.is_main:  # its measure counts, so that all agree
+        number = cfg.pipeline.micro_batches
+        size = cfg.data.batch_size // (number if isinstance(number, int) else 4)
+        images = _example(data, max(2, size)).to(ctx.device)
+        if cfg.model.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        costs = measure_units(model.to(ctx.device), images)
+    costs = ctx.sum_over_ranks(costs)
+    stages = cut_evenly(units, costs, num_stages)
+    parts = [f"{stage[-1]} {sum(costs[units.index(unit)] for unit in stage):.3g} s" for stage in stages]
+    log.info("cut by measured cost of a micro-batch, each stage by its last unit: %s", ", ".join(parts))
     return stages
 
 
@@ -494,8 +493,8 @@ def _restore(run: Training, saved: Restored | None) -> tuple[Position, Meter]:
     at, meter = Position(), Meter(run.ctx.device)
     if saved is None:
         return at, meter
-    # Of another number of stages, too: a stage takes its part wherever it lies.
-    same = saved.world_size == run.ctx.world_size
+    # Cut in another way, too: a stage takes its part wherever it lies.
+    same = saved.trainer["units"] == [list(stage) for stage in run.units]
     weights: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     for rank in [run.ctx.rank] if same else range(saved.world_size):

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 
 from hpcdist.errors import PeerLost
@@ -218,6 +218,19 @@ def device_maps(ctx: Context) -> dict[str, dict[Any, Any]]:
 # --- by torch.distributed.pipelining
 
 
+class _Contiguous(nn.Module):
+    """A stage between whose ends tensors travel in NCHW order: collectives take no other."""
+
+    def __init__(self, stage: Stage, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.stage = stage
+        self._memory_format = memory_format
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stage(x.contiguous(memory_format=self._memory_format))
+        return y.contiguous()
+
+
 class PipeliningEngine:
     """The same stages in torch.distributed.pipelining, over the process group; see `Engine`.
 
@@ -274,12 +287,8 @@ class PipeliningEngine:
             torch.empty(size // num_micro_batches, *example.shape[1:], device=self._ctx.device)
             for example in self._boundaries
         )
-        if enters.dim() == 4:
-            enters = enters.contiguous(memory_format=self._memory_format)
-        if leaves.dim() == 4:
-            leaves = leaves.contiguous(memory_format=self._memory_format)
         part = PipelineStage(
-            self.stage,
+            _Contiguous(self.stage, self._memory_format),
             self._ctx.rank,
             self._ctx.world_size,
             self._ctx.device,

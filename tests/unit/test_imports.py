@@ -204,7 +204,11 @@ def test_what_a_start_waits_for_is_not_imported_in_vain(start: str, forbidden: s
 
 
 def test_trainers_never_import_each_other() -> None:
-    assert crossings(("trainers",), ("trainers",)) == []
+    """`pipeline` may import `pipeline_engines`, a part of itself that would not go into one sitting."""
+    found = [crossing.partition(" → hpcdist.") for crossing in crossings(("trainers",), ("trainers",))]
+    assert [
+        f"{module} → {name}" for module, _, name in found if not name.startswith(f"{module.partition('_')[0]}_")
+    ] == []
 
 
 @pytest.mark.parametrize(

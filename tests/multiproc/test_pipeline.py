@@ -1,0 +1,143 @@
+"""A ResNet in stages against the same ResNet in one piece: loss, gradients and statistics, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from context_scene import new_run, open_context
+from spawn import Rank, spawn_ranks
+from torch import Tensor, nn
+
+from hpcdist.models.image import build_model
+from hpcdist.models.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.context import Context
+from hpcdist.runtime.rpc import rpc_group
+from hpcdist.schema import Config, DataConfig
+from hpcdist.trainers.pipeline_engines import Engine, PipeliningEngine, RpcEngine, Wire
+
+SIZE, NUM_MICRO_BATCHES = 8, 4
+CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}
+
+
+def whole_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = build_model("resnet18", num_classes=10, in_channels=3, image_size=32)
+    use_onednn_for_pointwise(model)
+    return model.to(memory_format=torch.channels_last)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SIZE, 3, 32, 32, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last), torch.arange(SIZE)
+
+
+def in_one_piece(model: nn.Module) -> Tensor:
+    """Two steps' gradients added up; returns their losses."""
+    images, labels = batch()
+    losses = []
+    for _ in range(2):
+        total = torch.zeros(())
+        for x, y in zip(images.chunk(NUM_MICRO_BATCHES), labels.chunk(NUM_MICRO_BATCHES), strict=True):
+            loss = F.cross_entropy(model(x), y, reduction="sum") / SIZE
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
+    return torch.stack(losses)
+
+
+def in_stages(ctx: Context, engine: Engine) -> tuple[Tensor, list[Tensor]]:
+    """Two steps' losses, and then the logits of three batches."""
+    images, labels = batch()
+    is_last = ctx.rank == ctx.world_size - 1
+    mine = images if ctx.rank == 0 else None
+    losses = [engine.step(mine, labels if is_last else None, NUM_MICRO_BATCHES) for _ in range(2)]
+    engine.stage.eval()
+    logits = [y.clone() for y in engine.infer([mine] * 5) if y is not None]
+    engine.stage.train()
+    return torch.stack(losses), logits
+
+
+def differences(ctx: Context, engine: Engine, losses: Tensor, logits: list[Tensor], *, exact: bool = True) -> list[str]:
+    """What this stage has otherwise than the model in one piece."""
+
+    def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+        assert ours is not None
+        assert theirs is not None
+        return torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    model = whole_model()
+    expected = in_one_piece(model)
+    found = []
+    if ctx.rank == ctx.world_size - 1:
+        found += [] if same(losses, expected) else [f"losses {losses} {expected}"]
+        with torch.no_grad():
+            wanted = model.eval()(batch()[0])
+        found += [] if len(logits) == 5 and all(same(one, wanted) for one in logits) else ["logits"]
+    else:
+        assert (losses.tolist(), logits) == ([0.0, 0.0], [])
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    found += [n for n, p in engine.stage.named_parameters() if not same(p.grad, parameters[n].grad)]
+    return found + [n for n, b in engine.stage.named_buffers() if not same(b, buffers[n])]
+
+
+@contextmanager
+def scene(here: Rank, path: Path) -> Iterator[Context]:
+    config = Config(roles={"stage": here.world_size}, data=DataConfig(batch_size=SIZE, eval_batch_size=SIZE))
+    with open_context(here, RunDir(path), config) as ctx:
+        yield ctx
+
+
+def by_rpc(here: Rank, path: Path) -> list[str]:
+    found = []
+    with scene(here, path) as ctx, rpc_group(ctx) as group:
+        wire = Wire(ctx, group)
+        units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
+        for schedule, checkpointing in (("1f1b", False), ("gpipe", False), ("1f1b", True), ("gpipe", True)):
+            stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
+            engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
+            what = differences(ctx, engine, *in_stages(ctx, engine))
+            found += [f"{schedule} {checkpointing}: {name}" for name in what]
+            assert engine.idle_s > 0
+    return found
+
+
+def by_pipelining(here: Rank, path: Path) -> list[str]:
+    found = []
+    with scene(here, path) as ctx:
+        model = whole_model()
+        units = cut_after(unit_names(model), CUTS[here.world_size])
+        ends = [batch()[0][:1]]
+        with torch.no_grad():
+            for stage_units in units:
+                x = ends[-1]
+                for unit in stage_units:
+                    x = unit_module(copy.deepcopy(model).eval(), unit)(x)
+                ends.append(x)
+        for schedule in ("1f1b", "gpipe"):
+            engine = PipeliningEngine(
+                Stage(whole_model(), units[ctx.rank]),
+                ctx,
+                schedule=schedule,
+                boundaries=(ends[ctx.rank], ends[ctx.rank + 1]),
+                channels_last=True,
+            )
+            what = differences(ctx, engine, *in_stages(ctx, engine))
+            found += [f"{schedule}: {name}" for name in what]
+    return found
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_compute_what_the_model_in_one_piece_does(tmp_path: Path, num_stages: int) -> None:
+    assert spawn_ranks(by_rpc, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
+
+
+def test_torch_pipelining_computes_the_same(tmp_path: Path) -> None:
+    assert spawn_ranks(by_pipelining, 3, path=new_run(tmp_path).path) == [[], [], []]
