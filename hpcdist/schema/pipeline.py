@@ -13,7 +13,7 @@ class PipelineConfig:
     """A ResNet cut into as many stages as `roles.stage` says, each on a rank of its own."""
 
     cut: list[str] = field(default_factory=list)
-    """What stages end with: `[layer2]`, `[layer1.2, layer3.0]`, `[measured]`; empty: `[layer2]` for two, else measured."""
+    """Ends of stages: `[layer2]`, `[layer1.2, layer3.0]`, `[measured]`; empty: `[layer2]` for two, else measured."""
     micro_batches: int | str = 4
     """Equal parts of a batch, each normalised by itself; `auto` measures before the first step which number is best."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
