@@ -1,0 +1,128 @@
+"""Whole runs of the pipeline trainer: whatever happens to them, and wherever the model is cut, they end the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hpcdist_runs import EXACT, Runs, assert_same, finish, wait_for
+
+from hpcdist.models.image import build_model
+from hpcdist.runtime.checkpoint import load_weights
+
+#: 22 steps an epoch; checkpoints at 15, 22, 30 and 44.
+SMALL = [
+    *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
+    *("stop.epochs=2", "checkpoint.every_steps=15", "optim.clip_norm=1.0", "schedule.warmup_steps=5"),
+]
+LAST_STEP = 44
+HELD = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
+OTHERWISE = [
+    *("roles.stage=3", "pipeline.cut=[measured]", "pipeline.schedule=gpipe", "launch.threads=1"),
+    "pipeline.activation_checkpointing=true",
+]
+
+
+class PipelineRuns(Runs):
+    def config(self, name: str, *overrides: str, export: bool = False) -> list[str]:
+        _, *rest = super().config(name, *SMALL, *overrides, export=export)
+        return ["pipeline_resnet50", *rest]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        return load_weights(self.run_dir(name).checkpoints / f"step-{self.checkpoint_steps(name)[-1]:08d}")
+
+    def shards(self, name: str) -> list[object]:
+        folder = self.run_dir(name).checkpoints / f"step-{self.checkpoint_steps(name)[-1]:08d}"
+        return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> PipelineRuns:
+    return PipelineRuns(tmp_path_factory.mktemp("pipeline"), ready_database, experiment="pipeline")
+
+
+@pytest.fixture(scope="module")
+def control(runs: PipelineRuns) -> str:
+    code, output = runs.command("run", *runs.config("control", export=True))
+    assert code == 0, output
+    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
+    return "control"
+
+
+def assert_as_control(runs: PipelineRuns, name: str, control: str) -> None:
+    """The whole last checkpoint, bit by bit, and each metric point: once, and of the same value."""
+    assert runs.checkpoint_steps(name)[-1] == LAST_STEP
+    assert_same(runs.shards(name), runs.shards(control))
+    expected = runs.series(control)
+    assert {key for key, _ in expected} == set(EXACT)
+    assert runs.series(name) == expected
+    assert runs.mlflow_status(name) == "FINISHED"
+
+
+def test_all_stages_train_and_leave_one_model(runs: PipelineRuns, control: str) -> None:
+    series = runs.series(control)
+    assert series["eval/accuracy", LAST_STEP] > 0.5, "ten classes"
+    points = {key for key, _, _ in runs.points(control)}
+    assert {"pipeline/bubble", "pipeline/bubble_in_theory", "pipeline/busy_s/stage_1"} <= points
+    assert (runs.run_dir(control).model / "MLmodel").is_file()
+    weights = runs.weights(control)
+    torch.manual_seed(0)
+    model = build_model("resnet18", num_classes=10, in_channels=3, image_size=16)
+    start = model.state_dict()
+    assert weights.keys() == start.keys()
+    assert [name for name, _ in model.named_parameters() if torch.equal(weights[name], start[name])] == []
+    # Two micro-batches a step, each counted once.
+    assert weights["layer4.1.bn2.num_batches_tracked"] == 2 * LAST_STEP
+    model.load_state_dict(weights)
+
+
+def test_where_the_model_is_cut_and_in_which_order_changes_nothing(runs: PipelineRuns, control: str) -> None:
+    code, output = runs.command("run", *runs.config("otherwise", *OTHERWISE))
+    assert code == 0, output
+    assert "cut by measured cost" in runs.attempt("otherwise").log(0).read_text()
+    ours, theirs = runs.weights("otherwise"), runs.weights(control)
+    assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
+    assert runs.series("otherwise") == runs.series(control)
+
+
+def test_stopped_and_resumed(runs: PipelineRuns, control: str) -> None:
+    process = runs.start("run", *runs.config("stopped", *HELD))
+    runs.wait_held("stopped")
+    code, output = runs.command("stop", "stopped")
+    assert code == 0, output
+    code, output = finish(process)
+    assert code == 0, output
+    assert 25 <= runs.checkpoint_steps("stopped")[-1] < LAST_STEP
+    code, output = runs.command("resume", "stopped")
+    assert code == 0, output
+    assert_as_control(runs, "stopped", control)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> None:
+    name = f"killed-{victim}"
+    process = runs.start("run", *runs.config(name, *HELD))
+    ranks = runs.wait_held(name)
+    os.kill(ranks[victim], signal.SIGKILL)
+    began = time.monotonic()
+    runs.release(name)
+    wait_for(lambda: runs.attempt(name, 2).path.exists(), "the second attempt", timeout_s=30)
+    assert time.monotonic() - began < 10
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank {victim} (stage:{victim}) on " in output
+    assert "was killed by SIGKILL (out of memory?) at step " in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert_as_control(runs, name, control)
+
+
+def test_what_the_config_cannot_mean_is_told_before_the_start(runs: PipelineRuns) -> None:
+    code, output = runs.command("run", *runs.config("wrong", "data.batch_size=65", "model.name=simple_cnn"))
+    assert code == 2, output
+    assert "data.batch_size=65 cannot be cut into 2 equal parts (pipeline.micro_batches): use 64" in output
+    assert "model.name=simple_cnn has no stages: the trainer pipeline cuts ResNets, such as resnet50" in output
+    assert "Traceback" not in output
