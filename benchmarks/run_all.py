@@ -101,6 +101,7 @@ BENCHMARKS = (
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
         ),
     ),
+    Benchmark("pipeline", ("--rounds", "5"), ()),
     Benchmark(
         "scale",
         (),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from hpcdist.models.image import build_model
 from hpcdist.models.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
 from hpcdist.rundir import RunDir
+from hpcdist.runtime.checkpoint import load_weights
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.rpc import rpc_group
-from hpcdist.schema import Config, DataConfig
+from hpcdist.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
+from hpcdist.trainers import pipeline
 from hpcdist.trainers.pipeline_engines import Engine, PipeliningEngine, RpcEngine, Wire
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
@@ -141,3 +144,56 @@ def test_stages_compute_what_the_model_in_one_piece_does(tmp_path: Path, num_sta
 
 def test_torch_pipelining_computes_the_same(tmp_path: Path) -> None:
     assert spawn_ranks(by_pipelining, 3, path=new_run(tmp_path).path) == [[], [], []]
+
+
+# --- what is measured before the first step, and what a checkpoint makes of it
+
+AUTO = Config(
+    roles={"stage": 2},
+    trainer=TrainerConfig(target="pipeline"),
+    model=ModelConfig(name="resnet18"),
+    data=DataConfig(image_size=16, batch_size=16),
+    pipeline=PipelineConfig(micro_batches="auto"),
+    optim=OptimConfig(name="sgd", lr=0.1),
+)
+
+
+def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
+    """The number chosen, the one that a second attempt has, and what is not as it was before the choice."""
+    with open_context(here, RunDir(path), AUTO) as ctx, pipeline._set_up(ctx, AUTO) as (run, at, meter):
+        torch.manual_seed(0)
+        fresh = build_model("resnet18", num_classes=10, in_channels=3, image_size=16).state_dict()
+        changed = [name for name, value in run.stage.state_dict().items() if not torch.equal(value, fresh[name])]
+        changed += [name for name, parameter in run.stage.named_parameters() if parameter.grad is not None]
+        pipeline._step(run, 0, *next(pipeline._batches(run, epoch=0, start=0)), meter)
+        at.step = at.step_in_epoch = 1
+        pipeline._save(run, at, meter, {})
+        ctx.close()
+        chosen = run.num_micro_batches
+    pipeline.CANDIDATES = (chosen % 8 * 2 or 1,)
+    with open_context(here, RunDir(path), AUTO) as ctx, pipeline._set_up(ctx, AUTO) as (run, at, _):
+        assert (at.step, at.step_in_epoch) == (1, 1)
+        return chosen, run.num_micro_batches, changed
+
+
+def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
+    """The weights and the number of optimizer states that three stages take from a checkpoint of two."""
+    config = replace(AUTO, roles={"stage": 3}, pipeline=PipelineConfig(cut=CUTS[3]))
+    with open_context(here, RunDir(path), config) as ctx, pipeline._set_up(ctx, config) as (run, at, _):
+        assert at.step == 1
+        return run.stage.state_dict(), len(run.optimizer.state_dict()["state"])
+
+
+def test_the_number_of_micro_batches_is_chosen_once_and_leaves_no_trace(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    first, second = spawn_ranks(choosing, 2, path=run.path)
+    assert first[:2] == second[:2] == (first[0], first[0])
+    assert first[0] in (1, 2, 4, 8)
+    assert first[2] == second[2] == []
+
+    whole = load_weights(run.checkpoints / "step-00000001")
+    stages = spawn_ranks(in_three, 3, path=run.path)
+    taken = {name: tensor for weights, _ in stages for name, tensor in weights.items()}
+    assert taken.keys() == whole.keys()
+    assert [name for name, value in whole.items() if not torch.equal(taken[name], value)] == []
+    assert sum(count for _, count in stages) == sum(1 for _ in whole_model().parameters())
