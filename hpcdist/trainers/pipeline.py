@@ -46,6 +46,7 @@ from hpcdist.models.stages import (
 )
 from hpcdist.runtime.context import Context, Restored
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
+from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import rpc_group
 from hpcdist.runtime.shards import Shard
 from hpcdist.schema import Config
@@ -56,18 +57,6 @@ log = logging.getLogger(__name__)
 
 #: Numbers of micro-batches that `auto` tries, where they divide the batch.
 CANDIDATES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass
-class Position:
-    """How far training is, equal on all ranks; all of it is saved."""
-
-    step: int = 0  #: optimizer steps done in all
-    epoch: int = 0
-    step_in_epoch: int = 0
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
 
 
 class Meter:
@@ -99,7 +88,7 @@ class Training:
     norm_slots: range  #: where this stage's parameters stand among the whole model's
     num_parameters: int  #: of the whole model
     steps_per_epoch: int
-    total_steps: int
+    total_steps: int = 0  #: set once it is known where training goes on from
     num_micro_batches: int = 1
 
     @property
@@ -119,15 +108,19 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, and leave checkpoints and the final model."""
     ctx.roles.require(stage=None)
     with _set_up(ctx, cfg) as (run, at, meter):
-        while not (reason := _end_reason(run, at)):
+        while not (reason := at.end_reason(cfg.stop, cfg.checkpoint, run.total_steps)):
             if not _train_epoch(run, at, meter):
                 return  # stopped, and saved
             metrics = evaluate(run)
             ctx.log(metrics, at.step)
-            _note_evaluation(run, at, metrics)
+            at.note_evaluation(metrics, cfg.checkpoint)
             _save(run, at, meter, metrics)
-        ctx.end_reason = reason
-        _export(run)
+        whole = _gather(run)
+    ctx.end_reason = reason
+    # After the stages have parted: it takes rank 0 longer than RPC waits for its end.
+    if whole is not None:
+        images, _ = next(run.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
+        ctx.export_model(whole, _as_rgb(run, images))
 
 
 # --- before the first step
@@ -154,7 +147,6 @@ def _set_up(ctx: Context, cfg: Config) -> Iterator[tuple[Training, Position, Met
     own = [name for name, _ in stage.named_parameters()]
     first = names.index(own[0]) if own else 0
     steps_per_epoch = len(data.train) // cfg.data.batch_size
-    total = steps_per_epoch * cfg.stop.epochs if cfg.stop.steps is None else cfg.stop.steps
     boundaries = _boundaries(model, units, ctx.rank, data) if cfg.pipeline.engine == "pipelining" else None
     del model  # the other stages' part of it
     with _engine(ctx, cfg, stage.to(ctx.device), boundaries) as engine:
@@ -168,10 +160,9 @@ def _set_up(ctx: Context, cfg: Config) -> Iterator[tuple[Training, Position, Met
             norm_slots=range(first, first + len(own)),
             num_parameters=len(names),
             steps_per_epoch=steps_per_epoch,
-            total_steps=min(total, steps_per_epoch * cfg.stop.epochs),
         )
         at, meter = _restore(run, saved)
-        run = replace(run, num_micro_batches=_num_micro_batches(run, saved))
+        run = replace(run, total_steps=at.total_steps(cfg.stop), num_micro_batches=_num_micro_batches(run, saved))
         meter.since = time.perf_counter()
         yield run, at, meter
 
@@ -291,19 +282,16 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
         if at.step >= run.total_steps:
             break
         _step(run, at.step, images, labels, meter)
-        at.step += 1
-        at.step_in_epoch += 1
+        at.count_step()
         if at.step % cfg.tracking.log_every == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
-        evaluates = at.step_in_epoch == run.steps_per_epoch or at.step == run.total_steps
-        if ctx.should_save(at.step) and (stop or not evaluates):
+        if ctx.should_save(at.step) and (stop or not at.before_evaluation(run.total_steps)):
             _save(run, at, meter, {})
         if stop:
             return False
-    if at.step_in_epoch == run.steps_per_epoch:
-        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+    at.close_epoch()
     return True
 
 
@@ -376,7 +364,7 @@ def _log(run: Training, at: Position, meter: Meter) -> None:
     metrics = {
         "train/loss": loss_sum / meter.num_steps,
         "train/lr": run.optimizer.param_groups[0]["lr"],
-        "train/epoch": at.epoch + at.step_in_epoch / run.steps_per_epoch,
+        "train/epoch": at.epochs,
         "train/samples_per_s": run.cfg.data.batch_size * meter.num_steps / elapsed_s,
         "pipeline/bubble": idle_s / all_s,
         "pipeline/bubble_in_theory": ideal_bubble(num_stages, run.num_micro_batches),
@@ -424,45 +412,17 @@ def evaluate(run: Training) -> dict[str, float]:
     return {"eval/loss": loss / len(data.test), "eval/accuracy": correct / len(data.test)}
 
 
-def _note_evaluation(run: Training, at: Position, metrics: dict[str, float]) -> None:
-    cfg = run.cfg.checkpoint
-    if cfg.best not in metrics:
-        raise ConfigError([f"checkpoint.best={cfg.best!r} is not measured: use one of {', '.join(metrics)}"])
-    value = metrics[cfg.best]
-    better = at.best is None or (value > at.best if cfg.best_mode == "max" else value < at.best)
-    at.best = value if better else at.best
-    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
-    at.evaluated_step = at.step
-
-
-def _end_reason(run: Training, at: Position) -> str:
-    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
-    stop, best = run.cfg.stop, run.cfg.checkpoint
-    if at.evaluated_step != at.step or at.best is None:
-        return ""
-    if stop.threshold is not None:
-        reached = at.best >= stop.threshold if best.best_mode == "max" else at.best <= stop.threshold
-        if reached:
-            return f"{best.best} reached {at.best:.6g} (stop.threshold={stop.threshold:g}) at step {at.step}"
-    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
-        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
-    if at.step >= run.total_steps:
-        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / run.steps_per_epoch:.4g} epochs"
-    return ""
-
-
-def _export(run: Training) -> None:
-    """Rank 0 puts the whole model together and leaves it in MLflow's format."""
+def _gather(run: Training) -> nn.Module | None:
+    """The whole model on rank 0, on the host; None elsewhere. Every rank calls it."""
     ctx = run.ctx
     parts: list[Any] = [None] * ctx.world_size
     state = {name: tensor.cpu() for name, tensor in run.stage.state_dict().items()}
     dist.gather_object(state, parts if ctx.is_main else None, dst=0)
     if not ctx.is_main:
-        return
+        return None
     model = _whole_model(run.cfg, run.data)
     model.load_state_dict({name: tensor for part in parts for name, tensor in part.items()})
-    images, _ = next(run.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
-    ctx.export_model(model, _as_rgb(run, images))
+    return model
 
 
 # --- checkpoints
@@ -490,7 +450,7 @@ def _save(run: Training, at: Position, meter: Meter, metrics: dict[str, float]) 
 
 
 def _restore(run: Training, saved: Restored | None) -> tuple[Position, Meter]:
-    at, meter = Position(), Meter(run.ctx.device)
+    at, meter = Position(steps_per_epoch=run.steps_per_epoch), Meter(run.ctx.device)
     if saved is None:
         return at, meter
     # Cut in another way, too: a stage takes its part wherever it lies.
@@ -511,4 +471,6 @@ def _restore(run: Training, saved: Restored | None) -> tuple[Position, Meter]:
     if saved.local is not None:
         meter.loss_sum.copy_(saved.local["loss_sum"])
         meter.num_steps = saved.local["num_steps"]
-    return Position(**saved.trainer["position"]), meter
+    at = Position(**saved.trainer["position"])
+    at.rescale(run.steps_per_epoch)
+    return at, meter
