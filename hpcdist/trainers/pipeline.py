@@ -18,7 +18,6 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/dist_pipel
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -35,28 +34,16 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
-from hpcdist.models.stages import (
-    Stage,
-    cut_after,
-    cut_evenly,
-    measure_units,
-    unit_module,
-    unit_names,
-    use_onednn_for_pointwise,
-)
+from hpcdist.models.stages import Stage, use_onednn_for_pointwise
 from hpcdist.runtime.context import Context, Restored
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
 from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import rpc_group
 from hpcdist.runtime.shards import Shard
 from hpcdist.schema import Config
+from hpcdist.trainers.pipeline_choices import boundaries, choose_cut, choose_micro_batches
 from hpcdist.trainers.pipeline_engines import Engine, PipeliningEngine, RpcEngine, Wire, device_maps
 from hpcdist.trainers.pipeline_schedules import ideal_bubble
-
-log = logging.getLogger(__name__)
-
-#: Numbers of micro-batches that `auto` tries, where they divide the batch.
-CANDIDATES = (1, 2, 4, 8, 16, 32)
 
 
 class Meter:
@@ -141,15 +128,19 @@ def _set_up(ctx: Context, cfg: Config) -> Iterator[tuple[Training, Position, Met
     if cfg.model.channels_last:
         model = model.to(memory_format=torch.channels_last)
     saved = ctx.restore()
-    units = _cut(ctx, cfg, model, data, saved)
+    units = choose_cut(ctx, model, _example(cfg, data), saved)
     stage = Stage(model, units[ctx.rank], checkpointing=cfg.pipeline.activation_checkpointing)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name, _ in stage.named_parameters()]
     first = names.index(own[0]) if own else 0
     steps_per_epoch = len(data.train) // cfg.data.batch_size
-    boundaries = _boundaries(model, units, ctx.rank, data) if cfg.pipeline.engine == "pipelining" else None
+    ends = (
+        boundaries(model, units[: ctx.rank + 1], _example(cfg, data)[:1])
+        if cfg.pipeline.engine == "pipelining"
+        else None
+    )
     del model  # the other stages' part of it
-    with _engine(ctx, cfg, stage.to(ctx.device), boundaries) as engine:
+    with _engine(ctx, cfg, stage.to(ctx.device), ends) as engine:
         run = Training(
             ctx=ctx,
             cfg=cfg,
@@ -172,46 +163,23 @@ def _whole_model(cfg: Config, data: ImageData) -> nn.Module:
     return build_model(cfg.model.name, num_classes=data.num_classes, in_channels=3, image_size=data.image_size)
 
 
-def _example(data: ImageData, size: int) -> Tensor:
+def _example(cfg: Config, data: ImageData) -> Tensor:
+    """Made-up images of the size of a micro-batch (of a quarter of the batch where that is to be measured)."""
+    number = cfg.pipeline.micro_batches
+    size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
     shape = (size, 3, data.image_size, data.image_size)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def _cut(ctx: Context, cfg: Config, model: nn.Module, data: ImageData, saved: Restored | None) -> list[tuple[str, ...]]:
-    """The units of every stage: as the checkpoint has them, as the config says, or by measured cost."""
-    units, num_stages = unit_names(model), ctx.world_size
-    ends = cfg.pipeline.cut or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
-    if ends != ["measured"]:
-        if len(ends) != num_stages - 1:
-            raise ConfigError(
-                [f"pipeline.cut={ends} ends {len(ends)} stages before the last one, but roles.stage={num_stages}"]
-            )
-        return cut_after(units, ends)
-    if saved is not None and saved.world_size == num_stages:
-        return [tuple(stage) for stage in saved.trainer["units"]]
-    costs = [0.0] * len(units)
-    if ctx.is_main:  # its measure counts, so that all agree
-        number = cfg.pipeline.micro_batches
-        size = cfg.data.batch_size // (number if isinstance(number, int) else 4)
-        images = _example(data, max(2, size)).to(ctx.device)
-        if cfg.model.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        costs = measure_units(model.to(ctx.device), images)
-    costs = ctx.sum_over_ranks(costs)
-    stages = cut_evenly(units, costs, num_stages)
-    parts = [f"{stage[-1]} {sum(costs[units.index(unit)] for unit in stage):.3g} s" for stage in stages]
-    log.info("cut by measured cost of a micro-batch, each stage by its last unit: %s", ", ".join(parts))
-    return stages
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return images.contiguous(memory_format=torch.channels_last) if cfg.model.channels_last else images
 
 
 @contextmanager
-def _engine(ctx: Context, cfg: Config, stage: Stage, boundaries: tuple[Tensor, Tensor] | None) -> Iterator[Engine]:
-    if boundaries is not None:
+def _engine(ctx: Context, cfg: Config, stage: Stage, ends: tuple[Tensor, Tensor] | None) -> Iterator[Engine]:
+    if ends is not None:
         yield PipeliningEngine(
             stage,
             ctx,
             schedule=cfg.pipeline.schedule,
-            boundaries=boundaries,
+            boundaries=ends,
             channels_last=cfg.model.channels_last,
         )
         return
@@ -222,53 +190,15 @@ def _engine(ctx: Context, cfg: Config, stage: Stage, boundaries: tuple[Tensor, T
         yield RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.pipeline.schedule)
 
 
-@torch.no_grad()
-def _boundaries(model: nn.Module, units: list[tuple[str, ...]], rank: int, data: ImageData) -> tuple[Tensor, Tensor]:
-    """What enters and what leaves a stage, for one image."""
-    enters = leaves = _example(data, 1)
-    model.eval()
-    for stage in units[: rank + 1]:
-        enters = leaves
-        for unit in stage:
-            leaves = unit_module(model, unit)(leaves)
-    model.train()
-    return enters, leaves
-
-
 def _num_micro_batches(run: Training, saved: Restored | None) -> int:
-    """The config's number; for `auto` the checkpoint's, or the fastest one.
-
-    It is tried out with real batches and weights, and nothing of that stays.
-    """
-    ctx, cfg = run.ctx, run.cfg
-    number = cfg.pipeline.micro_batches
+    """The config's number; for `auto` the checkpoint's, or the fastest one."""
+    number = run.cfg.pipeline.micro_batches
     if isinstance(number, int):
         return number
     if saved is not None:
         return int(saved.trainer["num_micro_batches"])
-    least = ctx.world_size if cfg.pipeline.engine == "pipelining" else 1
-    size = cfg.data.batch_size
-    numbers = [n for n in CANDIDATES if size % n == 0 and n >= least and size // n > 1] or [least]
-    buffers = {name: buffer.clone() for name, buffer in run.stage.named_buffers()}
     images, labels = next(_batches(run, epoch=0, start=0))
-    tries = []
-    for number in numbers:
-        times = []
-        for _ in range(3):  # the first one is for caches and allocators
-            ctx.barrier()
-            began = time.perf_counter()
-            run.engine.step(images, labels, number)
-            ctx.barrier()
-            times.append(time.perf_counter() - began)
-        # Rank 0's clock counts, so that all agree.
-        tries.append(ctx.sum_over_ranks([min(times[1:]) if ctx.is_main else 0.0])[0])
-    for name, buffer in run.stage.named_buffers():
-        buffer.copy_(buffers[name])
-    run.optimizer.zero_grad()
-    chosen = numbers[tries.index(min(tries))]
-    shown = ", ".join(f"{number}: {seconds:.3g} s" for number, seconds in zip(numbers, tries, strict=True))
-    log.info("pipeline.micro_batches=auto: %d is the fastest (%s a step)", chosen, shown)
-    return chosen
+    return choose_micro_batches(run.ctx, run.stage, lambda number: run.engine.step(images, labels, number))
 
 
 # --- one epoch, one step

@@ -22,7 +22,7 @@ from hpcdist.runtime.checkpoint import load_weights
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.rpc import rpc_group
 from hpcdist.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
-from hpcdist.trainers import pipeline
+from hpcdist.trainers import pipeline, pipeline_choices
 from hpcdist.trainers.pipeline_engines import Engine, PipeliningEngine, RpcEngine, Wire
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
@@ -170,7 +170,7 @@ def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
         pipeline._save(run, at, meter, {})
         ctx.close()
         chosen = run.num_micro_batches
-    pipeline.CANDIDATES = (chosen % 8 * 2 or 1,)
+    pipeline_choices.CANDIDATES = (chosen % 8 * 2 or 1,)
     with open_context(here, RunDir(path), AUTO) as ctx, pipeline._set_up(ctx, AUTO) as (run, at, _):
         assert (at.step, at.step_in_epoch) == (1, 1)
         return chosen, run.num_micro_batches, changed
