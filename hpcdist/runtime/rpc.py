@@ -19,6 +19,7 @@ import queue
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -90,13 +91,19 @@ class RpcGroup:
         for future in [rpc.rpc_async(name, _take_order, (order, arguments)) for name in names]:
             future.wait()
 
-    def serve(self, orders: Mapping[str, Callable[..., None]]) -> None:
+    def serve(self, orders: Mapping[str, Callable[..., None]], beside: Sequence[Future[None]] = ()) -> None:
         """Do what rank 0 orders, until it leaves. A stop signal that reaches this rank is handed on to rank 0.
+
+        Args:
+            beside: work of this rank's own threads; what it raises is raised here.
 
         Raises PeerLost when rank 0 is gone.
         """
         told = False
         while True:
+            for work in beside:
+                if work.done():
+                    work.result()
             try:
                 order, arguments = self._orders.get(timeout=PULSE_EVERY_S)
             except queue.Empty:
