@@ -194,9 +194,8 @@ class Lookups:
         for number, (server, values) in enumerate(zip(self._servers, lookup.values.split(units.counts), strict=True)):
             rows, offsets = units.rows[number], None if units.offsets is None else units.offsets[number]
             kind = tables.TRAIN if train else tables.LOOK
-            num_offsets = 0 if offsets is None else len(offsets)
-            self._send_header(server, kind, len(rows), num_offsets, int(self._plan.ahead), int(follow))
-            self._send(rows if offsets is None else torch.cat([rows, offsets]), server, tables.TAG_ROWS)
+            header = [kind, len(rows), 0 if offsets is None else len(offsets), int(self._plan.ahead), int(follow)]
+            self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
             # Asked for now: gloo sends nothing that nobody waits for.
             if len(values):
                 lookup.received.append(self._group.recv([values], server, tables.TAG_VALUES))
@@ -245,14 +244,22 @@ class Lookups:
         if follow:
             self._open = None
         for server in self._servers:
-            self._send_header(server, kind, 0, 0, 0, int(follow))
+            self._send_request(server, [kind, 0, 0, 0, int(follow)], [])
 
     def _gradients_follow(self) -> bool:
         """Whether gradients are on their way that no header has told of."""
         return self._open is not None and self._open.is_pushed
 
-    def _send_header(self, server: int, *numbers: int) -> None:
-        self._send(torch.tensor(numbers), server, tables.TAG_HEADER)
+    def _send_request(self, server: int, header: list[int], body: list[Tensor]) -> None:
+        first = torch.empty(tables.FIRST_LENGTH, dtype=torch.int64)
+        first[: tables.HEADER_LENGTH] = torch.tensor(header)
+        num_numbers = sum(map(len, body))
+        room = first[tables.HEADER_LENGTH :]
+        if 0 < num_numbers <= len(room):
+            torch.cat(body, out=room[:num_numbers])
+        self._send(first, server, tables.TAG_HEADER)
+        if num_numbers > len(room):
+            self._send(torch.cat(body), server, tables.TAG_ROWS)
 
     def _send(self, tensor: Tensor, server: int, tag: int) -> None:
         if tensor.numel():

@@ -6,7 +6,7 @@ servers are numbered through (`Layout.place`): server 0's rows of every table, t
 What travels are *units*: rows that a trainer sums up into bags by itself, or sums of the server's rows of a bag. A unit
 is one or more of the server's rows; its value is their sum, and its gradient is each row's. Per step and trainer:
 
-    header, then the rows of the units     trainer → server     ahead, while the trainer computes the batch before
+    header and rows of the units           trainer → server     ahead, while the trainer computes the batch before
     values                                 server → trainer     as soon as the update before is applied; or ahead, and
                                                                 again those units that the update has changed
     gradients                              trainer → server
@@ -43,6 +43,8 @@ UPDATE_ROWS = 2048
 TRAIN, LOOK, FLUSH, LEAVE = range(4)
 #: Kind, rows, units (0: each row is one), whether values are wanted ahead, whether gradients of the last TRAIN follow.
 HEADER_LENGTH = 5
+#: Numbers of the first message of a request: small requests need no second one, and gloo makes three of each.
+FIRST_LENGTH = 256
 TAG_HEADER, TAG_ROWS, TAG_VALUES, TAG_LATE, TAG_LATE_UNITS, TAG_LATE_VALUES, TAG_GRADIENTS = range(7)
 
 
@@ -83,17 +85,16 @@ class Layout:
         return placed
 
 
-def initial_rows(rows: range, *, table: str, dim: int, scale: float, seed: int) -> Tensor:
-    """Rows of a table as training begins, [len(rows), dim], uniform in ± scale: the same whoever holds them."""
-    whole = torch.empty(len(rows), dim)
+def fill_initial(out: Tensor, rows: range, *, table: str, scale: float, seed: int) -> None:
+    """Write rows of a table as training begins into `out` [len(rows), dim]: uniform in ± scale, each from (seed, table,
+    row) alone, so that it does not matter how many servers there are."""
     for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
         digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        drawn = torch.empty(BLOCK_ROWS, dim).uniform_(-scale, scale, generator=generator)
+        drawn = torch.empty(BLOCK_ROWS, out.shape[1]).uniform_(-scale, scale, generator=generator)
         first = block * BLOCK_ROWS
         begin, end = max(rows.start, first), min(rows.stop, first + BLOCK_ROWS)
-        whole[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
-    return whole
+        out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
 
 
 class SparseOptimizer:
@@ -149,11 +150,9 @@ class TableShard:
     ) -> None:
         self._spans = {table: layout.span(table, server) for table in layout.tables}
         self._layout = layout
-        parts = [
-            initial_rows(span, table=table, dim=layout.dim, scale=scale, seed=seed)
-            for table, span in self._spans.items()
-        ]
-        self.weight = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(device)
+        self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
+        for table, span in self._spans.items():
+            fill_initial(self.table_rows(table), span, table=table, scale=scale, seed=seed)
         self.optimizer = SparseOptimizer(optimizer, lr, self.weight)  # type: ignore[arg-type]
 
     def values(self, rows: Tensor, offsets: Tensor | None) -> Tensor:
@@ -398,11 +397,12 @@ class TableServer:
             self._shard.update(pending.coalesced, grads.div_(self._num_trainers))
 
     def _receive_request(self, trainer: int) -> _Request:
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-        self._group.recv([header], trainer, TAG_HEADER).wait()
-        kind, num_rows, num_offsets, ahead, follow = header.tolist()
-        body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
-        if len(body):
+        first = torch.empty(FIRST_LENGTH, dtype=torch.int64)
+        self._group.recv([first], trainer, TAG_HEADER).wait()
+        kind, num_rows, num_offsets, ahead, follow = first[:HEADER_LENGTH].tolist()
+        body = first[HEADER_LENGTH:][: num_rows + num_offsets]
+        if len(body) < num_rows + num_offsets:
+            body = torch.empty(num_rows + num_offsets, dtype=torch.int64)
             self._group.recv([body], trainer, TAG_ROWS).wait()
         offsets = body[num_rows:] if num_offsets else None
         return _Request(kind, body[:num_rows], offsets, bool(ahead), bool(follow))

@@ -16,7 +16,7 @@ class HybridConfig:
     mode: Literal["sync", "async"] = "sync"
     """`sync`: every lookup sees all updates before it, same seed, same result. `async`: a lookup may miss the last
     update, no trainer waits for another one's; faster, neither repeatable nor resumed bit by bit."""
-    tables: dict[str, int] = field(default_factory=lambda: {"user": 2000, "item": 1000, "tag": 300})
+    tables: dict[str, int] = field(default_factory=lambda: {"user": 1000, "item": 500, "tag": 100})
     """Embedding tables: rows by name. Each is spread by row over all servers; no rank holds a whole one."""
     dim: int = 8
     """Length of a row, the same in all tables."""

@@ -295,10 +295,10 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
 def _step(run: Training, batch: Prepared, lookup: Lookup, pooled: Tensor) -> float:
     """One step of the dense part; the bags' gradients are on their way to the servers at its end. Returns the loss."""
     inputs = pooled.to(run.ctx.device).requires_grad_()
+    # As soon as it is there, before DDP's exchange is over.
+    inputs.register_hook(lambda gradient: run.lookups.push(lookup, gradient))
     loss = F.binary_cross_entropy_with_logits(_logits(run.model, inputs, batch.numeric), batch.labels)
     loss.backward()
-    assert inputs.grad is not None
-    run.lookups.push(lookup, inputs.grad)
     run.optimizer.step()
     run.optimizer.zero_grad()
     return loss.item()

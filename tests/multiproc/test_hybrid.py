@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from context_scene import new_run, open_context
+from hpcdist_runs import Runs, assert_same, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -18,7 +26,7 @@ from hpcdist.data.clicks import Clicks, batches, load_clicks
 from hpcdist.models.clicks import ClickModel
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.tables import initial_rows
+from hpcdist.runtime.tables import fill_initial
 from hpcdist.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.trainers import hybrid
 
@@ -65,7 +73,7 @@ def trained(folder: Path, cfg: Config) -> dict[str, Tensor]:
     return load_weights(run.checkpoints / f"step-{NUM_STEPS:08d}")
 
 
-def in_one_process(cfg: Config) -> dict[str, Tensor]:
+def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
     """The same steps on the trainers' joint batches by torch's own modules and optimizers."""
     options = cfg.hybrid
     torch.manual_seed(cfg.seed)
@@ -75,8 +83,7 @@ def in_one_process(cfg: Config) -> dict[str, Tensor]:
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
-        rows = initial_rows(range(TABLES[name]), table=name, dim=4, scale=options.init_scale, seed=cfg.seed)
-        table.weight.data.copy_(rows)
+        fill_initial(table.weight.data, range(TABLES[name]), table=name, scale=options.init_scale, seed=cfg.seed)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
@@ -90,7 +97,7 @@ def in_one_process(cfg: Config) -> dict[str, Tensor]:
     shares = [load_clicks(options, cfg.seed, share=share, num_shares=2)[0] for share in range(2)]
     orders = [list(batches(len(share), 16, seed=cfg.seed, epoch=0)) for share in shares]
     with torch.sparse.check_sparse_tensor_invariants():  # saying nothing about it warns
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             losses = [
                 loss_of(model, tables, part.take(order[step])) for part, order in zip(shares, orders, strict=True)
             ]
@@ -112,12 +119,7 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
 
 @pytest.mark.parametrize(
     ("optimizer", "num_servers", "pool", "prefetch"),
-    [
-        ("sgd", 2, "server", "values"),
-        ("adagrad", 2, "trainer", "values"),
-        ("sparse_adam", 1, "server", "indices"),
-        ("sgd", 3, "trainer", "indices"),
-    ],
+    [("sgd", 2, "server", "values"), ("adagrad", 3, "trainer", "values"), ("sparse_adam", 1, "trainer", "indices")],
 )
 def test_a_step_is_that_of_one_process_on_the_joint_batch(
     tmp_path: Path, optimizer: str, num_servers: int, pool: str, prefetch: str
@@ -127,3 +129,135 @@ def test_a_step_is_that_of_one_process_on_the_joint_batch(
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+    # With SGD a weight's way is its gradients' sum. That every owner's weights move is the point: an optimizer beside
+    # gradients that lie elsewhere leaves them where they are.
+    began = in_one_process(cfg, num_steps=0)
+    assert [name for name, weight in found.items() if torch.equal(weight, began[name])] == []
+
+
+# --- tables that no rank could hold
+
+LARGE = {"large": 1_200_000}
+LARGE_BYTES = 1_200_000 * 32 * 4
+
+
+def take_part_in_little_memory(here: Rank, path: Path, cfg: Config) -> tuple[str, int]:
+    """Role, and bytes that the peak of resident memory has grown by."""
+    dist.barrier()  # whose threads and buffers are everyone's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    take_part(here, path, cfg)
+    role = "trainer" if here.rank < NUM_TRAINERS else "server"
+    return role, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
+    """Checkpoint included, for which a server copies its rows once."""
+    cfg = config(num_servers=4)
+    options = replace(cfg.hybrid, tables=LARGE, dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
+    run = new_run(tmp_path)
+    cfg = replace(cfg, hybrid=options, stop=StopConfig(steps=2))
+    results = spawn_ranks(take_part_in_little_memory, 6, path=run.path, cfg=cfg)
+    slack = 48e6  # RPC's, gloo's and NumPy's own
+    assert [grown for role, grown in results if role == "trainer" and grown > slack] == [], results
+    assert [grown for role, grown in results if role == "server" and grown > LARGE_BYTES / 2 + slack] == [], results
+    shards = sorted(path.stat().st_size for path in (run.checkpoints / "step-00000002").glob("shard-*.pt"))
+    assert len(shards) == 4
+    assert shards[-1] < LARGE_BYTES / 4 + 1e6
+
+
+# --- whole runs
+
+RUN = [
+    "experiment=digits",  # where `Runs` looks
+    "hybrid.tables={user: 60, item: 30, tag: 5}",
+    "hybrid.num_samples=12800",
+    "hybrid.batch_size=128",
+    "checkpoint.every_steps=20",
+    "launch.threads=1",
+]
+LAST_STEP = 90
+HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
+EXACT = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
+
+
+def arguments(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
+    return ["hybrid_clicks", *runs.config(name, *RUN, *overrides, export=export)[1:]]
+
+
+def left_behind(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int], float]]:
+    """All of the last checkpoint, shards included, and the metrics that training determines."""
+    folder = runs.run_dir(name).checkpoints / f"step-{LAST_STEP:08d}"
+    state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
+    points = runs.points(name)
+    assert len({(key, step) for key, step, _ in points}) == len(points), "points that are in MLflow more than once"
+    return state, {(key, step): value for key, step, value in points if key in EXACT}
+
+
+@pytest.fixture(scope="module")
+def control(runs: Runs) -> str:
+    """Name of a run that nothing happened to."""
+    code, output = runs.command("run", *arguments(runs, "hybrid-control", export=True))
+    assert code == 0, output
+    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
+    assert "Warning" not in output + runs.attempt("hybrid-control").log(0).read_text()
+    return "hybrid-control"
+
+
+def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None:
+    _, series = left_behind(runs, control)
+    assert {key for key, _ in series} == set(EXACT)
+    assert series["eval/auc", LAST_STEP] > series["eval/best_auc", LAST_STEP] - 0.01
+    model = runs.run_dir(control).model
+    code = (
+        "import sys, torch, mlflow\n"
+        "from hpcdist.runtime.checkpoint import load_weights\n"
+        "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
+        "assert {name: tuple(value.shape) for name, value in weights.items()} == "
+        "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"
+        "assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())\n"
+        "samples = torch.full((5, 4 + 3 * 3), -1.0, dtype=torch.float64)\n"
+        "print(model(samples).shape[0])\n"
+    )
+    checkpoint = runs.run_dir(control).checkpoints / f"step-{LAST_STEP:08d}"
+    done = subprocess.run([sys.executable, "-c", code, model, checkpoint], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["5"]), done.stderr
+
+
+def test_stopped_in_the_middle_and_resumed_it_ends_as_if_it_had_not_been(runs: Runs, control: str) -> None:
+    name = "hybrid-stopped"
+    process = runs.start("run", *arguments(runs, name, *HELD))
+    runs.wait_held(name)
+    os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # a server hands the wish on
+    runs.release(name)
+    code, output = finish(process)
+    assert code == 0, output
+    assert "stopped with everything saved" in output
+    assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
+    code, output = runs.command("resume", name)
+    assert code == 0, output
+    assert_same(left_behind(runs, name), left_behind(runs, control))
+
+
+def rank_pid(supervisor: int, rank: int) -> int:
+    for process in psutil.Process(supervisor).children(recursive=True):
+        if process.environ().get("HPCDIST_RANK") == str(rank):
+            return process.pid
+    raise AssertionError(f"no rank {rank} below {supervisor}")
+
+
+@pytest.mark.parametrize(("rank", "role"), [(0, "trainer:0"), (1, "trainer:1"), (2, "server:0")])
+def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control: str, rank: int, role: str) -> None:
+    name = f"hybrid-killed-{rank}"
+    process = runs.start("run", *arguments(runs, name, *HELD))
+    runs.wait_held(name)
+    os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
+    began = time.monotonic()
+    runs.release(name)
+    wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the second attempt")
+    assert time.monotonic() - began < 10 + 2, "the pause before a restart included"
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"rank {rank} on " in output
+    assert "was killed by SIGKILL (out of memory?) at step " in output
+    assert "restart 1 of 3 from the newest checkpoint" in output
+    assert_same(left_behind(runs, name), left_behind(runs, control))
