@@ -246,7 +246,8 @@ class _FileLog:
 
         column = table[name].combine_chunks()
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            column = pc.split_pattern(column, "|")
+            empty = pa.scalar(None, column.type)  # an empty field is an empty bag
+            column = pc.split_pattern(pc.if_else(pc.equal(column, ""), empty, column), "|")
         if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
             lengths = torch.from_numpy(np.array(pc.fill_null(pc.list_value_length(column), 0), dtype=np.int64))
             values = column.flatten()
