@@ -265,6 +265,8 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
     files = [str(Path(file).expanduser().absolute()) for file in sections["rnn"].files]
     sections["rnn"] = dataclasses.replace(sections["rnn"], files=files)
+    if (hybrid := sections["hybrid"]).data:
+        sections["hybrid"] = dataclasses.replace(hybrid, data=str(Path(hybrid.data).expanduser().absolute()))
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")

@@ -16,8 +16,8 @@ class HybridConfig:
     mode: Literal["sync", "async"] = "sync"
     """`sync`: every lookup sees all updates before it, same seed, same result. `async`: a lookup may miss the last
     update, no trainer waits for another one's; faster, neither repeatable nor resumed bit by bit."""
-    tables: dict[str, int] = field(default_factory=lambda: {"user": 1000, "item": 500, "tag": 100})
-    """Embedding tables: rows by name. Each is spread by row over all servers; no rank holds a whole one."""
+    tables: dict[str, int] = field(default_factory=dict)
+    """Embedding tables: rows by name, such as `{user: 1000, item: 500}`. Each is spread by row over all servers; no rank holds a whole one."""
     dim: int = 8
     """Length of a row, the same in all tables."""
     init_scale: float = 0.01
@@ -72,8 +72,7 @@ class HybridConfig:
         )
 
     def _names(self) -> list[str]:
-        problems = [] if self.tables else ["tables must name at least one table, such as {user: 1000}"]
-        problems += [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
+        problems = [f"tables.{name} must be >= 1, got {rows}" for name, rows in self.tables.items() if rows < 1]
         problems += [f"tables: {name!r} must be free of '.'" for name in self.tables if "." in name or not name]
         problems += [f"hidden must be >= 1 each, got {width}" for width in self.hidden if width < 1]
         known = ", ".join(self.tables)
@@ -85,11 +84,12 @@ class HybridConfig:
         return problems
 
 
-def roles_fit_hybrid(roles: Mapping[str, int]) -> list[str]:
-    """What is wrong with the roles of a run of this trainer."""
-    if list(roles) == ["trainer", "server"]:
-        return []
-    got = ", ".join(f"{role} {count}" for role, count in roles.items()) or "none"
-    return [
-        f"roles must be trainer and server, in this order, for trainer=hybrid, got {got}: {{trainer: 2, server: 2}}"
-    ]
+def hybrid_problems(hybrid: HybridConfig, roles: Mapping[str, int]) -> list[str]:
+    """What is wrong with a run of this trainer that other trainers do not mind."""
+    problems = []
+    if list(roles) != ["trainer", "server"]:
+        got = ", ".join(f"{role} {count}" for role, count in roles.items()) or "none"
+        problems.append(f"trainer=hybrid needs roles such as {{trainer: 2, server: 2}}, in this order, got {got}")
+    if not hybrid.tables:
+        problems.append("hybrid.tables must name at least one table, such as {user: 1000}")
+    return problems

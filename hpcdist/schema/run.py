@@ -9,7 +9,7 @@ from typing import Any
 from hpcdist.schema.checks import at_least, check
 from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.container import ContainerConfig
-from hpcdist.schema.hybrid import HybridConfig, roles_fit_hybrid
+from hpcdist.schema.hybrid import HybridConfig, hybrid_problems
 from hpcdist.schema.pipeline import PipelineConfig
 from hpcdist.schema.rl import RlConfig, rl_problems
 from hpcdist.schema.rnn import RnnConfig
@@ -126,7 +126,7 @@ def cross_check(config: Config) -> list[str]:
     if config.trainer.target == "pipeline":
         problems += _pipeline_problems(config)
     if config.trainer.target == "hybrid":
-        problems += roles_fit_hybrid(config.roles)
+        problems += hybrid_problems(config.hybrid, config.roles)
         if config.optim.accumulate > 1 or config.optim.clip_norm is not None:
             problems.append("optim.accumulate and optim.clip_norm are not for trainer=hybrid: leave them out")
     known = list(config.roles) or ["trainer"]
