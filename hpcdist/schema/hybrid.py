@@ -14,10 +14,9 @@ class HybridConfig:
     """DDP trainers with embedding tables on parameter servers (`trainer: hybrid`)."""
 
     mode: Literal["sync", "async"] = "sync"
-    """`sync`: every lookup sees all updates before it, same seed, same result. `async`: a lookup may miss the last
-    update, no trainer waits for another one's; faster, neither repeatable nor resumed bit by bit."""
+    """`sync`: lookups see every update before them, runs repeat; `async`: they may miss the last, nobody waits."""
     tables: dict[str, int] = field(default_factory=dict)
-    """Embedding tables: rows by name, such as `{user: 1000, item: 500}`. Each is spread by row over all servers; no rank holds a whole one."""
+    """Embedding tables, rows by name, such as `{user: 1000, item: 500}`; spread by row over all servers."""
     dim: int = 8
     """Length of a row, the same in all tables."""
     init_scale: float = 0.01
@@ -33,18 +32,15 @@ class HybridConfig:
     eval_batch_size: int = 4096
     """Test samples per trainer and batch."""
     pool: Literal["auto", "trainer", "server"] = "auto"
-    """Where the rows of a bag are summed up. `trainer`: each row travels once a batch. `server`: each bag's sum does.
-    `auto`: what is less, by the first batch."""
+    """Who sums up a bag: then each of its rows travels, once a batch, or the sum; `auto`: what is less at first."""
     prefetch: Literal["auto", "values", "indices"] = "auto"
-    """What of the next batch travels while this one computes: its values, and those that this one changes once more
-    after it, or its indices alone. `auto`: values where less than half of them change, by the first two batches."""
+    """What of the next batch travels ahead; values that change meanwhile come again. `auto`: values if most do not."""
     data: str = ""
-    """Click log: a Parquet or CSV file. Empty makes a synthetic one, whose best possible AUC is known."""
+    """Click log: a Parquet or CSV file; empty makes a synthetic one, whose best possible AUC is known."""
     label: str = "label"
     """The file's column of 0 and 1."""
     numeric: list[str] = field(default_factory=list)
-    """The file's columns of numbers. Columns of ids are called like their tables; a bag of several ids is a list, or
-    text such as `3|17|20`."""
+    """The file's columns of numbers. Columns of ids are called like their tables: an id, a list, or text as `3|17`."""
     hashed: list[str] = field(default_factory=list)
     """Tables whose ids are any text or number, mapped to a row by CRC-32; of the others ids are 0 to rows - 1."""
     test_fraction: float = 0.1
@@ -54,13 +50,13 @@ class HybridConfig:
     num_numeric: int = 4
     """Numeric features of the synthetic log."""
     bag_size: int = 3
-    """Most ids in a bag of the synthetic log; each bag has 1 to this many, or all `fixed_bags`."""
+    """Most ids in a bag of the synthetic log, which has 1 to this many."""
     fixed_bags: bool = False
-    """Whether each bag of the synthetic log has `bag_size` ids."""
+    """Whether each bag of the synthetic log has exactly `bag_size` ids."""
     skew: float = 1.0
     """How popular the synthetic log's first rows are: row = rows × u^(1 + skew), u uniform; 0 makes all alike."""
     export_max_mb: float = 256.0
-    """Larger tables are left in the checkpoints and not made into an MLflow model, for which rank 0 collects them."""
+    """Larger tables are in the checkpoints alone: for an MLflow model rank 0 has to hold all of them."""
 
     def __post_init__(self) -> None:
         check(
