@@ -120,6 +120,7 @@ BENCHMARKS = (
     ),
     Benchmark("rl", (), ()),
     Benchmark("rnn", (), ()),
+    Benchmark("hybrid", (), ()),
 )
 
 

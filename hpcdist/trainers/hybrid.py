@@ -34,31 +34,18 @@ from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.clicks import Clicks, batches, load_clicks, padded
-from hpcdist.errors import ConfigError
 from hpcdist.models.clicks import ClickModel, auc, dense_part
 from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.lookups import Lookup, Lookups, Plan, Units, choose
 from hpcdist.runtime.optimizer import build_optimizer
+from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.runtime.shards import Shard
 from hpcdist.runtime.tables import Layout, TableServer, TableShard, weight_name
 from hpcdist.schema import Config
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Position:
-    """How far training is; all of it is saved."""
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    steps_per_epoch: int = 0  #: changes when a run goes on with another number of trainers or batch size
-    evaluated_step: int = -1
-    best: float | None = None
-    num_evals_without_better: int = 0
 
 
 @dataclass
@@ -182,14 +169,14 @@ def _rows_of(table: str) -> Tensor:
 def _train(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: RpcGroup) -> None:
     run = _set_up(ctx, cfg, layout, groups, group)
     at, meter = _restore(run)
-    run = replace(run, total_steps=_total_steps(run, at))
-    while not (reason := _end_reason(run, at)):
+    run = replace(run, total_steps=at.total_steps(cfg.stop))
+    while not (reason := at.end_reason(cfg.stop, cfg.checkpoint, run.total_steps)):
         if not _train_epoch(run, at, meter):
             run.lookups.leave()
             return  # stopped, and saved
         metrics = evaluate(run)
         ctx.log(metrics, at.step)
-        _note_evaluation(run, at, metrics)
+        at.note_evaluation(metrics, cfg.checkpoint)
         _save(run, at, meter, metrics)
     ctx.end_reason = reason
     run.lookups.leave()
@@ -238,13 +225,6 @@ def _sums(groups: Groups, values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def _total_steps(run: Training, at: Position) -> int:
-    """The step that training ends at: what is done, and what is left of the epochs from there."""
-    num_left = max(0, run.cfg.stop.epochs - at.epoch) * run.steps_per_epoch - at.step_in_epoch
-    total = at.step + max(0, num_left)
-    return total if run.cfg.stop.steps is None else min(total, run.cfg.stop.steps)
-
-
 # --- one epoch, one step
 
 
@@ -263,32 +243,28 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
     ctx, lookups = run.ctx, run.lookups
     samples = _samples_of(run.cfg, run.train, epoch=at.epoch, start=at.step_in_epoch)
     prepared = (_prepared(run, run.train, one) for one in islice(samples, run.total_steps - at.step))
-    batch = next(prepared)
-    lookup = lookups.request(batch.units, train=True)
+    batch = next(prepared, None)  # none where it was stopped before an evaluation
+    lookup = lookups.request(batch.units, train=True) if batch is not None else None
     following = next(prepared, None)
     run.model.train()
     meter.since = time.perf_counter()
-    while True:
+    while batch is not None and lookup is not None:
         pooled = lookups.collect(lookup)
         ahead = lookups.request(following.units, train=True) if following is not None else None
         meter.loss_sum += _step(run, batch, lookup, pooled)
         meter.num_steps += 1
-        at.step += 1
-        at.step_in_epoch += 1
+        at.count_step()
         after = next(prepared, None)  # made while the servers apply the gradients
         if at.step % run.cfg.tracking.log_every == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the trainers leave before.
-        if ctx.should_save(at.step) and (stop or following is not None):
+        if ctx.should_save(at.step) and (stop or not at.before_evaluation(run.total_steps)):
             _save(run, at, meter, {})
         if stop:
             return False
-        if following is None or ahead is None:
-            break
         batch, lookup, following = following, ahead, after
-    if at.step_in_epoch == run.steps_per_epoch:
-        at.epoch, at.step_in_epoch = at.epoch + 1, 0
+    at.close_epoch()
     return True
 
 
@@ -317,7 +293,7 @@ def _log(run: Training, at: Position, meter: Meter) -> None:
     now = time.perf_counter()
     metrics = {
         "train/loss": loss_sum / num_steps,
-        "train/epoch": at.epoch + at.step_in_epoch / run.steps_per_epoch,
+        "train/epoch": at.epochs,
         "train/samples_per_s": samples_per_step * meter.num_steps / (now - meter.since),
     }
     run.ctx.log(metrics, at.step)
@@ -348,33 +324,6 @@ def evaluate(run: Training) -> dict[str, float]:
     log_loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
     metrics = {"eval/auc": auc(logits, labels), "eval/log_loss": float(log_loss)}
     return metrics | ({"eval/best_auc": auc(best[0], labels)} if best else {})
-
-
-def _note_evaluation(run: Training, at: Position, metrics: dict[str, float]) -> None:
-    cfg = run.cfg.checkpoint
-    if cfg.best not in metrics:
-        raise ConfigError([f"checkpoint.best={cfg.best!r} is not measured: use one of {', '.join(metrics)}"])
-    value = metrics[cfg.best]
-    better = at.best is None or (value > at.best if cfg.best_mode == "max" else value < at.best)
-    at.best = value if better else at.best
-    at.num_evals_without_better = 0 if better else at.num_evals_without_better + 1
-    at.evaluated_step = at.step
-
-
-def _end_reason(run: Training, at: Position) -> str:
-    """Why training is over, or nothing while it goes on. It never is before the last step's evaluation."""
-    stop, best = run.cfg.stop, run.cfg.checkpoint
-    if at.evaluated_step != at.step or at.best is None:
-        return ""
-    if stop.threshold is not None:
-        reached = at.best >= stop.threshold if best.best_mode == "max" else at.best <= stop.threshold
-        if reached:
-            return f"{best.best} reached {at.best:.6g} (stop.threshold={stop.threshold:g}) at step {at.step}"
-    if stop.patience is not None and at.num_evals_without_better >= stop.patience:
-        return f"no better {best.best} in {stop.patience} evaluations (stop.patience) at step {at.step}"
-    if at.step >= run.total_steps:
-        return f"trained {at.step} steps, {at.epoch + at.step_in_epoch / run.steps_per_epoch:.4g} epochs"
-    return ""
 
 
 def _export(run: Training, layout: Layout) -> None:
@@ -435,7 +384,5 @@ def _restore(run: Training) -> tuple[Position, Meter]:
     if saved.local is not None:
         meter = Meter(**saved.local)
     at = Position(**saved.trainer["position"])
-    # The same part of the epoch, where it has another number of steps now.
-    at.step_in_epoch = at.step_in_epoch * run.steps_per_epoch // at.steps_per_epoch
-    at.steps_per_epoch = run.steps_per_epoch
+    at.rescale(run.steps_per_epoch)
     return at, meter

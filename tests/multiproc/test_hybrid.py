@@ -25,7 +25,7 @@ from hpcdist.data.clicks import Clicks, batches, load_clicks
 from hpcdist.models.clicks import ClickModel
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.tables import fill_initial
+from hpcdist.runtime.tables import TableShard, fill_initial
 from hpcdist.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.trainers import hybrid
 
@@ -132,6 +132,24 @@ def test_a_step_is_that_of_one_process_on_the_joint_batch(
     # gradients that lie elsewhere leaves them where they are.
     began = in_one_process(cfg, num_steps=0)
     assert [name for name, weight in found.items() if torch.equal(weight, began[name])] == []
+
+
+def fail_in_a_thread(here: Rank, path: Path, cfg: Config) -> str:
+    def broken(*_: Any) -> None:
+        raise ValueError("a disk full of rows")
+
+    TableShard.update = broken  # type: ignore[method-assign]
+    try:
+        take_part(here, path, cfg)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended well"
+
+
+def test_what_fails_in_a_servers_thread_fails_its_rank(tmp_path: Path) -> None:
+    results = spawn_ranks(fail_in_a_thread, 3, path=new_run(tmp_path).path, cfg=config(num_servers=1))
+    assert results[2] == "ValueError: a disk full of rows"
+    assert "ended well" not in results
 
 
 # --- tables that no rank could hold
