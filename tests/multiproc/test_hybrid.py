@@ -134,6 +134,14 @@ def test_a_step_is_that_of_one_process_on_the_joint_batch(
     assert [name for name, weight in found.items() if torch.equal(weight, began[name])] == []
 
 
+def test_async_misses_updates_for_a_while_and_loses_none(tmp_path: Path) -> None:
+    cfg = config("async", table_optimizer="sgd")
+    found, wanted, began = trained(tmp_path, cfg), in_one_process(cfg), in_one_process(cfg, num_steps=0)
+    for name, weight in wanted.items():
+        way = (weight - began[name]).abs().max()
+        assert (found[name] - weight).abs().max() < 0.2 * way, f"{name}: a lost step would be a fifth of {way}"
+
+
 def fail_in_a_thread(here: Rank, path: Path, cfg: Config) -> str:
     def broken(*_: Any) -> None:
         raise ValueError("a disk full of rows")
