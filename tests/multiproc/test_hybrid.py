@@ -150,14 +150,18 @@ def fail_in_a_thread(here: Rank, path: Path, cfg: Config) -> str:
     try:
         take_part(here, path, cfg)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        (path / f"said-{here.rank}").write_text(f"{type(error).__name__}: {error}")
+        if here.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the worker ends at once
+        return "failed"
     return "ended well"
 
 
 def test_what_fails_in_a_servers_thread_fails_its_rank(tmp_path: Path) -> None:
-    results = spawn_ranks(fail_in_a_thread, 3, path=new_run(tmp_path).path, cfg=config(num_servers=1))
-    assert results[2] == "ValueError: a disk full of rows"
-    assert "ended well" not in results
+    run = new_run(tmp_path)
+    results = spawn_ranks(fail_in_a_thread, 3, killed=[2], path=run.path, cfg=config(num_servers=1))
+    assert (run.path / "said-2").read_text() == "ValueError: a disk full of rows"
+    assert results[:2] == ["failed", "failed"]
 
 
 # --- tables that no rank could hold
