@@ -296,11 +296,11 @@ class _Request:
         """Rows and offsets of some of the units."""
         if self.offsets is None:
             return self.rows[torch.from_numpy(units)], None
-        offsets = self.offsets.numpy()
-        ends = np.append(offsets[1:], len(self.rows))
-        parts = [self.rows[offsets[unit] : ends[unit]] for unit in units]
-        lengths = torch.tensor([len(part) for part in parts])
-        return torch.cat(parts), lengths.cumsum(0) - lengths
+        begins = self.offsets.numpy()
+        lengths = np.diff(begins, append=len(self.rows))[units]
+        offsets = lengths.cumsum() - lengths
+        places = np.repeat(begins[units] - offsets, lengths) + np.arange(lengths.sum())
+        return self.rows[torch.from_numpy(places)], torch.from_numpy(offsets)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class HybridConfig:
     pool: Literal["auto", "trainer", "server"] = "auto"
     """Who sums up a bag: then each of its rows travels, once a batch, or the sum; `auto`: what is less at first."""
     prefetch: Literal["auto", "values", "indices"] = "auto"
-    """What of the next batch travels ahead; values that change meanwhile come again. `auto`: values if most do not."""
+    """What of the next batch travels ahead; values that change come again. `auto`: values if few do."""
     data: str = ""
     """Click log: a Parquet or CSV file; empty makes a synthetic one, whose best possible AUC is known."""
     label: str = "label"
