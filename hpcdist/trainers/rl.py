@@ -41,8 +41,8 @@ from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config, RlConfig
 
 log = logging.getLogger(__name__)
-#: TensorPipe's other choice on one host, `shm`, polls without a pause in every rank: measured on 2 cores with 3 ranks
-#: it takes the processors from those that compute, a third of the steps/s with 64 environments, a fifth with 8.
+#: TensorPipe's own choice on one host, `shm`, polls without a pause in every rank, and takes the processors from those
+#: that compute: on 2 cores, 3 ranks did a third of the steps/s with 64 environments, a quarter with 8.
 TRANSPORTS = ("uv",)
 #: What `checkpoint.best` may name.
 MEASURED = ("eval/return", "eval/return_std")
