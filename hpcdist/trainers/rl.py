@@ -43,7 +43,7 @@ from hpcdist.schema import Config, RlConfig
 log = logging.getLogger(__name__)
 #: TensorPipe's own choice on one host, `shm`, polls without a pause in every rank, and takes the processors from those
 #: that compute: on 2 cores, 3 ranks did a third of the steps/s with 64 environments, a quarter with 8.
-TRANSPORTS = ("uv",)
+TRANSPORTS = ("ibv", "uv")
 #: What `checkpoint.best` may name.
 MEASURED = ("eval/return", "eval/return_std")
 
