@@ -32,11 +32,9 @@ class RlConfig:
     eval_episodes: int = 100
     """Full greedy episodes of an evaluation. Where `stop.threshold` is null the environment's own ends the run."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync`: update k learns from rollouts of weights k. `async`: observers collect the next rollout while the agent
-    learns, which uses all cores but learns from rollouts that are one update old; as deterministic as sync."""
+    """`async` collects the next rollouts while the agent learns: faster, from weights one update old, deterministic."""
     inference: Literal["local", "remote"] = "local"
-    """`local`: observers get the policy's weights once an update. `remote`: the agent answers each step of all
-    observers in one batch, for policies that are too large to send or want the agent's GPU."""
+    """`local`: observers get the weights once an update; `remote`: the agent answers each step, for large policies."""
     hidden: list[int] = field(default_factory=lambda: [64])
     """Sizes of the hidden layers of the policy, and of the value network beside it."""
     activation: Literal["tanh", "relu"] = "tanh"
