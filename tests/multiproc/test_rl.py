@@ -119,7 +119,7 @@ def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> lis
 
 def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
     """Every point but those that depend on the clock."""
-    points = [point for point in runs.points(name) if not point[0].startswith("system/")]
+    points = [point for point in runs.points(name) if point[0].startswith(("train/", "eval/"))]
     timeless = [point for point in points if point[0] not in ("train/env_steps_per_s", "eval/after_s")]
     found = {(key, step): value for key, step, value in timeless}
     assert len(found) == len(timeless), "points that are in MLflow more than once"
