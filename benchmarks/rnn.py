@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -230,16 +231,25 @@ def wait_for_record(contender: Contender, after: float) -> None:
 
 
 def rate_within(readings: Readings, began: float, ended: float) -> float:
-    """Steps a second; those that a stop has interrupted do not count, since they began in an earlier turn."""
+    """Steps a second; those that a stop has interrupted do not count, since they began in an earlier turn.
+
+    NaN for a turn in which the neighbours left too little.
+    """
     within = [(step, at) for step, at in readings if began <= at <= ended]
     if len(within) < 2:
-        sys.exit(f"{len(within)} readings in a turn of {ended - began:.1f} s are too few: the machine is too busy")
+        return math.nan
     (first_step, first), (last_step, last) = within[0], within[-1]
     return (last_step - first_step) / (last - first)
 
 
 def median_ratio(rates: list[float], base: list[float]) -> float:
-    return statistics.median(rate / other for rate, other in zip(rates, base, strict=True))
+    return median([rate / other for rate, other in zip(rates, base, strict=True)])
+
+
+def median(values: list[float]) -> float:
+    """Of those that there are."""
+    found = [value for value in values if not math.isnan(value)]
+    return statistics.median(found) if found else math.nan
 
 
 def rows(name: str, case: Case, rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
@@ -249,8 +259,8 @@ def rows(name: str, case: Case, rates: Mapping[str, list[float]]) -> list[dict[s
         {
             "case": f"{NAMES[name]}: {contender}",
             "unit": "tokens/s",
-            "baseline": statistics.median(base),
-            "ours": statistics.median(values),
+            "baseline": median(base),
+            "ours": median(values),
             "ratio": median_ratio(values, base),
             "bound": bound,
             "goal": case.goals.get(contender),
@@ -276,7 +286,7 @@ def main() -> None:
         print(f"{NAMES[name]}{'tokens/s':>{50 - len(NAMES[name])}}   over baseline")
         for contender, values in rates.items():
             ratio = median_ratio(values, rates["baseline"])
-            print(f"  {contender:36} {statistics.median(values):9.0f}   {ratio:.2f}")
+            print(f"  {contender:36} {median(values):9.0f}   {ratio:.2f}")
     if arguments.json:
         print(json.dumps({"table": table, "tokens_per_s": raw}))
 
