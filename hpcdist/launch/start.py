@@ -25,7 +25,7 @@ from hpcdist.launch.shipping import ShipperProcess, ship_once
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_atomic, write_json
-from hpcdist.schema import Config
+from hpcdist.schema import TRAINER_SECTIONS, Config
 from hpcdist.tracking.uri import choose_uri, is_server
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def check_trainer(config: Config, cwd: Path) -> None:
         return
     module, colon, _ = config.trainer.target.partition(":")
     if not colon:
-        shipped = sorted(path.stem for path in (Path(__file__).parents[1] / "trainers").glob("[!_]*.py"))
+        shipped = sorted(TRAINER_SECTIONS)
         if module not in shipped:
             raise ConfigError(
                 [f"trainer: {module!r} is not one of {', '.join(shipped)}; one of your own is package.module:function"]

@@ -10,10 +10,11 @@ from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.describe import describe
 from hpcdist.schema.exact import exact
 from hpcdist.schema.hybrid import HybridConfig
+from hpcdist.schema.needs import TRAINER_SECTIONS
 from hpcdist.schema.pipeline import PipelineConfig
 from hpcdist.schema.rl import RlConfig
 from hpcdist.schema.rnn import RnnConfig
-from hpcdist.schema.run import TRAINER_SECTIONS, Config, cross_check, role_device
+from hpcdist.schema.run import Config, cross_check, role_device
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
     DataConfig,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,14 +77,3 @@ class HybridConfig:
         if not self.data and (self.numeric or self.hashed):
             problems.append("numeric and hashed are columns of a file: set data to its path, or leave them out")
         return problems
-
-
-def hybrid_problems(hybrid: HybridConfig, roles: Mapping[str, int]) -> list[str]:
-    """What is wrong with a run of this trainer that other trainers do not mind."""
-    problems = []
-    if list(roles) != ["trainer", "server"]:
-        got = ", ".join(f"{role} {count}" for role, count in roles.items()) or "none"
-        problems.append(f"trainer=hybrid needs roles such as {{trainer: 2, server: 2}}, in this order, got {got}")
-    if not hybrid.tables:
-        problems.append("hybrid.tables must name at least one table, such as {user: 1000}")
-    return problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,16 +72,3 @@ class RlConfig:
             + ["mode=async needs inference=local: weights change under remote inference"]
             * (self.mode == "async" and self.inference == "remote")
         )
-
-
-def rl_problems(roles: Mapping[str, int], accumulate: int) -> list[str]:
-    """What is wrong with the other sections of an `rl` run."""
-    problems = []
-    if list(roles) != ["agent", "observer"] or roles["agent"] != 1:  # rank 0 leads, so the agent comes first
-        got = ", ".join(f"{role}: {count}" for role, count in roles.items()) or "none"
-        problems.append(
-            f"roles: trainer rl needs one agent and then observers, got {got}: set roles='{{agent: 1, observer: 2}}'"
-        )
-    if accumulate != 1:
-        problems.append(f"optim.accumulate={accumulate}: trainer rl has no micro-batches, use rl.minibatches")
-    return problems

@@ -9,9 +9,10 @@ from typing import Any
 from hpcdist.schema.checks import at_least, check
 from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.container import ContainerConfig
-from hpcdist.schema.hybrid import HybridConfig, hybrid_problems
+from hpcdist.schema.hybrid import HybridConfig
+from hpcdist.schema.needs import trainer_problems
 from hpcdist.schema.pipeline import PipelineConfig
-from hpcdist.schema.rl import RlConfig, rl_problems
+from hpcdist.schema.rl import RlConfig
 from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.schema.training import (
@@ -23,15 +24,6 @@ from hpcdist.schema.training import (
     StopConfig,
     TrainerConfig,
 )
-
-#: The sections that say what is trained and how, by shipped trainer; the others hold for every run.
-TRAINER_SECTIONS: dict[str, tuple[str, ...]] = {
-    "ddp": ("model", "data", "optim", "schedule", "precision"),
-    "rl": ("rl", "optim", "schedule"),
-    "rnn": ("rnn", "optim", "schedule"),
-    "pipeline": ("pipeline", "model", "data", "optim", "schedule"),
-    "hybrid": ("hybrid", "optim"),
-}
 
 #: Part of RPC names, of config keys and of lines in logs.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -108,8 +100,8 @@ def cross_check(config: Config) -> list[str]:
         problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
     if config.trainer.script and config.trainer.target != "ddp":
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
-    if config.trainer.target == "rl" and not config.trainer.script:
-        problems += rl_problems(config.roles, config.optim.accumulate)
+    if not config.trainer.script:
+        problems += trainer_problems(config)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
@@ -121,52 +113,9 @@ def cross_check(config: Config) -> list[str]:
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
-    if config.trainer.target == "rnn":
-        problems += _rnn_problems(config)
-    if config.trainer.target == "pipeline":
-        problems += _pipeline_problems(config)
-    if config.trainer.target == "hybrid":
-        problems += hybrid_problems(config.hybrid, config.roles)
-        if config.optim.accumulate > 1 or config.optim.clip_norm is not None:
-            problems.append("optim.accumulate and optim.clip_norm are not for trainer=hybrid: leave them out")
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [
             f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
         ]
-    return problems
-
-
-def _rnn_problems(config: Config) -> list[str]:
-    """What the rnn trainer cannot do with the sections that it shares with others."""
-    problems = []
-    if list(config.roles) != ["trainer", "server"]:
-        problems.append("roles: the trainer rnn has trainers first, then servers: set roles='{trainer: 1, server: 1}'")
-    if config.optim.accumulate != 1:
-        problems.append("optim.accumulate is not for the trainer rnn: raise rnn.batch_size")
-def _pipeline_problems(config: Config) -> list[str]:
-    """What the pipeline trainer cannot do with the sections that it shares with others."""
-    problems = []
-    num_stages, number = config.roles.get("stage", 0), config.pipeline.micro_batches
-    if list(config.roles) != ["stage"]:
-        problems.append("roles: the trainer pipeline has stages alone: set roles='{stage: 2}'")
-    if config.model.name == "simple_cnn":
-        problems.append("model.name=simple_cnn has no stages: the trainer pipeline cuts ResNets, such as resnet50")
-    if config.model.sync_batch_norm or config.model.compile:
-        problems.append("model.sync_batch_norm and model.compile are not for the trainer pipeline: set them to false")
-    if config.precision.dtype != "fp32":
-        problems.append("precision.dtype is not for the trainer pipeline: leave it out")
-    if config.optim.accumulate != 1:
-        problems.append("optim.accumulate is not for the trainer pipeline: pipeline.micro_batches cuts a batch")
-    if isinstance(number, int):
-        if config.data.batch_size % number:
-            problems.append(
-                f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
-                f" parts (pipeline.micro_batches): use {config.data.batch_size // number * number or number}"
-            )
-        if config.pipeline.engine == "pipelining" and config.pipeline.schedule == "1f1b" and number < num_stages:
-            problems.append(
-                f"pipeline.engine=pipelining needs pipeline.micro_batches >= {num_stages} for 1f1b with"
-                f" {num_stages} stages, got {number}: raise it, or use pipeline.schedule=gpipe"
-            )
     return problems

@@ -35,14 +35,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.clicks import Clicks, batches, load_clicks, padded
 from hpcdist.models.clicks import ClickModel, auc, dense_part
+from hpcdist.parameter_server.lookups import Lookup, Lookups, Plan, Units, choose
+from hpcdist.parameter_server.tables import Layout, TableServer, TableShard, weight_name
 from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
-from hpcdist.runtime.lookups import Lookup, Lookups, Plan, Units, choose
 from hpcdist.runtime.optimizer import build_optimizer
 from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.runtime.shards import Shard
-from hpcdist.runtime.tables import Layout, TableServer, TableShard, weight_name
 from hpcdist.schema import Config
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
     # TensorPipe's `shm` polls without a pause in every rank and takes the processors from those that compute.
-    with rpc_group(ctx, transports=("uv",)) as group:
+    with rpc_group(ctx) as group:
         if ctx.role == "server":
             _serve(ctx, cfg, layout, groups, group)
         else:

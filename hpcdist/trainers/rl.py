@@ -41,9 +41,6 @@ from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
 from hpcdist.schema import Config, RlConfig
 
 log = logging.getLogger(__name__)
-#: TensorPipe's own choice on one host, `shm`, polls without a pause in every rank, and takes the processors from those
-#: that compute: on 2 cores, 3 ranks did a third of the steps/s with 64 environments, a quarter with 8.
-TRANSPORTS = ("ibv", "uv")
 #: What `checkpoint.best` may name.
 MEASURED = ("eval/return", "eval/return_std")
 
@@ -163,13 +160,13 @@ def train(ctx: Context, cfg: Config) -> None:
         def save(step: int) -> None:
             ctx.save(step, model=None, trainer={}, local=collector.state())
 
-        with rpc_group(ctx, transports=TRANSPORTS) as group:
+        with rpc_group(ctx) as group:
             ctx.agree_among([0])
             group.serve({"save": save})
         return
     agent = _set_up(ctx, cfg, problem)
     _inference = Inference(agent.policy, ctx.device, ctx.roles.count("observer"))
-    with rpc_group(ctx, transports=TRANSPORTS) as agent.group:
+    with rpc_group(ctx) as agent.group:
         ctx.agree_among([0])
         _lead(agent)
 

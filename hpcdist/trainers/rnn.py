@@ -42,13 +42,13 @@ from torch import Tensor, nn
 from hpcdist.data.text import Batch, Columns, Tokenizer, load_corpus
 from hpcdist.errors import ConfigError
 from hpcdist.models.rnn import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
+from hpcdist.parameter_server.vocabulary import VocabularyShard, row_bounds
+from hpcdist.parameter_server.vocabulary_server import CALL_S, Rows, Server, Servers, answer_with, step
 from hpcdist.runtime.context import Context, Restored
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
 from hpcdist.runtime.position import Position
-from hpcdist.runtime.rpc import RpcGroup, rpc_group
+from hpcdist.runtime.rpc import SLEEPING, RpcGroup, rpc_group
 from hpcdist.runtime.shards import Shard
-from hpcdist.runtime.vocabulary import VocabularyShard, row_bounds
-from hpcdist.runtime.vocabulary_server import CALL_S, Rows, Server, Servers, answer_with, step
 from hpcdist.schema import Config
 
 TRAINER, SERVER = "trainer", "server"
@@ -103,12 +103,11 @@ def _wire(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]
 def _transports(ctx: Context, cfg: Config) -> tuple[str, ...]:
     """TensorPipe's shared memory answers 0.2 ms sooner, but polls: a thread of each rank that never sleeps.
 
-    It pays where a batch is so small that the way is most of it, and a core is there for each rank; elsewhere it takes
-    the processor from the products: 132 ms of a trainer's time for a batch instead of 28 (10,000 × 200, 2 cores).
+    It pays where a batch is so small that the way is most of it, and a core is there for each rank.
     """
     rnn = cfg.rnn
     is_small = 4 * rnn.batch_size * rnn.bptt * rnn.hidden < SMALL_BYTES
-    return () if is_small and ctx.topology.local_world_size <= len(os.sched_getaffinity(0)) else ("ibv", "uv")
+    return () if is_small and ctx.topology.local_world_size <= len(os.sched_getaffinity(0)) else SLEEPING
 
 
 def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> Server:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from hpcdist.data.clicks import Clicks, batches, load_clicks
 from hpcdist.models.clicks import ClickModel
+from hpcdist.parameter_server.tables import TableShard, fill_initial
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.tables import TableShard, fill_initial
 from hpcdist.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.trainers import hybrid
 

@@ -52,6 +52,7 @@ ROOMS = (
     "tracking",
     "runtime",
     "trainers",
+    "parameter_server",
     "models",
     "data",
     "diagnose",
@@ -223,6 +224,7 @@ def test_trainers_never_import_each_other() -> None:
         (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
         (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
         (("trainers",), ("launch", "diagnose", "cli", "commands", "view")),
+        (("parameter_server",), ("launch", "tracking", "trainers", "diagnose", "data", "cli", "commands", "view")),
         (
             ("devcluster",),
             ("launch", "tracking", "runtime", "trainers", "models", "data", "diagnose", "cli", "commands", "view"),

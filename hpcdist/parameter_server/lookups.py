@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor
 
-from hpcdist.runtime import tables
-from hpcdist.runtime.tables import Coalesced, Layout
+from hpcdist.parameter_server import tables
+from hpcdist.parameter_server.tables import Coalesced, Layout
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcdist.runtime.vocabulary import Space, VocabularyShard, join_scores, row_bounds
+from hpcdist.parameter_server.vocabulary import Space, VocabularyShard, join_scores, row_bounds
 
 NUM_TOKENS, HIDDEN, VOCAB_SIZE = 37, 8, 50
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from hpcdist.errors import HpcdistError, PeerLost
+from hpcdist.parameter_server.vocabulary import Space, VocabularyShard, join_scores, row_bounds
 from hpcdist.runtime.optimizer import build_optimizer
 from hpcdist.runtime.rpc import remote
 from hpcdist.runtime.shards import Shard
-from hpcdist.runtime.vocabulary import Space, VocabularyShard, join_scores, row_bounds
 from hpcdist.schema import OptimConfig
 
 T = TypeVar("T")

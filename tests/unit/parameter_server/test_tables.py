@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import CheckpointError
-from hpcdist.runtime.lookups import choose, rows_as_units, sums_as_units
+from hpcdist.parameter_server.lookups import choose, rows_as_units, sums_as_units
+from hpcdist.parameter_server.tables import Coalesced, Layout, TableShard, put_rows, unit_of_row
 from hpcdist.runtime.shards import merge
-from hpcdist.runtime.tables import Coalesced, Layout, TableShard, put_rows, unit_of_row
 
 TABLES = {"a": 3000, "b": 7, "c": 1}
 
@@ -74,7 +74,7 @@ def test_shards_are_taken_over_by_another_number_of_servers(optimizer: str) -> N
 
 
 def test_what_is_not_in_the_batch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdist.runtime.tables.UPDATE_ROWS", 2)  # more than one piece
+    monkeypatch.setattr("hpcdist.parameter_server.tables.UPDATE_ROWS", 2)  # more than one piece
     layout = Layout({"a": 6}, 2, 1)
     one, before = shard(layout, 0, "sgd"), shard(layout, 0).weight
     one.update(Coalesced.of(torch.tensor([4, 1, 4, 0]), torch.tensor([0, 0, 1, 1])), torch.tensor([[1.0, 2], [3, 4]]))

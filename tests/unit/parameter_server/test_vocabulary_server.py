@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.runtime.vocabulary import VocabularyShard, join_scores, row_bounds
-from hpcdist.runtime.vocabulary_server import Server
+from hpcdist.parameter_server.vocabulary import VocabularyShard, join_scores, row_bounds
+from hpcdist.parameter_server.vocabulary_server import Server
 from hpcdist.schema import OptimConfig
 
 VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
@@ -85,7 +85,7 @@ def overlaps(content: dict[str, Any], server: Server) -> bool:
 
 
 def test_what_fails_in_the_background_is_told_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdist.runtime.vocabulary_server.SMALL", 0)
+    monkeypatch.setattr("hpcdist.parameter_server.vocabulary_server.SMALL", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
     server.decode(0, 0, hidden, targets, 1.0)
