@@ -101,7 +101,7 @@ BENCHMARKS = (
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
         ),
     ),
-    Benchmark("pipeline", ("--rounds", "5"), ()),
+    Benchmark("pipeline", ("--rounds", "3"), ()),
     Benchmark(
         "scale",
         (),
@@ -118,9 +118,9 @@ BENCHMARKS = (
         (),
         (Figure("submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15),),
     ),
-    Benchmark("rl", (), ()),
-    Benchmark("rnn", (), ()),
-    Benchmark("hybrid", (), ()),
+    Benchmark("rl", ("--rounds", "3", "--seconds", "8"), ()),
+    Benchmark("rnn", ("--rounds", "3"), ()),
+    Benchmark("hybrid", ("--rounds", "3"), ()),
 )
 
 

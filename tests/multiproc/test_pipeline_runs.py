@@ -124,5 +124,5 @@ def test_what_the_config_cannot_mean_is_told_before_the_start(runs: PipelineRuns
     code, output = runs.command("run", *runs.config("wrong", "data.batch_size=65", "model.name=simple_cnn"))
     assert code == 2, output
     assert "data.batch_size=65 cannot be cut into 2 equal parts (pipeline.micro_batches): use 64" in output
-    assert "model.name=simple_cnn has no stages: the trainer pipeline cuts ResNets, such as resnet50" in output
+    assert "model.name=simple_cnn has no stages: trainer pipeline cuts ResNets, such as resnet50" in output
     assert "Traceback" not in output

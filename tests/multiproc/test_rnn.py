@@ -28,7 +28,7 @@ from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, Sto
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers import rnn
 
-HOLD_AT, LAST_STEP = 12, 18
+HOLD_AT, LAST_STEP = 12, 36
 HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
@@ -261,7 +261,7 @@ def sibling(held: list[int]) -> int:
     return found
 
 
-@pytest.mark.parametrize("victim", ["trainer:0", "trainer:1", "server:0"])
+@pytest.mark.parametrize("victim", ["trainer:0", pytest.param("trainer:1", marks=pytest.mark.faults), "server:0"])
 def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
     process = runs.start("run", *arguments(runs, name, *HELD))

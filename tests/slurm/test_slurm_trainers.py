@@ -40,8 +40,15 @@ CASES = {
             "rl",
             "cartpole",
             5,
-            8,
-            ("rl.num_envs=4", "rl.rollout_steps=16", "rl.eval_episodes=2", "rl.record=false", "stop.steps=8"),
+            80,
+            (
+                "rl.num_envs=4",
+                "rl.rollout_steps=16",
+                "rl.eval_episodes=2",
+                "rl.record=false",
+                "stop.steps=80",
+                "stop.threshold=1e9",
+            ),
             ("cluster.roles.agent.nodes=1", "cluster.roles.observer.nodes=1"),
         ),
         Case(
@@ -49,8 +56,15 @@ CASES = {
             "rnn",
             "language",
             5,
-            8,
-            ("rnn.corpus_mb=0.1", "rnn.vocab_size=300", "rnn.embedding=16", "rnn.hidden=16", "stop.steps=8"),
+            80,
+            (
+                "rnn.corpus_mb=0.1",
+                "rnn.vocab_size=300",
+                "rnn.embedding=16",
+                "rnn.hidden=16",
+                "stop.steps=80",
+                "rnn.sample_tokens=0",
+            ),
             ("cluster.roles.trainer.nodes=1", "cluster.roles.server.nodes=1"),
             shards=(1,),
         ),
@@ -59,19 +73,19 @@ CASES = {
             "pipeline",
             "pipeline",
             2,
-            4,
-            ("model.name=resnet18", "data.batch_size=8", "data.eval_batch_size=360", "stop.steps=4"),
+            16,
+            ("model.name=resnet18", "data.batch_size=8", "data.eval_batch_size=360", "stop.steps=16"),
             ("cluster.nodes=2", "cluster.tasks_per_node=1"),
             num_stepping=2,
-            shards=(1,),
+            shards=(0, 1),
         ),
         Case(
             "hybrid_clicks",
             "hybrid",
             "clicks",
             5,
-            8,
-            ("hybrid.batch_size=32", "stop.steps=8"),
+            80,
+            ("hybrid.batch_size=32", "stop.steps=80"),
             ("cluster.roles.trainer.nodes=1", "cluster.roles.server.nodes=1"),
             num_stepping=2,
             shards=(2, 3),
@@ -157,7 +171,9 @@ def look(runs: SlurmRuns, case: Case, job: str) -> Finished:
 def test_roles_on_different_nodes_go_on_after_a_requeue(finished: dict[str, Finished], case: Case) -> None:
     found = finished[case.trainer]
     assert (found.status, found.job_state) == ("finished", "COMPLETED"), found.log
-    assert (found.lives, found.resumed_at) == (2, case.hold_at), found.log
+    assert found.lives == 2, found.log
+    # The ranks agree on a stop some steps after they have heard of it.
+    assert case.hold_at <= found.resumed_at < case.last_step, found.log
     # The first role on one node, the other on another.
     first, last = found.hosts[0], found.hosts[-1]
     assert first != last

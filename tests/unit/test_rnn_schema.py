@@ -17,7 +17,10 @@ def test_the_shipped_config_is_whole() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("roles={server: 1, trainer: 1}", r"roles: trainer rnn needs trainers, then servers, got server: 1, trainer: 1: set roles='{trainer: 1, server: 1}'"),
+        (
+            "roles={server: 1, trainer: 1}",
+            "roles: trainer rnn needs trainers, then servers, got server: 1, trainer: 1: set",
+        ),
         ("optim.accumulate=2", "optim.accumulate=2 is not for trainer rnn: use rnn.batch_size"),
         ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
         ("rnn.temperature=0", "rnn.temperature must be > 0, got 0"),
