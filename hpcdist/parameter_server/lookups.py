@@ -1,4 +1,4 @@
-"""The trainer's side of embedding tables that lie on parameter servers; `tables.py` says what travels."""
+"""The trainer's side of embedding tables that lie on parameter servers; `exchange.py` says what travels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor
 
-from hpcdist.parameter_server import tables
-from hpcdist.parameter_server.tables import Coalesced, Layout
+from hpcdist.parameter_server import exchange
+from hpcdist.parameter_server.tables import Coalesced, Layout, put_rows, unit_of_row
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
         offsets: where each bag begins in `rows`, and the number of rows, int64 [bags + 1].
         starts: each server's first row, and the number of all rows.
     """
-    found = Coalesced.of(rows, tables.unit_of_row(len(rows), offsets[:-1]))
+    found = Coalesced.of(rows, unit_of_row(len(rows), offsets[:-1]))
     cuts = torch.searchsorted(found.rows, torch.tensor(starts)).tolist()
     counts = [end - begin for begin, end in pairwise(cuts)]
     # Rows in order stand for server after server already. Sorted by bag once more, they are what is summed up.
@@ -93,7 +93,7 @@ def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
 def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
     """Each server sums up what it has of each bag; bags of which it has nothing do not travel. Arguments as above."""
     num_bags = len(offsets) - 1
-    bag_of_row = tables.unit_of_row(len(rows), offsets[:-1])
+    bag_of_row = unit_of_row(len(rows), offsets[:-1])
     own_rows, own_offsets, bags = [], [], []
     for start, end in pairwise(starts):
         if len(starts) > 2:
@@ -193,15 +193,15 @@ class Lookups:
             self._open = lookup if train else None
         for number, (server, values) in enumerate(zip(self._servers, lookup.values.split(units.counts), strict=True)):
             rows, offsets = units.rows[number], None if units.offsets is None else units.offsets[number]
-            kind = tables.TRAIN if train else tables.LOOK
+            kind = exchange.TRAIN if train else exchange.LOOK
             header = [kind, len(rows), 0 if offsets is None else len(offsets), int(self._plan.ahead), int(follow)]
             self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
             # Asked for now: gloo sends nothing that nobody waits for.
             if len(values):
-                lookup.received.append(self._group.recv([values], server, tables.TAG_VALUES))
+                lookup.received.append(self._group.recv([values], server, exchange.TAG_VALUES))
             if self._plan.ahead:
                 lookup.num_late.append(torch.zeros(1, dtype=torch.int64))
-                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, tables.TAG_LATE))
+                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, exchange.TAG_LATE))
         return lookup
 
     def collect(self, lookup: Lookup) -> Tensor:
@@ -213,9 +213,9 @@ class Lookups:
             if int(num_late):
                 units = torch.empty(int(num_late), dtype=torch.int64)
                 values = torch.empty(int(num_late), self._dim)
-                for tensor, tag in ((units, tables.TAG_LATE_UNITS), (values, tables.TAG_LATE_VALUES)):
+                for tensor, tag in ((units, exchange.TAG_LATE_UNITS), (values, exchange.TAG_LATE_VALUES)):
                     self._group.recv([tensor], self._servers[number], tag).wait()
-                tables.put_rows(lookup.values, units + begin, values)
+                put_rows(lookup.values, units + begin, values)
             begin += count
         self._settle()
         return lookup.units.pooled(lookup.values)
@@ -224,19 +224,19 @@ class Lookups:
         """Send the gradient of the sums that `collect` gave, [bags, dim], once for each request to train."""
         lookup.is_pushed = True
         for part, server in zip(lookup.units.gradients(gradient.cpu()), self._servers, strict=True):
-            self._send(part, server, tables.TAG_GRADIENTS)
+            self._send(part, server, exchange.TAG_GRADIENTS)
 
     def flush(self) -> None:
         """Return when the servers have applied every gradient that this trainer has pushed."""
         told = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
-        self._order(tables.FLUSH)
+        self._order(exchange.FLUSH)
         for one, server in zip(told, self._servers, strict=True):
-            self._group.recv([one], server, tables.TAG_LATE).wait()
+            self._group.recv([one], server, exchange.TAG_LATE).wait()
         self._settle()
 
     def leave(self) -> None:
         """End the servers' exchange with this trainer; a batch that is asked for and not pushed is forgotten."""
-        self._order(tables.LEAVE)
+        self._order(exchange.LEAVE)
         self._settle()
 
     def _order(self, kind: int) -> None:
@@ -251,15 +251,15 @@ class Lookups:
         return self._open is not None and self._open.is_pushed
 
     def _send_request(self, server: int, header: list[int], body: list[Tensor]) -> None:
-        first = torch.empty(tables.FIRST_LENGTH, dtype=torch.int64)
-        first[: tables.HEADER_LENGTH] = torch.tensor(header)
+        first = torch.empty(exchange.FIRST_LENGTH, dtype=torch.int64)
+        first[: exchange.HEADER_LENGTH] = torch.tensor(header)
         num_numbers = sum(map(len, body))
-        room = first[tables.HEADER_LENGTH :]
+        room = first[exchange.HEADER_LENGTH :]
         if 0 < num_numbers <= len(room):
             torch.cat(body, out=room[:num_numbers])
-        self._send(first, server, tables.TAG_HEADER)
+        self._send(first, server, exchange.TAG_HEADER)
         if num_numbers > len(room):
-            self._send(torch.cat(body), server, tables.TAG_ROWS)
+            self._send(torch.cat(body), server, exchange.TAG_ROWS)
 
     def _send(self, tensor: Tensor, server: int, tag: int) -> None:
         if tensor.numel():

@@ -35,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.data.clicks import Clicks, batches, load_clicks, padded
 from hpcdist.models.clicks import ClickModel, auc, dense_part
+from hpcdist.parameter_server.exchange import TableServer
 from hpcdist.parameter_server.lookups import Lookup, Lookups, Plan, Units, choose
-from hpcdist.parameter_server.tables import Layout, TableServer, TableShard, weight_name
+from hpcdist.parameter_server.tables import Layout, TableShard, weight_name
 from hpcdist.runtime.buckets import settle_buckets
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.optimizer import build_optimizer
