@@ -100,7 +100,6 @@ def train(ctx: Context, cfg: Config) -> None:
     layout = Layout(cfg.hybrid.tables, cfg.hybrid.dim, ctx.roles.count("server"))
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
-    # TensorPipe's `shm` polls without a pause in every rank and takes the processors from those that compute.
     with rpc_group(ctx) as group:
         if ctx.role == "server":
             _serve(ctx, cfg, layout, groups, group)

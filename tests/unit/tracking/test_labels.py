@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import yaml
+
+from hpcdist.config import load_config, to_yaml
 from hpcdist.rundir import RunDir, write_json
-from hpcdist.tracking.labels import fixed_tags
+from hpcdist.schema import TRAINER_SECTIONS
+from hpcdist.tracking.labels import fixed_tags, params
+
+
+@pytest.mark.parametrize(
+    ("config", "heeded"),
+    [
+        (["ddp_digits"], {"model", "data", "optim", "schedule", "precision"}),
+        (["rl_cartpole"], {"rl", "optim", "schedule"}),
+        (["ddp_digits", "trainer=mine:train"], {"model", "data", "optim", "schedule", "precision"}),
+    ],
+)
+def test_params_are_what_the_trainer_heeds(config: list[str], heeded: set[str]) -> None:
+    found = {key.partition(".")[0] for key in params(yaml.safe_load(to_yaml(load_config(config[0], config[1:]))))}
+    trained = {section for sections in TRAINER_SECTIONS.values() for section in sections}
+    assert found & trained == heeded
+    assert {"seed", "trainer", "stop", "checkpoint", "launch"} <= found
 
 
 def test_a_run_in_containers_names_its_image_and_what_is_in_it(tmp_path: Path) -> None:
