@@ -201,6 +201,7 @@ def test_nodes_reach_services_of_this_machine(devcluster: DevCluster) -> None:
         assert server.stdout.read() == f"hello {devcluster.settings.addresses['n3']}\n"
 
 
+@pytest.mark.faults
 def test_killed_daemons_come_back_with_up_and_the_job_lives_on(devcluster: DevCluster) -> None:
     job = devcluster.sbatch("sleep 600", "--nodelist=n1", "--job-name=survivor")
     devcluster.until(lambda: devcluster.job(job)["JobState"] == "RUNNING", "the job runs")

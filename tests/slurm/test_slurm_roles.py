@@ -138,6 +138,7 @@ def test_a_heterogeneous_job_is_requeued(slurm_runs: SlurmRuns, devcluster: DevC
     assert slurm_runs.param(name, "roles.worker") == "4"
 
 
+@pytest.mark.faults
 def test_a_rank_of_the_second_component_is_killed(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
     name = "het-rank-killed"
     job, _ = submit_held(slurm_runs, name, *HET)
@@ -149,6 +150,7 @@ def test_a_rank_of_the_second_component_is_killed(slurm_runs: SlurmRuns, devclus
     assert "rank 3 (worker:2) on n3 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
 
 
+@pytest.mark.faults
 @pytest.mark.usefixtures("features")
 def test_roles_in_one_allocation_are_requeued(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
     """Rank 0 stands on the last node, since that is of the kind that the server asks for."""

@@ -73,6 +73,7 @@ def test_one_job_array_and_only_the_failed_cell_again(sweeps: SlurmRuns, devclus
     assert {run.status for run in found.values()} == {"FINISHED"}
 
 
+@pytest.mark.faults
 def test_requeue_and_cancel_of_the_last_task_are_its_own(sweeps: SlurmRuns, devcluster: DevCluster) -> None:
     """The last task's SLURM_JOB_ID is the whole array's, which all of Slurm's commands take for all tasks."""
     code, output = sweeps.command(*arguments(sweeps, "trainer=counting:train", "params.until=100000"))
