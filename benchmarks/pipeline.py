@@ -3,9 +3,10 @@
     python benchmarks/pipeline.py [--rounds 5] [--splits 1 2 4 8] [--json]
 
 ResNet50 in two stages of one thread each, 32 images of 128², SGD. All contenders are started once and then asked for
-one step after the other in turn, so that a neighbour's load meets all of them; ratios are taken within a round,
-medians over rounds. Ours is our trainer's own set-up and step in ranks that `hpcdist run` has started, with the
-allocator's policy; the others run as published, and the baseline with one split also with that policy.
+one step after the other in turn, so that a neighbour's load meets all of them; who waits for a turn stands still
+(SIGSTOP), since TensorPipe and gloo poll while they wait. Ratios are taken within a round, medians over rounds. Ours is
+our trainer's own set-up and step in ranks that `hpcdist run` has started, with the allocator's policy; the others run
+as published, and the baseline with one split also with that policy.
 
 The bound of N splits is what our two stages can give at best: (N - 1) times the slower one's micro-batch and one of
 each, then the slower one's optimizer step. Each stage's time is measured in the same rounds while the other one rests,
@@ -17,15 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from hpcdist.launch.plan import processor_env
 from hpcdist.trainers.pipeline_schedules import ideal_bubble, ideal_step_s
@@ -40,20 +44,32 @@ MALLOC_ENV = {key: value for key, value in processor_env(1, use_gpus=False).item
 class Contender:
     """Processes that do what a line asks for, and answer with numbers."""
 
-    def __init__(self, name: str, ask: IO[str], answers: IO[str]) -> None:
+    def __init__(self, name: str, ask: IO[str], answers: IO[str], roots: Sequence[int]) -> None:
         self.name = name
+        self._roots = roots  #: process ids; what they have started belongs to the contender as well
         self._ask = ask
         self._answers = answers
         ready = answers.readline()
         if ready.strip() != "ready":
             sys.exit(f"{name} did not start: {ready}{answers.read()}")
+        self._signal(signal.SIGSTOP)
 
     def __call__(self, command: str) -> list[float]:
+        self._signal(signal.SIGCONT)
         self._ask.write(f"{command}\n")
         self._ask.flush()
-        return [float(value) for value in self._answers.readline().split()]
+        answer = [float(value) for value in self._answers.readline().split()]
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        for root in self._roots:
+            for process in (psutil.Process(root), *psutil.Process(root).children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         self._ask.close()
 
 
@@ -71,7 +87,7 @@ def start_script(stack: ExitStack, name: str, num_ranks: int, extra_env: dict[st
         stack.callback(processes[-1].kill)
     assert processes[0].stdin is not None
     assert processes[0].stdout is not None
-    return Contender(name, processes[0].stdin, processes[0].stdout)
+    return Contender(name, processes[0].stdin, processes[0].stdout, [process.pid for process in processes])
 
 
 def start_ours(stack: ExitStack, *overrides: str) -> Contender:
@@ -92,7 +108,7 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
         process = subprocess.Popen(command, cwd=BASELINES, env=env, stdout=log, stderr=log)
     stack.callback(process.terminate)
     ask = stack.enter_context(_open(folder / "commands", "w", process, folder / "log"))
-    return Contender("ours", ask, stack.enter_context((folder / "answers").open()))
+    return Contender("ours", ask, stack.enter_context((folder / "answers").open()), [process.pid])
 
 
 def _open(path: Path, mode: str, process: subprocess.Popen[bytes], log: Path) -> IO[str]:
