@@ -56,6 +56,8 @@ def check_trainer(config: Config, cwd: Path) -> None:
             raise ConfigError(
                 [f"trainer: {module!r} is not one of {', '.join(shipped)}; one of your own is package.module:function"]
             )
+        if module == "hybrid" and config.hybrid.data and not Path(config.hybrid.data).is_file():
+            raise ConfigError([f"hybrid.data: no such file: {config.hybrid.data}"])
         return
     top = module.partition(".")[0]
     if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
