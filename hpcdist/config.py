@@ -29,6 +29,8 @@ _SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|
 _ROLE_REQUESTS = "cluster.roles."
 # Up to the last @ before a slash: a password may hold an @ of its own.
 _URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
+#: Sections that may stand as one value, and which of their keys it then is.
+_SHORT_FOR = {"trainer": "target", "preflight": "mode"}
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: str | Path | None = None) -> Config:
@@ -202,8 +204,8 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
             problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
         elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
-    if isinstance(tree.get("trainer"), str):
-        tree["trainer"] = {"target": tree["trainer"]}
+    for section in _SHORT_FOR:
+        _unfold(tree, section)
 
     merged = OmegaConf.structured(Config)
     try:
@@ -340,12 +342,21 @@ def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
             yield path, value
 
 
+def _unfold(tree: dict[str, Any], section: str) -> None:
+    """Write a section out in full that stands there as one value: `trainer: ddp`, `preflight: off`."""
+    value = tree.get(section)
+    if value is False:
+        value = "off"  # YAML's word for it
+    if section in _SHORT_FOR and isinstance(value, str):
+        tree[section] = {_SHORT_FOR[section]: value}
+
+
 def _insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
     """Set a value in nested dicts; False where another value stands in the way."""
     *parents, leaf = path
     for index, parent in enumerate(parents):
-        if parent == "trainer" and index == 0 and isinstance(tree.get("trainer"), str):
-            tree["trainer"] = {"target": tree["trainer"]}
+        if index == 0:
+            _unfold(tree, parent)
         child = tree.setdefault(parent, {})
         if child is None:
             child = tree[parent] = {}

@@ -12,6 +12,7 @@ from hpcdist.schema.exact import exact
 from hpcdist.schema.hybrid import HybridConfig
 from hpcdist.schema.needs import TRAINER_SECTIONS
 from hpcdist.schema.pipeline import PipelineConfig
+from hpcdist.schema.preflight import PreflightConfig
 from hpcdist.schema.rl import RlConfig
 from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.run import Config, cross_check, role_device
@@ -39,6 +40,7 @@ __all__ = [
     "OptimConfig",
     "PipelineConfig",
     "PrecisionConfig",
+    "PreflightConfig",
     "RlConfig",
     "RnnConfig",
     "RoleRequest",

@@ -12,6 +12,7 @@ from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.hybrid import HybridConfig
 from hpcdist.schema.needs import trainer_problems
 from hpcdist.schema.pipeline import PipelineConfig
+from hpcdist.schema.preflight import PreflightConfig
 from hpcdist.schema.rl import RlConfig
 from hpcdist.schema.rnn import RnnConfig
 from hpcdist.schema.running import CheckpointConfig, LaunchConfig, TrackingConfig
@@ -59,6 +60,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     params: dict[str, Any] = field(default_factory=dict)
     """Free keys for a trainer of your own; logged like all others."""
 

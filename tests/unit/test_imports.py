@@ -58,6 +58,8 @@ ROOMS = (
     "diagnose",
     "devcluster",
     "images",
+    "preflight",
+    "comm",
 )
 GROUND_FLOOR = (
     "errors",
@@ -223,6 +225,7 @@ def test_trainers_never_import_each_other() -> None:
         (("launch",), ("runtime", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
         (("tracking",), ("runtime", "launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
         (("runtime",), ("launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
+        (("comm",), ("launch", "trainers", "diagnose", "models", "data", "cli", "commands", "view")),
         (("trainers",), ("launch", "diagnose", "cli", "commands", "view")),
         (("parameter_server",), ("launch", "tracking", "trainers", "diagnose", "data", "cli", "commands", "view")),
         (
@@ -255,6 +258,7 @@ def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...
         ("rundir", {"errors"}),
         ("tracking.journal", {"errors"}),
         ("launch.policy", set()),
+        ("preflight", {"cluster", "errors", "preflight", "rundir"}),
         ("launch.local", {"launch", "rundir"}),
     ],
 )
