@@ -2,6 +2,7 @@
 
     runs/<experiment>/<sweep>/
         sweep.json  mlflow.json  lease
+        request.json                       what was asked of a sweep that runs its cells one by one
         submitit/                          batch script and logs of its job arrays
     runs/<experiment>/<sweep>-<cell>/      an ordinary run, with `cell.json` beside its files
 
@@ -30,6 +31,10 @@ class SweepDir(RunDir):
     @property
     def file(self) -> Path:
         return self.path / "sweep.json"
+
+    @property
+    def request(self) -> Path:
+        return self.path / "request.json"
 
     def read(self) -> dict[str, Any]:
         """`sweep.json`: uid, created, keys, base, and `cells` with name, label and values of each."""
@@ -83,6 +88,20 @@ def _verdict(statuses: Sequence[str]) -> Status:
     if set(statuses) == {"finished"}:
         return "finished"
     return "cancelled" if "cancelled" in statuses else "stopped"
+
+
+def find_sweep(text: str, runs_dir: Path) -> SweepDir | None:
+    """The sweep that `text` names: a folder, `experiment/name` or a name; None where there is none.
+
+    Raises RunFolderError when sweeps of several experiments have the name.
+    """
+    if (Path(text) / "sweep.json").is_file():
+        return SweepDir(Path(text).absolute())
+    found = sorted(path.parent for pattern in (text, f"*/{text}") for path in runs_dir.glob(f"{pattern}/sweep.json"))
+    if len(found) > 1:
+        names = ", ".join(f"{path.parent.name}/{path.name}" for path in found)
+        raise RunFolderError(f"{text!r} means {len(found)} sweeps ({names}): write the experiment, too")
+    return SweepDir(found[0].absolute()) if found else None
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hpcdist.commands.options import RUNS, Overrides, RunName, RunsDir, console
 from hpcdist.errors import HpcdistError, UserMistake
+
+if TYPE_CHECKING:
+    from hpcdist.sweepdir import SweepDir
 
 app = typer.Typer()
 
@@ -29,13 +32,17 @@ def runs(runs_dir: RunsDir = RUNS) -> None:
 
 @app.command()
 def status(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """Show how a run stands: state, attempts, each rank's last step, newest checkpoint.
+    """Show how a run stands: state, attempts, each rank's last step, newest checkpoint; of a sweep, its cells.
 
     Example:  hpcdist status ddp-2026
     """
     from hpcdist.rundir import resolve_run
+    from hpcdist.sweepdir import find_sweep
     from hpcdist.view import show_status
 
+    if (sweep := find_sweep(run, runs_dir)) is not None:
+        _show_sweep(sweep)
+        return
     show_status(console(), resolve_run(run, runs_dir))
 
 
@@ -67,24 +74,41 @@ def logs(
 def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
     """Ask a run to save, then stop; one that waits in the queue is taken out. `hpcdist resume` goes on from there.
 
+    Of a sweep all cells are stopped, and no more are begun.
+
     Example:  hpcdist stop ddp-2026
     """
-    from hpcdist.launch.ending import end
-    from hpcdist.rundir import resolve_run
-
-    print(end(resolve_run(run, runs_dir), "stop"))
+    _end(run, runs_dir, "stop")
 
 
 @app.command()
 def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """End a run at once; what came after its newest checkpoint is lost.
+    """End a run, or all cells of a sweep, at once; what came after the newest checkpoint is lost.
 
     Example:  hpcdist cancel ddp-2026
     """
-    from hpcdist.launch.ending import end
-    from hpcdist.rundir import resolve_run
+    _end(run, runs_dir, "cancel")
 
-    print(end(resolve_run(run, runs_dir), "cancel"))
+
+def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
+    from hpcdist.launch.ending import end, end_sweep
+    from hpcdist.rundir import resolve_run
+    from hpcdist.sweepdir import find_sweep
+
+    sweep = find_sweep(name, runs_dir)
+    said = end_sweep(sweep, action) if sweep is not None else [end(resolve_run(name, runs_dir), action)]
+    print("\n".join(said))
+
+
+def _show_sweep(sweep: SweepDir) -> None:
+    from hpcdist.commands.sweep_view import show_cells
+    from hpcdist.config import load_run_config
+
+    cells = sweep.cells()
+    labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
+    config = next((run.config for run in cells if run.config.is_file()), None)
+    best = load_run_config(config, [], os.environ, require_secrets=False).checkpoint.best if config else "eval/accuracy"
+    show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
 
 
 @app.command("config")

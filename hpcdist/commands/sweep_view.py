@@ -34,25 +34,8 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """A table of all cells with status and final metric; returns the exit code that follows from them."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    from hpcdist.standing import look_now, stand
-
-    beats = [_last_beat(choice.run) for choice in choices]
-    shown = (sweep.cells[0].config.checkpoint.best, *_FALLBACKS)
-    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
-    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=sweep.name)
-    names = []
-    for choice, beat in zip(choices, beats, strict=True):
-        state = choice.run.read_state()
-        names.append(stand(choice.run, look_now(choice.run)).name)
-        value = beat.get("metrics", {}).get(metric)
-        number = "" if value is None else f"{value:.6g}"
-        table.add_row(escape(choice.cell.label), names[-1], str(beat.get("step", "")), number, escape(state.reason))
-    console().print(table)
-    counts = Counter(names)
-    say(f"sweep {sweep.name}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    cells = [(choice.cell.label, choice.run) for choice in choices]
+    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.best)
     if set(names) != {"finished"}:
         say("the same command again runs what is missing or has failed")
     if {"failed", "lost"} & set(names):
@@ -60,9 +43,41 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     return 130 if "cancelled" in names else 0
 
 
+def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
+    """A table of cells with status and newest metric; returns how each stands.
+
+    Args:
+        cells: label and folder of each; the folder may not be there yet.
+        best: the metric that decides on the best checkpoint.
+    """
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from hpcdist.standing import look_now, stand
+
+    beats = [_last_beat(run) for _, run in cells]
+    shown = (best, *_FALLBACKS)
+    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
+    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=title)
+    names = []
+    for (label, run), beat in zip(cells, beats, strict=True):
+        there = (run.path / "state.json").is_file()
+        names.append(stand(run, look_now(run)).name if there else "missing")
+        value = beat.get("metrics", {}).get(metric)
+        number = "" if value is None else f"{value:.6g}"
+        reason = run.read_state().reason if there else "never made"
+        table.add_row(escape(label), names[-1], str(beat.get("step", "")), number, escape(reason))
+    console().print(table)
+    counts = Counter(names)
+    say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    return names
+
+
 def _last_beat(run: RunDir) -> dict[str, Any]:
     """Rank 0's last sign of life, with its metrics; empty before the first."""
     from hpcdist.rundir import read_json
 
+    if not (run.path / "state.json").is_file():
+        return {}
     state = run.read_state()
     return (read_json(run.attempt(state.attempt).beat(0)) or {}) if state.attempt else {}

@@ -59,7 +59,8 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
 def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     """Run what is left of a sweep here, one cell after the other; returns the exit code of the command.
 
-    A cell that fails does not end the sweep; being told to end (Ctrl-C) does, once the running cell has saved.
+    A cell that fails does not end the sweep; being told to end (Ctrl-C, `hpcdist stop SWEEP`) does, once the running
+    cell has saved.
     """
     from hpcdist import logs
     from hpcdist.launch import sweeping
@@ -81,9 +82,10 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     terminal = console()
     refused = False
     with _told_to_end() as told, sweeping.at_work(sweep) as there:
+        there.request.unlink(missing_ok=True)
         sweeping.make_ready(to_run, there, Path.cwd(), launcher="local")
         for number, choice in enumerate(to_run, 1):
-            if told:
+            if told or there.request.exists():
                 break
             terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
             try:

@@ -10,8 +10,9 @@ from hpcdist.cluster import queue
 from hpcdist.cluster.queue import Look
 from hpcdist.errors import UserMistake
 from hpcdist.lease import hold, holder, user_name
-from hpcdist.rundir import RunDir, Status, read_json
+from hpcdist.rundir import ENDED, RunDir, Status, read_json, write_json
 from hpcdist.standing import job_of, look_now, stand
+from hpcdist.sweepdir import SweepDir
 
 #: A job that has left the queue has its supervisor at work after this time, or never.
 SUPERVISOR_WITHIN_S = 30.0
@@ -36,6 +37,33 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
     if action == "stop":
         return f"asked {run.name} to save and stop; `hpcdist status {run.name}` shows how far it is"
     return f"asked {run.name} to end at once"
+
+
+def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
+    """End all cells of a sweep, and begin no more of them; returns what became of each that had not ended.
+
+    Raises UserMistake when there is nothing to end.
+    """
+    at_work = holder(sweep) is not None
+    if at_work:
+        # Before the cell that runs is asked: the next one would begin at its end.
+        by = user_name()
+        write_json(sweep.request, {"action": action, "by": by, "reason": f"`hpcdist {action}` by {by}"})
+    said = []
+    for cell in sweep.cells():
+        state = cell.read_state() if (cell.path / "state.json").is_file() else None
+        if state is None or state.status in ENDED:
+            continue
+        if holder(cell) is None and not (cell.path / "slurm.json").exists():
+            said += [f"{cell.name} will not be started"] * at_work
+            continue
+        try:
+            said.append(end(cell, action))
+        except UserMistake as mistake:
+            said.append(str(mistake))
+    if not said:
+        raise UserMistake(f"nothing of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+    return said
 
 
 def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: Look) -> str | None:

@@ -60,3 +60,23 @@ def test_ctrl_c_saves_the_running_cell_and_ends_the_sweep(own_runs: Runs) -> Non
     code, output = own_runs.command(*swept, "--dry-run")
     assert code == 0, output
     assert "  0: seed=3 (stopped)  tune-seed_3\n  1: seed=4 (not started)  tune-seed_4\n" in output
+
+
+def test_a_sweep_is_stopped_and_shown_by_its_name(own_runs: Runs) -> None:
+    process = own_runs.start("run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=5,6")
+    wait_for(own_runs.attempt("tune-seed_5").beat(0).exists, "a step of the first cell")
+    code, output = own_runs.command("stop", "tune")
+    assert code == 0, output
+    assert "asked tune-seed_5 to save and stop" in output
+    assert "tune-seed_6 will not be started\n" in output
+    code, output = finish(process)
+    assert code == 0, output
+    assert own_runs.checkpoint_steps("tune-seed_5")
+    assert own_runs.run_dir("tune-seed_6").read_state().attempt == 0
+
+    code, output = own_runs.command("status", "tune")
+    assert code == 0, output
+    assert "sweep tune: 1 created, 1 stopped\n" in output
+    code, output = own_runs.command("cancel", "tune")
+    assert code == 2
+    assert "nothing of sweep tune runs or waits (2 cells: 1 created, 1 stopped)" in output
