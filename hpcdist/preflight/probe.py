@@ -7,6 +7,7 @@ once and also where torch is what is broken.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,12 +16,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
+from hpcdist.preflight.mesh import Mesh
+from hpcdist.preflight.patience import start
 
 #: srun cuts what a task prints after 1,024 bytes, and puts its label, or other tasks' output, in between.
 _PIECE = 800
+#: Files beside the witness by which nodes tell that they have started.
+_MARK = "started-"
 _LINE = re.compile(r"hpcdist-preflight (\S+) (\d+)/(\d+) (.*)")
 
 
@@ -104,7 +110,38 @@ def node_name(env: Mapping[str, str]) -> str:
 
 def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
     """All that this node has to say."""
-    return {"node": node_name(env), "host": socket.gethostname(), "time": time.time()}
+    node = node_name(env)
+    began = time.monotonic()
+    found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
+    found["network"] = look_at_network(request, node)
+    return found | {"seconds": round(time.monotonic() - began, 2)}
+
+
+def look_at_network(request: Request, node: str) -> dict[str, Any]:
+    """The way to the other nodes; an `error` where there is not even a way to listen."""
+    folder = Path(request.witness).parent
+
+    async def resolve(name: str) -> str:
+        return request.addresses.get(name) or await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
+
+    mesh = Mesh(
+        request.nodes,
+        node,
+        port=request.port,
+        token=request.token,
+        mode=request.mode,
+        resolve=resolve,
+        bind=request.addresses.get(node),
+        mark=(folder / f"{_MARK}{node}").touch,
+        marks=lambda: [name.removeprefix(_MARK) for name in os.listdir(folder) if name.startswith(_MARK)],
+        deadline_s=request.deadline_s,
+    )
+    asyncio.run(mesh.run())
+    return {
+        "port_problem": mesh.port_problem,
+        "addresses": sorted(mesh.addresses),
+        "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
