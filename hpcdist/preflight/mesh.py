@@ -195,7 +195,7 @@ class Mesh:
             self._start(self._serve(Link(sock)))
 
     async def _look_around(self) -> None:
-        """Learn from the shared folder who listens: the only news of a node that nobody reaches and that reaches nobody."""
+        """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
         with contextlib.suppress(OSError):  # told by the look at the file systems
             await asyncio.wrap_future(start(self._mark))
             while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:

@@ -27,3 +27,11 @@ def start(work: Callable[[], T]) -> Future[T]:
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """What `work` returns or raises; TimeoutError where it takes longer (it goes on, unheeded)."""
     return start(work).result(limit_s)
+
+
+def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
+    """What has been begun, or something in its place where it is not done in time."""
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        return otherwise
