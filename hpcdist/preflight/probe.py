@@ -140,7 +140,8 @@ def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
     for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
         found[key] = storage.look_at(Path(folder), FOLDER_S)
     found["witness"] = done_within(FOLDER_S, witness, False)
-    found.update(done_within(machine.NVIDIA_SMI_S, machine_facts, {}))
+    facts: dict[str, Any] = done_within(machine.NVIDIA_SMI_S, machine_facts, {})
+    found |= facts
     found["lookups"] = lookups.result(LOOKUP_S)
     return found | {"seconds": round(time.monotonic() - began, 2)}
 
