@@ -278,7 +278,7 @@ def _memory(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[
         yield Check(
             name="shm",
             level="warning",
-            text=f"{shm['folder']} has {shm['total'] / 2**20:,.0f} MiB, through which data workers and NCCL pass tensors",
+            text=f"{shm['folder']} has {shm['total'] / 2**20:,.0f} MiB; data workers and NCCL pass tensors through it",
             fix="start the container with --shm-size=8g or --ipc=host",
         )
     if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
