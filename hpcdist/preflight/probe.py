@@ -7,6 +7,7 @@ once and also where torch is what is broken.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,12 +16,29 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
+from hpcdist.preflight import machine, storage
+from hpcdist.preflight.mesh import Mesh
+from hpcdist.preflight.patience import done_within, start, within
 
 #: srun cuts what a task prints after 1,024 bytes, and puts its label, or other tasks' output, in between.
 _PIECE = 800
+#: How long a file of another machine may take to show on a network file system.
+WITNESS_S = 3.0
+#: A file system that says nothing for this long is dead.
+FOLDER_S = 5.0
+#: A resolver that takes longer is broken: torch asks it several times before ranks have met.
+LOOKUP_S = 5.0
+#: Bytes to write for a speed, and for how long at most.
+WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
+#: Where there are more nodes, only so many of them write.
+WRITERS = 64
+#: Files beside the witness by which nodes tell that they have started.
+_MARK = "started-"
 _LINE = re.compile(r"hpcdist-preflight (\S+) (\d+)/(\d+) (.*)")
 
 
@@ -61,7 +79,7 @@ class Request:
     num_workers: int = 0
     backend: str = "gloo"
     addresses: Mapping[str, str] = field(default_factory=dict)
-    deadline_s: float = 30.0
+    deadline_s: float = 20.0
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -103,8 +121,93 @@ def node_name(env: Mapping[str, str]) -> str:
 
 
 def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
-    """All that this node has to say."""
-    return {"node": node_name(env), "host": socket.gethostname(), "time": time.time()}
+    """All that this node has to say; what each part means stands with the function that finds it.
+
+    Whatever may never come back is looked at in threads meanwhile. Writing comes last: it would slow the network down.
+    """
+    node = node_name(env)
+    if node not in request.nodes:
+        raise HpcdistError(f"this is {node}, which is none of {', '.join(request.nodes)}")
+    began = time.monotonic()
+    first = request.nodes[0]
+    names = () if request.addresses else {node, first}
+    lookups = machine.Lookups(names, reverse=names)
+    machine_facts = start(partial(look_at_machine, env))
+    witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
+    found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
+    found["network"] = look_at_network(request, node)
+    found["checkpoints"] = look_at_checkpoints(request, node)
+    for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
+        found[key] = storage.look_at(Path(folder), FOLDER_S)
+    found["witness"] = done_within(FOLDER_S, witness, False)
+    facts: dict[str, Any] = done_within(machine.NVIDIA_SMI_S, machine_facts, {})
+    found |= facts
+    found["lookups"] = lookups.result(LOOKUP_S)
+    return found | {"seconds": round(time.monotonic() - began, 2)}
+
+
+def look_at_machine(env: Mapping[str, str]) -> dict[str, Any]:
+    """Versions, GPUs, cores, interfaces."""
+    gpus = machine.gpus()
+    return {
+        "versions": machine.versions(),
+        "gpus": [asdict(gpu) for gpu in gpus],
+        "visible_gpus": machine.visible_gpus(len(gpus), env),
+        "gpu_device_files": machine.gpu_device_files(),
+        "cores": machine.cores(),
+        "interfaces": machine.interfaces(),
+        "infiniband": machine.infiniband(),
+        "locked_memory": machine.locked_memory(),
+        "variables": machine.network_variables(env),
+    }
+
+
+def look_at_checkpoints(request: Request, node: str) -> dict[str, Any]:
+    """The file system that checkpoints go to, with `bytes_s` or a `write_error`; see storage.look_at."""
+    folder = Path(request.checkpoint_folder)
+    found = storage.look_at(folder, FOLDER_S)
+    every = -(-len(request.nodes) // WRITERS)
+    if "error" in found or request.nodes.index(node) % every:
+        return found
+    num_bytes, limit_s = WRITE[request.mode]
+    try:
+        found["bytes_s"] = round(within(limit_s + FOLDER_S, lambda: storage.write_speed(folder, num_bytes, limit_s)))
+    except TimeoutError:
+        found["write_error"] = f"{num_bytes >> 20} MB were not on disk after {limit_s + FOLDER_S:g} s"
+    except OSError as error:
+        found["write_error"] = error.strerror or str(error)
+    return found
+
+
+def look_at_network(request: Request, node: str) -> dict[str, Any]:
+    """The way to the other nodes: `peers` (mesh.Peer.as_answer), this node's `addresses` on it, its `port_problem`."""
+    folder = Path(request.witness).parent
+
+    async def resolve(name: str) -> str:
+        if name in request.addresses:
+            return request.addresses[name]
+        return await asyncio.wrap_future(start(lambda: socket.gethostbyname(name)))
+
+    mesh = Mesh(
+        request.nodes,
+        node,
+        port=request.port,
+        token=request.token,
+        mode=request.mode,
+        resolve=resolve,
+        bind=request.addresses.get(node),
+        mark=(folder / f"{_MARK}{node}").touch,
+        marks=lambda: [name.removeprefix(_MARK) for name in os.listdir(folder) if name.startswith(_MARK)],
+        deadline_s=request.deadline_s,
+    )
+    asyncio.run(mesh.run())
+    found = {
+        "addresses": sorted(mesh.addresses),
+        "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
+    }
+    if mesh.port_problem:
+        found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:

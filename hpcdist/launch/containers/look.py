@@ -17,52 +17,20 @@ import hpcdist
 from hpcdist.cluster.drivers import driver_problem
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch.containers.command import DETACHED, Box, Contained, contain, outer_env
+from hpcdist.preflight.machine import source_digest, versions
 
 #: Starting a container is quick; unpacking an image on a node is not.
 LOOK_S = 300.0
 
 
-def source_digest(folder: str) -> str:
-    """Twelve digits that stand for a package's modules and shell scripts: equal versions may be of different checkouts.
-
-    Its own source is executed in images, so it imports what it needs.
-    """
-    import hashlib
-    import os
-
-    found = hashlib.sha256()
-    for path, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".py", ".sh")):
-                with open(os.path.join(path, name), "rb") as file:
-                    found.update(os.path.relpath(file.name, folder).encode() + b"\0" + file.read())
-    return found.hexdigest()[:12]
-
-
 #: Executed by the image's Python. It tells what is inside, and what of the node can be seen from there.
-_LOOK = (
-    inspect.getsource(source_digest)
-    + """
-import importlib.util, json, os, platform, re
-facts = {"node": os.environ.get("SLURMD_NODENAME", ""), "python": platform.python_version()}
-try:
-    import hpcdist
-    facts["hpcdist"] = hpcdist.__version__
-    facts["source"] = source_digest(os.path.dirname(hpcdist.__file__))
-except ImportError:
-    pass
-torch = importlib.util.find_spec("torch")
-for key, path, pattern in (
-    ("torch", torch and os.path.join(os.path.dirname(torch.origin), "version.py"), r"__version__ = '(.+)'"),
-    ("cuda", torch and os.path.join(os.path.dirname(torch.origin), "version.py"), r"cuda\\b[^=]*= '(.+)'"),
-    ("driver", "/proc/driver/nvidia/version", r"Kernel Module(?: for \\S+)?\\s+([0-9.]+)"),
-):
-    if path and os.path.exists(path) and (found := re.search(pattern, open(path).read())):
-        facts[key] = found[1]
-print("hpcdist-image", json.dumps(facts), flush=True)
+_LOOK = f"""
+from __future__ import annotations
+{inspect.getsource(source_digest)}
+{inspect.getsource(versions)}
+import json, os
+print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
 """
-)
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
 #: How a runtime marks what it says itself, where its exit codes tell nothing.
 _MARKS = {"apptainer": "FATAL:", "charliecloud": "ch-run[", "enroot": "[ERROR]", "pyxis": "pyxis:"}

@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-#: File systems on a device, or in the memory, of one machine. All others (NFS, Lustre, GPFS, …) count as shared.
-LOCAL = frozenset(
-    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "vfat", "exfat", "overlay", "squashfs")
-) | {"tmpfs", "ramfs"}
-#: In the memory of one machine: never shared.
-IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-#: Each machine has its own, and where the site says so each job.
-PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
-
-
-def file_system(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a path is on, or will be; empty where it cannot be known.
-
-    Args:
-        mounts: text of `/proc/self/mountinfo`; read from there by default.
-    """
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            return ""
-    path = path.resolve()
-    found, depth = "", -1
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(_unescaped(before.split()[4]))
-        # Of several on one folder the last one hides the others.
-        if path.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = after.split()[0], len(point.parts)
-    return found
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+from hpcdist.preflight.storage import IN_MEMORY, LOCAL, PRIVATE
 
 
 def folder_problems(runs_dir: Path, kind: str, hosts: Iterable[str], here: str) -> tuple[list[str], list[str]]:

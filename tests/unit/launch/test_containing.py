@@ -24,10 +24,10 @@ from hpcdist.launch.containers.look import (
     look_command,
     look_env,
     own_failure,
-    source_digest,
 )
 from hpcdist.launch.containers.request import box_for, prepare_image, problems
 from hpcdist.launch.containers.steps import ContainerSteps
+from hpcdist.preflight.machine import source_digest
 from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
 

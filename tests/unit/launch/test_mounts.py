@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.launch.submission.mounts import file_system, folder_problems
+from hpcdist.launch.submission.mounts import folder_problems
+from hpcdist.preflight.storage import file_system
 
 MOUNTS = """\
 22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -1,0 +1,262 @@
+"""What the answers of all nodes say of the network between them: who is cut off, who is slow, whose clock is wrong.
+
+A node is named where most of its pairs suffer, a pair where only the pair does. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from hpcdist.preflight.check import Check, Level
+from hpcdist.preflight.probe import Request
+
+Answers = Mapping[str, Mapping[str, Any]]
+Pair = tuple[str, str]
+
+MB = 1e6
+#: A node is slow when the pairs without it are this many times better, and its own are worse than that in themselves.
+#: The second condition keeps quiet where noise moves figures about that are all good enough.
+SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
+#: So slow that a run would crawl.
+CRAWLING, CRAWLING_LATENCY_S = 10, 20e-3
+#: A pair alone is easily unlucky, so it has to be slower than a link of 100 Mbit/s before it is named.
+SLOW_PAIR_BYTES_S = 12.5 * MB
+#: Logs and metrics of nodes no longer line up.
+SKEW_S = 1.0
+#: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run would soon be taken for dead.
+FATAL_SKEW_S = 30.0
+_SHOWN = 4
+
+
+def judge_network(request: Request, answers: Answers) -> list[Check]:
+    """Findings about the network, and at last one of level `ok` with what was measured."""
+    blocked = list(_blocked(request, answers))
+    return [
+        *_taken(request, answers),
+        *blocked,
+        *_stalled(request, answers),
+        *_slow(answers),
+        *_skewed(answers),
+        _summary(request, answers),
+    ]
+
+
+def _taken(request: Request, answers: Answers) -> Iterator[Check]:
+    for node, answer in answers.items():
+        if problem := answer["network"].get("port_problem"):
+            who = answer["network"].get("listener") or problem
+            yield Check(
+                name="port",
+                # Nobody but rank 0 has to listen on it.
+                level="failure" if node == request.nodes[0] else "warning",
+                text=f"port {request.port} is taken there: {who}",
+                fix=f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
+                " each attempt has another port",
+                node=node,
+            )
+
+
+def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
+    """Nodes that others cannot reach, nodes that reach no others, and pairs."""
+    ways: dict[Pair, str] = {}
+    for source, answer in answers.items():
+        for target, peer in answer["network"]["peers"].items():
+            if target not in answers or answers[target]["network"].get("port_problem"):
+                continue  # said already
+            status = peer["status"]
+            if status == "ok" and peer.get("ephemeral"):
+                status = f"ephemeral {peer['ephemeral']}"
+            detail = peer.get("detail", "")
+            ways[source, target] = "" if status == "ok" else f"{status} {detail}".strip()
+    bad = {way: problem for way, problem in ways.items() if problem}
+    while bad:
+        end, node = max(
+            ((end, node) for end in (1, 0) for node in answers), key=lambda it: _share(it[1], it[0], ways, bad)
+        )
+        own = [way for way in bad if way[end] == node]
+        if _share(node, end, ways, bad)[0] <= 0.5 or (len(own) < 2 and len(answers) > 2):
+            break
+        others = _listed(way[1 - end] for way in own)
+        everyone = len(own) == len([way for way in ways if way[end] == node])
+        yield _cut_off(request, node, bad[own[0]], others if not everyone or len(own) == 1 else "", inward=end == 1)
+        # What remains of a named node would be said twice.
+        bad = {way: problem for way, problem in bad.items() if node not in way}
+        ways = {way: problem for way, problem in ways.items() if node not in way}
+    for (source, target), problem in list(bad.items())[:_SHOWN]:
+        more = f" (and {len(bad) - _SHOWN} more pairs)" if len(bad) > _SHOWN else ""
+        what, fix = _words(request, problem, target)
+        text = f"{source} cannot reach {target}, though others can: {what}{more}"
+        yield Check(name="port", level="failure", text=text, fix=fix)
+
+
+def _share(node: str, end: int, ways: Mapping[Pair, str], bad: Mapping[Pair, str]) -> tuple[float, int]:
+    total = sum(way[end] == node for way in ways)
+    count = sum(way[end] == node for way in bad)
+    return (count / total if total else 0.0), count
+
+
+def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: bool) -> Check:
+    what, fix = _words(request, problem, node if inward else "the others")
+    name = "names" if problem.startswith("unresolved") else "port"
+    if inward:
+        text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {what}"
+    else:
+        text = f"it cannot reach {others or 'any other node'}: {what}"
+    return Check(name=name, level="failure", text=text, fix=fix, node=node)
+
+
+def _words(request: Request, problem: str, target: str) -> tuple[str, str]:
+    """What is wrong on the way to a node, and the fix."""
+    kind, _, detail = problem.partition(" ")
+    port = f"port {request.port}"
+    where = f"on {target}" if target in request.nodes else "between the nodes"
+    firewall = (
+        f"open the ports 20480-32760 and those of net.ipv4.ip_local_port_range to the other nodes {where}"
+        " (`nft list ruleset`, `iptables -S`)"
+    )
+    if kind == "ephemeral":
+        return (
+            f"{port} is open, but not those of the ephemeral range ({detail}), which gloo, NCCL and RPC use",
+            firewall,
+        )
+    if kind == "unresolved":
+        return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
+    if kind == "stranger":
+        fix = f"see what listens there (`ss -ltnp 'sport = :{request.port}'`) and whether the nodes' names are right"
+        return f"on {port} answers {detail}", fix
+    if kind == "absent":
+        return f"it was not heard of in {request.deadline_s:g} s, though it has answered in the end", firewall
+    words = {"silent": "is blocked: packets to it vanish", "refused": "is blocked: connections are refused"}
+    return f"{port} {words.get(kind, f'is not reachable ({detail})')}", firewall
+
+
+def _listed(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+
+
+def _measured(answers: Answers, *keys: str) -> dict[Pair, list[float]]:
+    """What was measured between two nodes, by pair."""
+    return {
+        (source, target): [peer[key] for key in keys]
+        for source, answer in answers.items()
+        for target, peer in answer["network"]["peers"].items()
+        if all(key in peer for key in keys)
+    }
+
+
+def _stalled(request: Request, answers: Answers) -> Iterator[Check]:
+    pairs = {
+        (source, target): 1.0 if peer.get("stalled") else 0.0
+        for source, answer in answers.items()
+        for target, peer in answer["network"]["peers"].items()
+        if peer.get("stalled") or "latency_s" in peer
+    }
+    text = "small messages pass, large ones get stuck"
+    fix = "compare the MTUs along the way (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
+    while any(pairs.values()):
+        nodes = {node for pair in pairs for node in pair}
+        share = {node: sum(own := _of(node, pairs)) / len(own) for node in sorted(nodes)}
+        worst = max(share, key=lambda node: share[node])
+        if share[worst] <= 0.5 or len(nodes) == 2:
+            for source, target in [pair for pair, stuck in pairs.items() if stuck][:_SHOWN]:
+                yield Check(name="network", level="failure", text=f"{source} – {target}: {text}", fix=fix)
+            return
+        yield Check(name="network", level="failure", text=f"{text} to and from it", fix=fix, node=worst)
+        pairs = _without(worst, pairs)
+
+
+def _of(node: str, pairs: Mapping[Pair, float]) -> list[float]:
+    return [value for pair, value in pairs.items() if node in pair]
+
+
+def _without(node: str, pairs: Mapping[Pair, float]) -> dict[Pair, float]:
+    return {pair: value for pair, value in pairs.items() if node not in pair}
+
+
+def _slow(answers: Answers) -> Iterator[Check]:
+    rates = {pair: min(both) for pair, both in _measured(answers, "sent_bytes_s", "received_bytes_s").items()}
+    delays = {pair: value for pair, (value,) in _measured(answers, "latency_s").items()}
+    fix = "look at its cable, port and speed (`ethtool`), or keep away from it (cluster.exclude={node})"
+    named = set()
+    # The inverse of a rate is a time: the larger, the worse, as with delays.
+    for node, own, others in _outliers({pair: 1 / rate for pair, rate in rates.items()}, 1 / SLOW_BYTES_S):
+        named.add(node)
+        text = f"{1 / own / MB:,.1f} MB/s to and from it, {1 / others / MB:,.0f} MB/s between the other nodes"
+        level: Level = "failure" if own >= CRAWLING * others else "warning"
+        yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
+    for node, own, others in _outliers(delays, SLOW_LATENCY_S):
+        if node not in named:
+            text = f"{own * 1e3:,.1f} ms there and back, {others * 1e3:,.2f} ms between the other nodes"
+            crawls = own >= CRAWLING * others and own > CRAWLING_LATENCY_S
+            level = "failure" if crawls else "warning"
+            yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
+    yield from _slow_pairs({pair: rate for pair, rate in rates.items() if not named & set(pair)})
+
+
+def _outliers(pairs: Mapping[Pair, float], floor: float) -> Iterator[tuple[str, float, float]]:
+    """Nodes whose pairs take much longer than those without them, the worst first, with both medians.
+
+    One slow node also makes a part of all others' pairs slow, so each is left out before the next is looked for.
+    """
+    while True:
+        found = []
+        for node in sorted({node for pair in pairs for node in pair}):
+            own, others = _of(node, pairs), list(_without(node, pairs).values())
+            if others and median(own) > max(floor, SLOW * median(others)):
+                found.append((median(own) / median(others), node, median(own), median(others)))
+        if not found:
+            return
+        _, node, own_median, others_median = max(found)
+        yield node, own_median, others_median
+        pairs = _without(node, pairs)
+
+
+def _slow_pairs(rates: Mapping[Pair, float]) -> Iterator[Check]:
+    if not rates:
+        return
+    usual = median(rates.values())
+    for (source, target), rate in sorted(rates.items(), key=lambda item: item[1])[:_SHOWN]:
+        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
+            usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "which is hardly a network"
+            text = f"{rate / MB:,.1f} MB/s between {source} and {target}, {usually}"
+            yield Check(name="network", level="warning", text=text, fix="look at the switches and routes between them")
+
+
+def _skewed(answers: Answers) -> Iterator[Check]:
+    """A node's clock against the median of the clocks that it has seen."""
+    skews = {}
+    for node, answer in answers.items():
+        offsets = [peer["offset_s"] for peer in answer["network"]["peers"].values() if "offset_s" in peer]
+        if offsets:
+            skews[node] = -median([*offsets, 0.0]) if len(offsets) > 1 else -offsets[0]
+    for node, skew in skews.items():
+        # Of two nodes nobody knows which one is wrong, and both would be named.
+        if abs(skew) < SKEW_S or (len(skews) == 2 and node == next(iter(skews))):
+            continue
+        fatal = abs(skew) >= FATAL_SKEW_S
+        why = "a live run would be taken for dead" if fatal else "logs and curves of the nodes will not line up"
+        yield Check(
+            name="clock",
+            level="failure" if fatal else "warning",
+            text=f"its clock is {abs(skew):,.1f} s {'ahead of' if skew > 0 else 'behind'} the others: {why}",
+            fix=f"see `chronyc tracking` or `timedatectl` on {node}",
+            node=node,
+        )
+
+
+def _summary(request: Request, answers: Answers) -> Check:
+    num_ways = sum(
+        peer["status"] == "ok" for answer in answers.values() for peer in answer["network"]["peers"].values()
+    )
+    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} ways between them work"
+    rates = sorted(min(both) for both in _measured(answers, "sent_bytes_s", "received_bytes_s").values())
+    delays = [value for (value,) in _measured(answers, "latency_s").values()]
+    if rates:
+        text += (
+            f", {median(rates) / MB:,.0f} MB/s (slowest pair {rates[0] / MB:,.0f}) and {median(delays) * 1e3:.2f} ms"
+        )
+    seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
+    return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")

@@ -1,0 +1,359 @@
+"""TCP between the nodes of a run: who reaches whom, how fast, and how far the clocks are apart.
+
+Every node listens on the ranks' port and connects to the others on it, in both directions, since firewalls have one.
+Nodes do not start at the same moment, so a refused connection says nothing until the peer is known to listen: it has
+connected itself, or its mark lies in the shared folder. From then on it has `GRACE_S`. Pairs that work in both
+directions are measured in the rounds of a tournament, in which a node takes part in one transfer at a time.
+
+Up to `ALL_PAIRS` nodes connect to all others. Where there are more, each connects to fewer than that many, chosen
+evenly. Each measures with seven at most. So a node's time and output do not grow with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcdist.preflight.patience import start
+from hpcdist.preflight.wire import HELLO_S, STALL_S, Ask, Link, Stranger
+
+ALL_PAIRS = 64
+MEASURED_ROUNDS = 7
+#: What a node that listens has got to be reached. A lost first packet is sent again after one and three seconds.
+GRACE_S = 4.0
+CONNECT_S = 3.5
+RETRY_S = 0.1
+#: Between two looks into the shared folder.
+LOOK_AROUND_S = 0.5
+#: All rounds together; pairs whose turn does not come in time are not measured.
+ROUNDS_S = {"quick": 6.0, "full": 20.0}
+#: One burst in one direction: it grows until it has taken this long, or is this large.
+BURST_S = {"quick": 0.04, "full": 0.2}
+BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
+#: What is below the one or above the other is measured again before anyone believes it: noise makes slow, never fast.
+SUSPECT_BYTES_S = 125e6
+SUSPECT_LATENCY_S = 2e-3
+
+
+@dataclass
+class Peer:
+    """Another node as this one sees it."""
+
+    name: str
+    #: `ok`, or why it cannot be reached: `refused`, `silent` (packets vanish), `unreachable`, `stranger`,
+    #: `unresolved`, `absent` (nobody has heard of it).
+    status: str = "absent"
+    detail: str = ""
+    #: Whether a port of the ephemeral range can be reached as well, in the same words.
+    ephemeral: str = "ok"
+    #: A round trip of a few bytes; bandwidths from this node and to it; the peer's clock minus this node's.
+    latency_s: float | None = None
+    sent_bytes_s: float | None = None
+    received_bytes_s: float | None = None
+    offset_s: float | None = None
+    #: Small messages pass, large ones do not.
+    stalled: bool = False
+    alive_at: float = float("inf")
+    #: Its port of the ephemeral range.
+    port: int = 0
+    link: Link | None = None
+    #: Whether it is known what became of reaching it.
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Whether the peer has reached this node, as it says.
+    mutual: bool = False
+    #: The peer has ended the round that it leads.
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def as_answer(self) -> dict[str, Any]:
+        """What is known, without what is not."""
+        found: dict[str, Any] = {"status": self.status}
+        if self.status != "ok":
+            return found | ({"detail": self.detail} if self.detail else {})
+        for name in ("latency_s", "sent_bytes_s", "received_bytes_s", "offset_s"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = float(f"{value:.4g}")
+        if self.ephemeral != "ok":
+            found["ephemeral"] = self.ephemeral
+        return found | ({"stalled": True} if self.stalled else {})
+
+
+def tournament(num_nodes: int, num_rounds: int) -> list[list[int | None]]:
+    """Who meets whom: for each round a partner by node, None for who sits it out. Rounds are spread evenly.
+
+    The circle method: in round r of m the nodes i and r - i (modulo m) meet, and who would meet itself meets the last.
+    """
+    circle = num_nodes if num_nodes % 2 else num_nodes - 1
+    wanted = min(num_rounds, circle)
+    rounds = []
+    for turn in (step * circle // wanted for step in range(wanted)):
+        partners: list[int | None] = [(turn - node) % circle for node in range(circle)]
+        alone = next(node for node in range(circle) if partners[node] == node)
+        partners[alone] = None
+        if circle < num_nodes:
+            partners[alone] = circle
+            partners.append(alone)
+        rounds.append(partners)
+    return rounds
+
+
+class Mesh:
+    """One node's end of it.
+
+    Args:
+        nodes: names of all nodes; `node` is this one's.
+        port: where all listen.
+        token: what every probe of this job says in its hello.
+        resolve: address of a name; raises OSError where there is none.
+        bind: address to listen on, None for all interfaces.
+        mark: tells others that this node listens; called in a thread.
+        marks: names of nodes that have done so; called in a thread, again and again.
+        deadline_s: how long nodes are waited for of which nothing is known.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        node: str,
+        *,
+        port: int,
+        token: str,
+        mode: str = "quick",
+        resolve: Callable[[str], Awaitable[str]],
+        bind: str | None = None,
+        mark: Callable[[], None],
+        marks: Callable[[], Iterable[str]],
+        deadline_s: float = 30.0,
+    ) -> None:
+        self._me = nodes.index(node)
+        self._nodes = nodes
+        self._port, self._token, self._mode = port, token, mode
+        self._resolve, self._bind, self._mark, self._marks = resolve, bind, mark, marks
+        self._began = time.monotonic()
+        self._until = self._began + deadline_s
+        self._rounds = tournament(len(nodes), MEASURED_ROUNDS)
+        everyone: set[int | None] = set(range(len(nodes)))
+        if len(nodes) > ALL_PAIRS:
+            more = tournament(len(nodes), ALL_PAIRS - MEASURED_ROUNDS - 1)
+            everyone = {partners[self._me] for partners in (*self._rounds, *more)}
+        self.peers = {nodes[i]: Peer(nodes[i]) for i in range(len(nodes)) if i in everyone and i != self._me}
+        #: What keeps this node from listening; empty where nothing does.
+        self.port_problem = ""
+        #: This node's addresses on the ways to the others.
+        self.addresses: set[str] = set()
+        self._round = -1
+        self._in_round = asyncio.Condition()
+        self._leaving = asyncio.Event()
+        self._ephemeral = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: list[socket.socket] = []
+
+    async def run(self) -> None:
+        """Everything, until all is known or given up."""
+        try:
+            await self._listen()
+            await asyncio.gather(*map(self._reach, self.peers.values()))
+            await asyncio.gather(*map(self._agree, self.peers.values()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROUNDS_S[self._mode]):
+                    await self._play()
+            self._leaving.set()
+            await asyncio.gather(*map(self._part, self.peers.values()))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for sock in self._listening:
+                sock.close()
+
+    async def _listen(self) -> None:
+        for port in (self._port, 0):
+            try:
+                sock = socket.create_server((self._bind or "", port), backlog=1024)
+            except OSError as error:
+                if port == 0:
+                    raise
+                self.port_problem = error.strerror or str(error)
+                continue
+            sock.setblocking(False)
+            self._ephemeral = sock.getsockname()[1]
+            self._listening.append(sock)
+            self._start(self._accept(sock))
+        self._start(self._look_around())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+            self._start(self._serve(Link(sock)))
+
+    async def _look_around(self) -> None:
+        """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
+        with contextlib.suppress(OSError):  # told by the look at the file systems
+            await asyncio.wrap_future(start(self._mark))
+            while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:
+                names = set(await asyncio.wrap_future(start(self._marks)))
+                for peer in waiting:
+                    if peer.name in names:
+                        self._heard_of(peer)
+                await asyncio.sleep(LOOK_AROUND_S)
+
+    def _heard_of(self, peer: Peer) -> None:
+        peer.alive_at = min(peer.alive_at, time.monotonic())
+
+    async def _serve(self, link: Link) -> None:
+        """Answer one connection until it ends."""
+        with contextlib.suppress(Stranger, OSError, EOFError, ValueError), contextlib.closing(link):
+            peer = self.peers.get((await link.hear_hello(self._token))["node"])
+            if peer is None:
+                return
+            self._heard_of(peer)
+            await link.say_hello({"token": self._token, "node": self._nodes[self._me], "ephemeral": self._ephemeral})
+            while True:
+                what, number, _ = await link.hear()
+                if what is Ask.REACHED:
+                    await peer.settled.wait()
+                    number = int(peer.status == "ok")
+                elif what is Ask.ROUND:
+                    number = await self._arrived(number)
+                elif what is Ask.PUSH:
+                    await link.drop(number)
+                elif what is Ask.LEAVE:
+                    await self._leaving.wait()
+                await link.tell(what, number)
+                if what is Ask.PULL:
+                    await link.send(number)
+                elif what is Ask.DONE:
+                    peer.done.set()
+
+    async def _arrived(self, number: int) -> int:
+        """Wait for this node to come to a round; 1 if it is there, 0 if it has gone on without the one who asks."""
+        async with self._in_round:
+            await self._in_round.wait_for(lambda: self._round >= number)
+        return int(self._round == number)
+
+    async def _reach(self, peer: Peer) -> None:
+        while True:
+            status, peer.detail, link = await self._connect(peer, self._port)
+            now = time.monotonic()
+            if link is not None:
+                self._heard_of(peer)
+                self.addresses.add(link.address)
+            known = peer.alive_at if status != "unresolved" else self._began
+            hopeless = now > min(known + GRACE_S, self._until)
+            if link is not None or hopeless:
+                # A refusal only means something from a node that is there.
+                peer.status = "absent" if status == "refused" and known == float("inf") else status
+                peer.link = link
+                peer.settled.set()
+                break
+            await asyncio.sleep(RETRY_S)
+
+    async def _connect(self, peer: Peer, port: int) -> tuple[str, str, Link | None]:
+        """Status, detail, and the link where the status is `ok`."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        try:
+            address = await self._resolve(peer.name)
+        except OSError as error:
+            sock.close()
+            return "unresolved", error.strerror or str(error), None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.get_running_loop().sock_connect(sock, (address, port))
+            link = Link(sock)
+            await link.say_hello({"token": self._token, "node": self._nodes[self._me]})
+            hello = await link.hear_hello(self._token)
+            if hello["node"] != peer.name:
+                raise Stranger(f"{hello['node']}, to which the name {peer.name} leads")
+        except (TimeoutError, Stranger, OSError) as error:
+            sock.close()
+            return (*_failure(error), None)
+        peer.port = hello["ephemeral"]
+        return "ok", "", link
+
+    async def _agree(self, peer: Peer) -> None:
+        """With a peer that was reached: whether it reaches this node too, its clock, a port of the ephemeral range."""
+        if peer.link is None:
+            return
+        peer.ephemeral, _, link = await self._connect(peer, peer.port)
+        if link is not None:
+            link.close()
+        try:
+            async with asyncio.timeout(GRACE_S + CONNECT_S + HELLO_S):
+                _, peer.offset_s = await peer.link.ping(3)
+                reached, _ = await peer.link.ask(Ask.REACHED)
+                peer.mutual = reached == 1
+        except (TimeoutError, OSError, EOFError):
+            peer.link = None  # it has broken down since, and its own answer tells why
+
+    async def _play(self) -> None:
+        for number, partners in enumerate(self._rounds):
+            other = partners[self._me]
+            peer = None if other is None else self.peers[self._nodes[other]]
+            if other is None or peer is None or not peer.mutual:
+                continue
+            async with self._in_round:
+                self._round = number
+                self._in_round.notify_all()
+            if self._me < other:
+                await self._lead(peer, number)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STALL_S + 1):
+                        await peer.done.wait()
+        async with self._in_round:
+            self._round = len(self._rounds)
+            self._in_round.notify_all()
+
+    async def _lead(self, peer: Peer, number: int) -> None:
+        link, peer.link = peer.link, None
+        assert link is not None, "mutual"
+        try:
+            present, _ = await link.ask(Ask.ROUND, number)
+            if present:
+                await self._measure(peer, link)
+                await link.ask(Ask.DONE)
+            peer.link = link
+        except TimeoutError:
+            peer.stalled = True
+        except (OSError, EOFError):
+            pass  # it has broken down since, and its own answer tells why
+
+    async def _measure(self, peer: Peer, link: Link) -> None:
+        peer.latency_s, peer.offset_s = await link.ping(20)
+        if peer.latency_s > SUSPECT_LATENCY_S:
+            again, _ = await link.ping(40)
+            peer.latency_s = min(peer.latency_s, again)
+        limits = BURST_S[self._mode], BURST_BYTES[self._mode]
+        best = []
+        for what in (Ask.PUSH, Ask.PULL):
+            found = max([await link.burst(what, *limits) for _ in range(2)])
+            if found < SUSPECT_BYTES_S:
+                found = max([found, *[await link.burst(what, *limits) for _ in range(2)]])
+            best.append(found)
+        peer.sent_bytes_s, peer.received_bytes_s = best
+
+    async def _part(self, peer: Peer) -> None:
+        """Stay until the peer needs this node no more."""
+        if peer.link is not None:
+            with contextlib.suppress(TimeoutError, OSError, EOFError):
+                async with asyncio.timeout(ROUNDS_S[self._mode]):
+                    await peer.link.ask(Ask.LEAVE)
+
+
+def _failure(error: Exception) -> tuple[str, str]:
+    if isinstance(error, Stranger):
+        return "stranger", str(error)
+    if isinstance(error, TimeoutError):
+        return "silent", ""
+    if isinstance(error, ConnectionRefusedError):
+        return "refused", ""
+    return "unreachable", str(error.strerror if isinstance(error, OSError) and error.strerror else error)
