@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcdist.diagnose.doctor.section import Section
     from hpcdist.diagnose.doctor.sections import Request
     from hpcdist.preflight.check import Check
+    from hpcdist.rundir import RunDir
 
 app = typer.Typer()
 
@@ -50,36 +51,56 @@ def doctor(
     """
     import hpcdist
     from hpcdist.diagnose.doctor.page import document, would_fail
-    from hpcdist.diagnose.doctor.sections import machine_sections
+    from hpcdist.rundir import resolve_run
 
-    request = _request(runs_dir)
+    found = resolve_run(run, runs_dir) if run is not None else None
     facts = {
         "hpcdist": hpcdist.__version__,
         "host": socket.gethostname(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "runs_dir": str(runs_dir.absolute()),
-        "run": None,
+        "run": str(found.path) if found is not None else None,
     }
-    sections = machine_sections(request)
+    sections = _sections_of(found) if found is not None else _sections_here(runs_dir)
     page = _looked(sections) if as_json else _shown(sections, facts)
     if as_json:
         print(json.dumps(document(page, facts), indent=2))
     return 1 if would_fail(page) else 0
 
 
-def _request(runs_dir: Path) -> Request:
-    """What a run started here would use, as the tracking's own rules have it."""
+def _sections_here(runs_dir: Path) -> list[Section]:
+    from hpcdist.diagnose.doctor.sections import machine_sections
+
+    return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
+
+
+def _sections_of(run: RunDir) -> list[Section]:
+    """The run and its nodes; for a run of this machine, what it needs of the machine."""
+    from hpcdist.config import load_run_config
+    from hpcdist.diagnose.doctor.of_run import run_sections
+    from hpcdist.diagnose.doctor.sections import machine_sections
+    from hpcdist.standing import job_of
+
+    config = load_run_config(run.config, [], os.environ, require_secrets=False)
+    sections = run_sections(run, config)
+    if job_of(run) is None:
+        sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))
+    return sections
+
+
+def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
+    """What a run would use, by the tracking's own rules; `folder` is the one that is written to."""
     from hpcdist.diagnose.doctor.sections import Request
     from hpcdist.diagnose.doctor.store import Store
     from hpcdist.errors import TrackingError
     from hpcdist.tracking.uri import choose_uri, redact_uri, sqlite_path
 
     try:
-        uri = choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
+        chosen = choose_uri(os.environ, uri, runs_dir)
     except TrackingError as error:
-        return Request(env=os.environ, runs_dir=runs_dir, store=None, store_problem=str(error))
-    store = Store(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
-    return Request(env=os.environ, runs_dir=runs_dir, store=store)
+        return Request(env=os.environ, folder=folder, store=None, store_problem=str(error))
+    store = Store(uri=chosen, shown=redact_uri(chosen), database=sqlite_path(chosen))
+    return Request(env=os.environ, folder=folder, store=store)
 
 
 def _looked(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.boxed import image_facts
 from hpcdist.cluster.nodelist import expand
-from hpcdist.diagnose.doctor import endings, names, runtimes, share, slurm, software, trials
+from hpcdist.diagnose.doctor import endings, folder, gpus, names, runtimes, share, slurm, software, trials
 from hpcdist.diagnose.doctor.section import Section
 from hpcdist.diagnose.doctor.store import Store, store
 from hpcdist.lease import user_name
+from hpcdist.preflight import machine, storage
 from hpcdist.preflight.check import Check
 
 #: The controller, its partitions and accounting, each with the patience of `cluster/`.
 SLURM_S = 45.0
+#: A network file system that wakes up takes seconds; what is tried there is small.
+FOLDER_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Request:
     """What the page is to be about."""
 
     env: Mapping[str, str]
-    runs_dir: Path
+    folder: Path  #: of runs, or of one run
     store: Store | None  #: where runs would be shipped to; None where that cannot be said
     store_problem: str = ""  #: why not
 
@@ -34,12 +38,19 @@ def machine_sections(request: Request) -> list[Section]:
     """All that can be said of this machine without a run."""
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
-    has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
+    has_gpus = machine.gpu_device_files() > 0
     answers = slurm.Once(slurm.ask_slurm)
     sections = [
         Section(title="Software", look=lambda: _software(on_cluster=on_cluster)),
-        Section(title="Training, tried", look=_trials, within_s=trials.TRIAL_S + 10),
+        Section(title="Training, tried", look=lambda: _trials(env), within_s=trials.TRIAL_S + 10),
+        Section(title="GPUs", look=lambda: _gpus(env), within_s=3 * machine.NVIDIA_SMI_S),
         Section(title="Processors and memory", look=lambda: share.processors(share.Share.inspect())),
+        Section(
+            title="Folder of runs",
+            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached),
+            within_s=FOLDER_S,
+            on_hang=f"its file system hangs: is its server up (`df {request.folder}`)? Choose another by --runs-dir",
+        ),
         Section(title="MLflow", look=lambda: _store(request)),
         Section(
             title="Names",
@@ -62,21 +73,37 @@ def machine_sections(request: Request) -> list[Section]:
 
 
 def _software(*, on_cluster: bool) -> list[Check]:
-    return software.software(torch_wanted=not on_cluster, cuda="", driver="")
+    found = machine.versions()
+    return software.software(torch_wanted=not on_cluster, cuda=found.get("cuda", ""), driver=found.get("driver", ""))
 
 
-def _trials() -> list[Check]:
+def _gpus(env: Mapping[str, str]) -> list[Check]:
+    found = machine.gpus()
+    driver = machine.versions().get("driver", "")
+    return gpus.gpus(found, machine.visible_gpus(len(found), env), machine.gpu_device_files(), driver)
+
+
+def _trials(env: Mapping[str, str]) -> list[Check]:
     """Two ranks on the CPUs as `hpcdist run` starts them, and one for each GPU."""
     if not software.version_of("torch"):
         return []
-    tried = trials.try_ranks("cpu", "gloo", 2)
-    return [*trials.judge_torch(tried), *trials.judge_ranks(tried, "2 ranks, gloo")]
+    with ThreadPoolExecutor() as pool:
+        on_cpus = pool.submit(trials.try_ranks, "cpu", "gloo", 2)
+        count = machine.visible_gpus(machine.gpu_device_files(), env)
+        on_gpus = trials.try_ranks("cuda", "nccl", count) if count else []
+        tried = on_cpus.result()
+    checks = [*trials.judge_torch(tried), *trials.judge_ranks(tried, "2 ranks, gloo")]
+    if on_gpus:
+        checks += trials.judge_ranks(on_gpus, f"{count} rank{'s' * (count > 1)}, nccl")
+    return checks
 
 
 def _store(request: Request) -> list[Check]:
     if request.store is None:
         return [Check(name="store", level="warning", text=request.store_problem)]
-    return store(request.store, request.env)
+    database = request.store.database
+    kind = storage.file_system(storage.existing(database)) if database is not None else ""
+    return store(request.store, request.env, "" if kind in storage.LOCAL else kind)
 
 
 def _is_node(found: slurm.Answers) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from hpcdist.preflight.check import Check
 
@@ -82,12 +83,12 @@ def _client() -> list[Check]:
 
 
 def _server(found: Store, env: Mapping[str, str]) -> list[Check]:
-    root = found.uri.rstrip("/")
+    root, headers = _address(found.uri, env)
     try:
         _get(f"{root}/health", {})
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            return [_refused(found, env, error.code)]
+            return [_refused(found, env, error.code, known=bool(headers))]
         text = f"{found.shown} answers {error.code}, so it is no MLflow or not well: {_LATER}"
         fix = f"`curl {found.shown}/health` should say OK; a path in front of MLflow belongs into the URI"
         return [Check(name="server", level="warning", text=text, fix=fix)]
@@ -97,11 +98,11 @@ def _server(found: Store, env: Mapping[str, str]) -> list[Check]:
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy see no_proxy"
         return [Check(name="server", level="warning", text=text, fix=fix)]
     try:
-        _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", _authorization(env))
-        version = _get(f"{root}/version", _authorization(env)).strip()
+        _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
+        version = _get(f"{root}/version", headers).strip()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
-            return [_refused(found, env, error.code)]
+            return [_refused(found, env, error.code, known=bool(headers))]
         text = f"{found.shown} is up, but lists no experiments (answer {error.code}): {_LATER}"
         return [Check(name="server", level="warning", text=text, fix="see the server's own log")]
     except (urllib.error.URLError, TimeoutError, OSError) as error:
@@ -116,24 +117,29 @@ def _get(url: str, headers: Mapping[str, str]) -> str:
         return str(answer.read(10_000).decode(errors="replace"))
 
 
-def _authorization(env: Mapping[str, str]) -> dict[str, str]:
-    """What MLflow's client sends."""
-    if token := env.get("MLFLOW_TRACKING_TOKEN"):
-        return {"Authorization": f"Bearer {token}"}
-    user, password = env.get("MLFLOW_TRACKING_USERNAME"), env.get("MLFLOW_TRACKING_PASSWORD")
+def _address(uri: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The URI without user and password, and the header that MLflow's client sends: the URI's own win."""
+    parts = urlsplit(uri)
+    root = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
+    user, password = parts.username, parts.password
+    if user is None and (token := env.get("MLFLOW_TRACKING_TOKEN")):
+        return root, {"Authorization": f"Bearer {token}"}
+    if user is None:
+        user, password = env.get("MLFLOW_TRACKING_USERNAME"), env.get("MLFLOW_TRACKING_PASSWORD")
     if not user or not password:
-        return {}
-    return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+        return root, {}
+    raw = f"{unquote(user)}:{unquote(password)}" if parts.username else f"{user}:{password}"
+    return root, {"Authorization": "Basic " + base64.b64encode(raw.encode()).decode()}
 
 
-def _refused(found: Store, env: Mapping[str, str], code: int) -> Check:
-    if not _authorization(env):
+def _refused(found: Store, env: Mapping[str, str], code: int, *, known: bool) -> Check:
+    if not known:
         text = f"{found.shown} wants a user and a password (answer {code}): {_LATER}"
         fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-    else:
-        who = env.get("MLFLOW_TRACKING_USERNAME", "the token")
-        text = f"{found.shown} refuses {who} (answer {code}): {_LATER}"
-        fix = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) are not what it knows"
+        return Check(name="server", level="warning", text=text, fix=fix)
+    who = urlsplit(found.uri).username or env.get("MLFLOW_TRACKING_USERNAME", "the token")
+    text = f"{found.shown} refuses {who} (answer {code}): {_LATER}"
+    fix = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) are not what it knows"
     return Check(name="server", level="warning", text=text, fix=fix)
 
 
