@@ -55,7 +55,7 @@ def ask(job_id: str, *, history: bool = False) -> JobFacts | None:
         return facts
     try:
         past = parse_sacct(
-            _answer("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={SACCT_FIELDS}"), job_id
+            answer("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={SACCT_FIELDS}"), job_id
         )
     except SlurmAwayError:
         # Without accounting the controller's word is all there is.
@@ -79,7 +79,7 @@ def ask_many(job_ids: Sequence[str]) -> dict[str, JobFacts]:
     """
     if not job_ids:
         return {}
-    text = _answer("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
+    text = answer("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
     return {job: facts for job in job_ids if (facts := parse_squeue(text, job)) is not None}
 
 
@@ -88,22 +88,25 @@ def cancel(job_id: str, *, waiting_only: bool = False) -> None:
 
     Raises SlurmAwayError when nobody could be asked or Slurm refuses.
     """
-    _answer("scancel", *(["--state=PENDING"] if waiting_only else []), job_id)
+    answer("scancel", *(["--state=PENDING"] if waiting_only else []), job_id)
 
 
 def _ask_controller(job_id: str) -> JobFacts | None:
     try:
-        return parse_scontrol(_answer("scontrol", "--oneliner", "show", "job", job_id), job_id)
+        return parse_scontrol(answer("scontrol", "--oneliner", "show", "job", job_id), job_id)
     except SlurmAwayError as error:
         if error.installed:
             raise
         return parse_squeue(
-            _answer("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"-j{job_id}"), job_id
+            answer("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"-j{job_id}"), job_id
         )
 
 
-def _answer(*command: str) -> str:
-    """What a command prints; nothing where it says that there is no such job."""
+def answer(*command: str) -> str:
+    """What a command of Slurm's prints; nothing where it says that there is no such job.
+
+    Raises SlurmAwayError when it is not here, fails, or is silent for too long.
+    """
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_WITHIN_S, check=False
@@ -175,5 +178,5 @@ def look_at(job: JobRef, *, history: bool = False) -> Look:
 
 def cluster_name() -> str:
     """The name of this host's cluster. Raises SlurmAwayError when nobody answers."""
-    found = re.search(r"^ClusterName\s*= (.+)$", _answer("scontrol", "show", "config"), re.MULTILINE)
+    found = re.search(r"^ClusterName\s*= (.+)$", answer("scontrol", "show", "config"), re.MULTILINE)
     return found[1].strip() if found else ""

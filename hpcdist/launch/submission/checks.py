@@ -12,15 +12,16 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcdist.cluster import site
 from hpcdist.cluster.nodelist import expand
+from hpcdist.cluster.site import Partition
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.launch import start
 from hpcdist.launch.containers import request as containing
-from hpcdist.launch.submission import flags, limits, site, slurm
+from hpcdist.launch.submission import flags, limits, slurm
 from hpcdist.launch.submission.components import allocations, cluster_for
 from hpcdist.launch.submission.limits import Findings
 from hpcdist.launch.submission.mounts import folder_problems
-from hpcdist.launch.submission.site import Partition
 from hpcdist.preflight.storage import file_system
 from hpcdist.rundir import read_json
 from hpcdist.schema import ClusterConfig, Config

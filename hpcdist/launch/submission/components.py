@@ -14,8 +14,8 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from hpcdist.cluster.roles import Roles, rank_table
+from hpcdist.cluster.site import parse_memory_mb
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.launch.submission.site import parse_memory_mb
 from hpcdist.schema import ClusterConfig, Config, RoleRequest, role_device
 
 #: Beyond this many nodes the rank table names the first and the last of a component.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Collection, Mapping
 
-from hpcdist.launch.submission.site import PATIENCE_S
+from hpcdist.cluster.site import PATIENCE_S
 from hpcdist.schema import ClusterConfig
 
 _LENGTH = "cluster.nodes and cluster.tasks_per_node"

@@ -9,8 +9,8 @@ import pwd
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from hpcdist.cluster.site import NodeGroup, Partition, parse_memory_mb
 from hpcdist.launch.job.scontrol import parse_minutes
-from hpcdist.launch.submission.site import NodeGroup, Partition, parse_memory_mb
 from hpcdist.schema import ClusterConfig
 
 #: Less memory than this for a rank, left to the site's default, is worth a word: importing torch takes half of it.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hpcdist.cluster.site import NodeGroup, Partition
 from hpcdist.launch.submission import limits
 from hpcdist.launch.submission.limits import Findings, check_partitions, chosen_of
-from hpcdist.launch.submission.site import NodeGroup, Partition
 from hpcdist.schema import ClusterConfig
 
 BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")

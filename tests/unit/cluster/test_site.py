@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.launch.submission import site
-from hpcdist.launch.submission.site import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
+from hpcdist.cluster import site
+from hpcdist.cluster.site import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
 
 PARTITIONS = (
     "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"

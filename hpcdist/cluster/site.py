@@ -104,3 +104,15 @@ def parse_memory_mb(text: str) -> float | None:
     """Memory as sbatch takes it (`64G`, `2000`) in MiB; None where it is not of that form."""
     match = _MEMORY.fullmatch(text.strip())
     return int(match[1]) * _MB[match[2].upper()] if match else None
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """What `scontrol show config` prints, by key."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def seconds(text: str) -> int | None:
+    """A duration as Slurm's settings have it (`30 sec`, `2 min`, `30`) in seconds; None where it is none."""
+    match = re.fullmatch(r"(\d+)(?: (sec|min))?", text.strip())
+    return int(match[1]) * (60 if match[2] == "min" else 1) if match else None

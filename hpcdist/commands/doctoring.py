@@ -1,0 +1,155 @@
+"""`hpcdist doctor`: what works here and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.commands.options import RUNS, RunsDir, console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from hpcdist.diagnose.doctor.section import Section
+    from hpcdist.diagnose.doctor.sections import Request
+    from hpcdist.preflight.check import Check
+    from hpcdist.rundir import RunDir
+
+app = typer.Typer()
+
+#: Wider than this a page is hard to read, and where there is no terminal nobody has said how wide it may be.
+_WIDEST = 100
+_COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
+
+
+@app.command()
+def doctor(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Look at the nodes of this run instead of this machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Say what works on this machine and what does not, each with the fix; exit code 1 when a run would fail.
+
+    Examples:
+
+        hpcdist doctor
+
+        hpcdist doctor ddp-2026          # the nodes of a run
+
+        hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
+    """
+    import hpcdist
+    from hpcdist.diagnose.doctor.page import document, would_fail
+    from hpcdist.rundir import resolve_run
+
+    found = resolve_run(run, runs_dir) if run is not None else None
+    facts = {
+        "hpcdist": hpcdist.__version__,
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "runs_dir": str(runs_dir.absolute()),
+        "run": str(found.path) if found is not None else None,
+    }
+    sections = _sections_of(found) if found is not None else _sections_here(runs_dir)
+    page = _looked(sections) if as_json else _shown(sections, facts)
+    if as_json:
+        print(json.dumps(document(page, facts), indent=2))
+    return 1 if would_fail(page) else 0
+
+
+def _sections_here(runs_dir: Path) -> list[Section]:
+    from hpcdist.diagnose.doctor.sections import machine_sections
+
+    return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
+
+
+def _sections_of(run: RunDir) -> list[Section]:
+    """The run and its nodes; for a run of this machine, what it needs of the machine."""
+    from hpcdist.config import load_run_config
+    from hpcdist.diagnose.doctor.of_run import run_sections
+    from hpcdist.diagnose.doctor.sections import machine_sections
+    from hpcdist.standing import job_of
+
+    config = load_run_config(run.config, [], os.environ, require_secrets=False)
+    sections = run_sections(run, config)
+    if job_of(run) is None:
+        sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))
+    return sections
+
+
+def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
+    """What a run would use, by the tracking's own rules; `folder` is the one that is written to."""
+    from hpcdist.diagnose.doctor.sections import Request
+    from hpcdist.diagnose.doctor.store import Store
+    from hpcdist.errors import TrackingError
+    from hpcdist.tracking.uri import choose_uri, redact_uri, sqlite_path
+
+    try:
+        chosen = choose_uri(os.environ, uri, runs_dir)
+    except TrackingError as error:
+        return Request(env=os.environ, folder=folder, store=None, store_problem=str(error))
+    store = Store(uri=chosen, shown=redact_uri(chosen), database=sqlite_path(chosen))
+    return Request(env=os.environ, folder=folder, store=store)
+
+
+def _looked(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
+    from hpcdist.diagnose.doctor.section import examine
+
+    return list(examine(sections))
+
+
+def _shown(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
+    """The page, each section as soon as it is there."""
+    from hpcdist.diagnose.doctor.page import section_lines, summary_lines
+    from hpcdist.diagnose.doctor.section import examine
+
+    out = console()
+    width = min(out.width, _WIDEST)
+    _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
+    page = []
+    with _waiting(out) as status:
+        for title, checks in examine(sections, lambda titles: _tell(status, titles)):
+            page.append((title, checks))
+            if lines := list(section_lines(title, checks, width)):
+                _print(out, [("", ""), *lines])
+    _print(out, [("", ""), *summary_lines(page, width)])
+    return page
+
+
+@contextmanager
+def _waiting(out: Console) -> Iterator[Status | None]:
+    """A line at the bottom of a terminal that says what is still being looked at."""
+    if not out.is_terminal:
+        yield None
+        return
+    with out.status("looking") as status:
+        yield status
+
+
+def _tell(status: Status | None, titles: str) -> None:
+    if status is not None:
+        status.update(f"still looking at: {titles}")
+
+
+def _print(out: Console, lines: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> None:
+    from rich.text import Text
+
+    for kind, line in lines:
+        text = Text(line)
+        if kind in ("title",):
+            text.stylize(_COLOURS[kind])
+        elif kind:
+            start = len(line) - len(line.lstrip())
+            text.stylize(_COLOURS[kind], start, start + len(line.split()[0]))
+        out.print(text, highlight=False, soft_wrap=True)

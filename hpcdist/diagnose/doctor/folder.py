@@ -1,0 +1,110 @@
+"""The file system of the runs' folder: may this user write there, does it keep what the run folder relies on?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.preflight import storage
+from hpcdist.preflight.check import Check
+
+GIB = 2**30
+_LITTLE_SPACE = 2 * GIB
+_FEW_FILES = 10_000
+#: Enough to pass the caches of most file systems by, since each block is written through.
+_TRIED_BYTES, _TRIED_S = 32 * 2**20, 2.0
+#: A checkpoint of a gigabyte takes a minute below this.
+_SLOW = 16 * 2**20
+_CHOOSE = "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tries:
+    """What is tried in a folder; tests put others in their place."""
+
+    rename: Callable[[Path], str] = storage.rename_problem
+    exclusive: Callable[[Path], str] = storage.exclusive_problem
+    lock: Callable[[Path], str] = storage.lock_problem
+    speed: Callable[[Path, int, float], float] = storage.write_speed
+
+
+def runs_folder(runs_dir: Path, *, on_cluster: bool, what: str = "runs", tries: Tries | None = None) -> list[Check]:
+    """What is wrong with a folder that runs are, or will be, in.
+
+    Nothing is made: a folder that is not there yet is tried by the nearest one above it.
+
+    Args:
+        on_cluster: whether Slurm's nodes have to see it.
+        what: how people call it.
+    """
+    tries = tries or Tries()
+    place = storage.existing(runs_dir.absolute())
+    kind, source = storage.mount_of(place)
+    shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (made by the first run)")
+    if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+        text = f"{place} cannot be written by this user: a run would fail at once"
+        return [Check(name=what, level="failure", text=text, fix=f"`ls -ld {place}`; {_CHOOSE}")]
+    checks = [Check(name=what, level="ok", text=shown), _shared(runs_dir, kind, source, on_cluster), _space(place)]
+    problems = [
+        ("replacing", tries.rename(place), "readers may see half a file, and a restart may find no checkpoint"),
+        ("making once", tries.exclusive(place), "two supervisors could take the same run"),
+    ]
+    broken = [
+        Check(name=name, level="failure", text=f"{problem}: {meaning}", fix=f"{_CHOOSE}, on a POSIX file system")
+        for name, problem, meaning in problems
+        if problem
+    ]
+    if broken:
+        return [*checks, *broken]
+    checks.append(Check(name="files", level="ok", text="are replaced in one piece, and made once only"))
+    if problem := tries.lock(place):
+        text = f"locks do not work ({problem}): sqlite's database needs them, and `hpcdist` where two commands meet"
+        fix = "keep MLflow elsewhere (tracking.uri); Lustre: mount with -o flock; NFS: is rpc.statd up?"
+        checks.append(Check(name="locks", level="warning", text=text, fix=fix))
+    return [*checks, _speed(place, tries)]
+
+
+def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
+    text = f"{kind or 'of unknown type'}{f' ({source})' if source and source != kind else ''}"
+    if kind not in storage.LOCAL:
+        seen = "other machines may see it" if kind else "whether other machines see it cannot be told"
+        return Check(name="file system", level="ok", text=f"{text}: {seen}")
+    if not on_cluster:
+        return Check(name="file system", level="ok", text=f"{text}, of this machine")
+    private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE) or kind in storage.IN_MEMORY
+    where = "each machine has its own" if private else "of this machine"
+    fix = "on a shared one: --runs-dir, HPCDIST_RUNS_DIR; if the nodes do see it: cluster.shared_runs=true"
+    return Check(name="file system", level="warning", text=f"{text}, {where}: Slurm's nodes must see it", fix=fix)
+
+
+def _space(place: Path) -> Check:
+    found = storage.space(place)
+    text = f"{found['free'] / GIB:.1f} GiB free of {found['total'] / GIB:.1f}"
+    files = found.get("free_files")
+    if found["free"] == 0:
+        return Check(name="space", level="failure", text=f"{text}: a run would fail", fix=f"remove old runs; {_CHOOSE}")
+    if found["free"] < _LITTLE_SPACE:
+        fix = f"remove old runs or checkpoints; {_CHOOSE}"
+        return Check(name="space", level="warning", text=f"{text}: checkpoints may not fit", fix=fix)
+    if files is not None and files < _FEW_FILES:
+        text = f"{text}, but only {files} more files (inodes)"
+        return Check(name="space", level="warning", text=text, fix=f"remove old runs, or ask for more; {_CHOOSE}")
+    return Check(name="space", level="ok", text=text)
+
+
+def _speed(place: Path, tries: Tries) -> Check:
+    try:
+        speed = tries.speed(place, _TRIED_BYTES, _TRIED_S)
+    except OSError as error:
+        text = f"a file of {_TRIED_BYTES // 2**20} MiB could not be written ({error.strerror}): checkpoints would fail"
+        fix = f"full, read-only, or your quota is used up (`quota -s`, `df -h {place}`); {_CHOOSE}"
+        return Check(name="writing", level="failure", text=text, fix=fix)
+    text = f"{speed / 2**20:.0f} MiB/s, each block waited for"
+    if speed < _SLOW:
+        fix = "save less often (checkpoint.every_steps), or look for a faster file system"
+        return Check(
+            name="writing", level="note", text=f"{text}: a checkpoint of 1 GiB takes a minute or more", fix=fix
+        )
+    return Check(name="writing", level="ok", text=text)

@@ -1,0 +1,92 @@
+"""Asking the nodes of a running job how they are, beside the ranks that train there."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpcdist.cluster.topology import port_for
+from hpcdist.preflight.check import Check
+from hpcdist.preflight.judge import judge
+from hpcdist.preflight.probe import Request, probe_command, read_answers
+from hpcdist.rundir import RunDir
+from hpcdist.schema import Config
+
+#: Nodes wait for each other for so long, and the step for all of them.
+MEET_S = 20.0
+LOOK_S = 60.0
+#: Attempts of a job never come to that many: the ranks' own port is taken.
+_OTHER_PORT = 500
+
+
+def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]) -> list[Check]:
+    """The preflight's look, by a step of its own beside the ranks' (`srun --overlap`); it asks for no GPU."""
+    with _witness(run) as (witness, token):
+        request = Request(
+            nodes=tuple(nodes),
+            port=port_for(job_id, run.read_state().attempt + _OTHER_PORT),
+            token=token,
+            run_folder=str(run.path),
+            checkpoint_folder=str(run.checkpoints),
+            witness=str(witness),
+            tasks_per_node=config.cluster.tasks_per_node,
+            cpus_per_task=1,
+            backend="gloo",
+            deadline_s=MEET_S,
+        )
+        try:
+            done = subprocess.run(
+                step_command(job_id, nodes, request),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=LOOK_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            text = f"a step beside the ranks did not end within {LOOK_S:g} s"
+            fix = f"`srun --jobid={job_id} --overlap hostname` shows which node is silent"
+            return [Check(name="nodes", level="warning", text=text, fix=fix)]
+    answers = read_answers(done.stdout)
+    if not answers:
+        said = (done.stderr.strip().splitlines() or ["srun said nothing"])[-1]
+        text = f"no node gave an answer: {said[:200]}"
+        return [Check(name="nodes", level="warning", text=text, fix=f"`srun --jobid={job_id} --overlap hostname`")]
+    return judge(request, answers)
+
+
+def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[str]:
+    """One task on each node of a job, whatever else runs there."""
+    count = len(nodes)
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        "--overlap",
+        "--job-name=doctor",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--mem=0",
+        "--label",
+        *probe_command(request),
+    ]
+
+
+@contextmanager
+def _witness(run: RunDir) -> Iterator[tuple[Path, str]]:
+    """A file in the run folder that all nodes must see, in a folder that is removed afterwards."""
+    token = secrets.token_hex(8)
+    folder = run.path / f".doctor-{token}"
+    folder.mkdir()
+    try:
+        witness = folder / "witness"
+        witness.write_text(token)
+        yield witness, token
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,113 @@
+"""The parts of the page about this machine, each put together from facts and what follows from them."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.boxed import image_facts
+from hpcdist.cluster.nodelist import expand
+from hpcdist.diagnose.doctor import endings, folder, gpus, names, runtimes, share, slurm, software, trials
+from hpcdist.diagnose.doctor.section import Section
+from hpcdist.diagnose.doctor.store import Store, store
+from hpcdist.lease import user_name
+from hpcdist.preflight import machine, storage
+from hpcdist.preflight.check import Check
+
+#: The controller, its partitions and accounting, each with the patience of `cluster/`.
+SLURM_S = 45.0
+#: A network file system that wakes up takes seconds; what is tried there is small.
+FOLDER_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the page is to be about."""
+
+    env: Mapping[str, str]
+    folder: Path  #: of runs, or of one run
+    store: Store | None  #: where runs would be shipped to; None where that cannot be said
+    store_problem: str = ""  #: why not
+
+
+def machine_sections(request: Request) -> list[Section]:
+    """All that can be said of this machine without a run."""
+    env, user = request.env, user_name()
+    on_cluster = shutil.which("sbatch") is not None
+    has_gpus = machine.gpu_device_files() > 0
+    answers = slurm.Once(slurm.ask_slurm)
+    sections = [
+        Section(title="Software", look=lambda: _software(on_cluster=on_cluster)),
+        Section(title="Training, tried", look=lambda: _trials(env), within_s=trials.TRIAL_S + 10),
+        Section(title="GPUs", look=lambda: _gpus(env), within_s=3 * machine.NVIDIA_SMI_S),
+        Section(title="Processors and memory", look=lambda: share.processors(share.Share.inspect())),
+        Section(
+            title="Folder of runs",
+            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached),
+            within_s=FOLDER_S,
+            on_hang=f"its file system hangs: is its server up (`df {request.folder}`)? Choose another by --runs-dir",
+        ),
+        Section(title="MLflow", look=lambda: _store(request)),
+        Section(
+            title="Names",
+            look=lambda: names.names(names.ask_names(), on_cluster=_is_node(answers())),
+            within_s=2 * names.GIVE_UP_S + SLURM_S,
+        ),
+        Section(title="Slurm", look=lambda: slurm.client(answers(), user), within_s=SLURM_S),
+        Section(title="Partitions", look=lambda: slurm.partitions(answers()), within_s=SLURM_S),
+        Section(title="How jobs end", look=lambda: endings.endings(answers()), within_s=SLURM_S),
+        Section(
+            title="Containers",
+            look=lambda: runtimes.runtimes(runtimes.Host.inspect(user, has_gpus)),
+            within_s=3 * runtimes.ANSWER_S,
+        ),
+    ]
+    if share.in_container():
+        inside = share.look_inside(image_facts(env), env)
+        sections.insert(0, Section(title="This container", look=lambda: share.container(inside)))
+    return sections
+
+
+def _software(*, on_cluster: bool) -> list[Check]:
+    found = machine.versions()
+    return software.software(torch_wanted=not on_cluster, cuda=found.get("cuda", ""), driver=found.get("driver", ""))
+
+
+def _gpus(env: Mapping[str, str]) -> list[Check]:
+    found = machine.gpus()
+    driver = machine.versions().get("driver", "")
+    return gpus.gpus(found, machine.visible_gpus(len(found), env), machine.gpu_device_files(), driver)
+
+
+def _trials(env: Mapping[str, str]) -> list[Check]:
+    """Two ranks on the CPUs as `hpcdist run` starts them, and one for each GPU."""
+    if not software.version_of("torch"):
+        return []
+    with ThreadPoolExecutor() as pool:
+        on_cpus = pool.submit(trials.try_ranks, "cpu", "gloo", 2)
+        count = machine.visible_gpus(machine.gpu_device_files(), env)
+        on_gpus = trials.try_ranks("cuda", "nccl", count) if count else []
+        tried = on_cpus.result()
+    checks = [*trials.judge_torch(tried), *trials.judge_ranks(tried, "2 ranks, gloo")]
+    if on_gpus:
+        checks += trials.judge_ranks(on_gpus, f"{count} rank{'s' * (count > 1)}, nccl")
+    return checks
+
+
+def _store(request: Request) -> list[Check]:
+    if request.store is None:
+        return [Check(name="store", level="warning", text=request.store_problem)]
+    database = request.store.database
+    kind = storage.file_system(storage.existing(database)) if database is not None else ""
+    return store(request.store, request.env, "" if kind in storage.LOCAL else kind)
+
+
+def _is_node(found: slurm.Answers) -> bool:
+    """Whether this machine is one that Slurm starts jobs on."""
+    here = socket.gethostname().partition(".")[0]
+    groups = (group for partition in found.partitions or [] for group in partition.nodes)
+    return any(here in expand(group.names) for group in groups)
