@@ -93,9 +93,7 @@ class Preflight:
             return
         self._done = True
         began = time.monotonic()
-        with _witness(attempt) as (witness, token):
-            request = self._request(attempt, witness, token)
-            look = self._ask(request)
+        request, look = self._ask(attempt)
         # Heterogeneous steps count tasks wrongly (22.05).
         tasks = [] if self._het else expand(self._env["SLURM_JOB_NODELIST"])
         checks = judged(request, look, tasks)
@@ -133,14 +131,15 @@ class Preflight:
 
     # --- the step
 
-    def _ask(self, request: Request) -> Look:
-        """All nodes' answers; once more where some are missing."""
-        look = Look({}, "")
+    def _ask(self, attempt: Attempt) -> tuple[Request, Look]:
+        """What was asked, and all nodes' answers; once more where some are missing."""
         for _ in range(ROUNDS):
-            look = self._one_step(request)
+            with _witness(attempt) as (witness, token):
+                request = self._request(attempt, witness, token)
+                look = self._one_step(request)
             if look.answers.keys() >= set(request.nodes):
                 break
-        return look
+        return request, look
 
     def _one_step(self, request: Request) -> Look:
         parts = components(self._config) if self._het else (widest(components(self._config)),)
