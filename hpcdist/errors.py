@@ -62,6 +62,10 @@ class RendezvousError(HpcdistError):
     """The ranks did not find each other in time, or a stranger answered in the master's place."""
 
 
+class PreflightError(HpcdistError):
+    """Nodes are not fit for a run; another start in the same place would find the same."""
+
+
 class PeerLost(HpcdistError):
     """Another rank does not answer any more. The cause stands in that rank's log."""
 

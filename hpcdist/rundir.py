@@ -10,6 +10,8 @@
         artifacts/                               what the trainer leaves for people: plots, samples
         attempts/001/                            one per start of the ranks
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            preflight.json  preflight.txt        what was found on the nodes; in the first of each life of a job
+            network.json                         what the ranks measured between them
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
 """
@@ -116,6 +118,16 @@ class Attempt:
     def failure(self) -> Path:
         """What ended this attempt, if it failed (`launch/policy.py`)."""
         return self.path / "failure.json"
+
+    @property
+    def preflight(self) -> Path:
+        """What was found on the nodes of a Slurm job before these ranks were started (`launch/job/preflight.py`)."""
+        return self.path / "preflight.json"
+
+    @property
+    def network(self) -> Path:
+        """What the ranks measured between them before they trained (`runtime/flight_check.py`)."""
+        return self.path / "network.json"
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""

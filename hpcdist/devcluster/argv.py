@@ -55,9 +55,14 @@ def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
 
 
 def daemon(layout: Layout, what: Daemon) -> list[str]:
-    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file."""
+    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file.
+
+    It has mounts of its own, so that a folder can be another one, or full, on one node alone. What is mounted on this
+    machine later is seen there as well, unless the machine's root is a private mount, as in a container.
+    """
     shell = ["sh", "-c", _DAEMON, what.node, str(layout.pid_file(what.name)), *what.argv]
-    return ["setsid", "--fork", *inside(layout, what.node, ["unshare", "--uts", *shell])]
+    own = ["unshare", "--uts", "--mount", "--propagation=slave"]
+    return ["setsid", "--fork", *inside(layout, what.node, [*own, *shell])]
 
 
 def munged(layout: Layout) -> Daemon:

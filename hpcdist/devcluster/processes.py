@@ -107,6 +107,11 @@ def has_ended(layout: Layout, daemon: Daemon) -> bool:
     return _read_pid(layout.pid_file(daemon.name)) is not None and not is_running(layout, daemon)
 
 
+def pid_of(layout: Layout, daemon: Daemon) -> int | None:
+    """Process id of a daemon of the cluster, None where it does not run."""
+    return _read_pid(layout.pid_file(daemon.name)) if is_running(layout, daemon) else None
+
+
 def _read_pid(path: Path) -> int | None:
     try:
         return int(path.read_text())

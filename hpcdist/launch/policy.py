@@ -15,7 +15,7 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 class Failure:
     """The first thing that went wrong in an attempt."""
 
-    kind: Literal["error", "killed", "hung", "rejected", "vanished"]
+    kind: Literal["error", "killed", "hung", "rejected", "unfit", "vanished"]
     rank: int
     host: str  #: empty for a failure before any rank was started
     step: int | None
@@ -102,7 +102,7 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool =
     last = failures[-1]
     if stop_asked:
         return Decision(restart=False, reason=f"{last.sentence()}, while it was asked to stop")
-    if last.kind == "rejected":
+    if last.kind in ("rejected", "unfit"):
         return Decision(restart=False, reason=last.sentence())
     if len(failures) > 1 and last.same_as(failures[-2]):
         return Decision(restart=False, reason=f"{last.sentence()}, twice in a row: another restart would not help")

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from hpcdist.cluster.roles import Roles
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import HpcdistError, PreflightError, UserMistake
 from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
@@ -106,7 +106,8 @@ class Supervisor:
                 roles = Roles.of(self._config.roles, self._launcher.num_ranks)
                 failure = replace(failure, role=roles.name_of(failure.rank))
             failures.append(failure)
-            self._report.failure(failure, attempt.log(failure.rank))
+            log = attempt.preflight.with_suffix(".txt") if failure.kind == "unfit" else attempt.log(failure.rank)
+            self._report.failure(failure, log)
             if (over := self._after_failure(state, attempt, failures)) is not None:
                 return over
             self._report.note(
@@ -151,7 +152,9 @@ class Supervisor:
         try:
             ranks = self._launcher.start(attempt)
         except HpcdistError as error:
-            kind: Literal["rejected", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
+            kind: Literal["rejected", "unfit", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
+            if isinstance(error, PreflightError):
+                kind = "unfit"
             return "failed", Failure(kind=kind, rank=0, host="", step=None, error=str(error))
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:

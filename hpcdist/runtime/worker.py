@@ -156,6 +156,7 @@ def _train(
 
     # What imports make stays for ever: looking for garbage in it meanwhile takes a sixth of torch's import.
     gc.disable()
+    from hpcdist.runtime import flight_check, nccl_log
     from hpcdist.runtime.context import Context, seed_everything
     from hpcdist.runtime.device import place
     from hpcdist.runtime.heartbeat import Heartbeat
@@ -171,6 +172,9 @@ def _train(
     gc.enable()
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
+    preflight = config.preflight.mode if topology.num_nodes > 1 else "off"
+    if preflight != "off" and backend == "nccl":
+        os.environ.update(nccl_log.log_env(topology, attempt, os.environ))
 
     def expired() -> None:
         _leave(outcome.write_error(RendezvousError(
@@ -198,6 +202,17 @@ def _train(
             disk=str(run.path),
         ),
     ):
+        if preflight != "off":
+            flight_check.check(
+                preflight,
+                topology,
+                device,
+                backend,
+                groups,
+                attempt,
+                timeout_s=config.launch.init_timeout_s,
+                on_expiry=lambda error: _leave(outcome.write_error(error)),
+            )
         ctx = Context(
             config=config,
             run=run,

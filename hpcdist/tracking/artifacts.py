@@ -38,6 +38,14 @@ def documents(run: RunDir) -> Iterator[Artifact]:
         yield Artifact(path, path.name, fingerprint(path))
 
 
+def preflight(run: RunDir) -> Iterator[Artifact]:
+    """What was found on the nodes, and between the ranks, the last time that each was looked at."""
+    newest_first = run.attempts()[::-1]
+    for name in ("preflight.json", "preflight.txt", "network.json"):
+        if (path := next((it for attempt in newest_first if (it := attempt.path / name).exists()), None)) is not None:
+            yield Artifact(path, name, fingerprint(path))
+
+
 def left_by_trainer(run: RunDir) -> Iterator[Artifact]:
     """What `Context.artifact` made room for, under the same names; hidden files are still being written."""
     for path in sorted(run.artifacts.rglob("*")):

@@ -114,6 +114,7 @@ class Shipper:
 
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))
+        self._upload(artifacts.preflight(self.run))
         self._upload(artifacts.left_by_trainer(self.run))
         ended = state.status in ENDED
         if ended or time.monotonic() - self._logs_shipped >= LOGS_EVERY_S:

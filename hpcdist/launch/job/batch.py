@@ -44,8 +44,10 @@ class JobLog:
 
     def __init__(self, life: RunDir | None = None) -> None:
         self._life = life
+        self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self._network = attempt.network
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
             try:
@@ -56,7 +58,15 @@ class JobLog:
             self._life = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
-        """Nothing: a line a second for weeks is no use to anyone."""
+        """What the ranks have found of the network, once: a line a second for weeks is no use to anyone."""
+        if self._network is None:
+            return
+        if (found := read_json(self._network)) is not None:
+            log.info("preflight: %s", found["text"])
+            for line in found["warnings"]:
+                log.warning("preflight: %s", line)
+        if found is not None or beat.get("step"):
+            self._network = None
 
     def note(self, text: str) -> None:
         log.info("%s", text)

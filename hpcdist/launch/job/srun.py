@@ -1,4 +1,4 @@
-"""Command lines of the steps inside a job: the one that runs the ranks, and the roll call. Pure functions."""
+"""Command lines of the steps inside a job: the ranks' own, the preflight and the roll call. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hpcdist.rundir import Attempt
 from hpcdist.schema import ClusterConfig, Config
 
 #: How the steps that outlive a killed supervisor are called.
-STEP_NAMES = ("attempt-", "standby")
+STEP_NAMES = ("attempt-", "standby", "preflight")
+PREFLIGHT_STEP = "preflight"
 #: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
 _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
@@ -143,4 +144,43 @@ def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het
         words += ["--overlap", f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
         words += ["--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"]
+    return words
+
+
+def preflight_command(
+    config: Config,
+    parts: Sequence[Component],
+    nodes: Sequence[Sequence[str]],
+    command: Sequence[str],
+    box: Box | None = None,
+    *,
+    het: bool,
+) -> list[str]:
+    """A step that runs a command once on each node, with the cores and GPUs of one rank's node, in its container.
+
+    Args:
+        parts: what each component asks for; of a plain job, the one that asks for most.
+        nodes: names of the nodes, by the same components.
+    """
+    words = ["srun"]
+    for index, (part, own) in enumerate(zip(parts, nodes, strict=True)):
+        cluster = cluster_for(config.cluster, part)
+        flags = {
+            "job-name": PREFLIGHT_STEP,
+            "overlap": True,
+            "label": True,
+            "nodes": len(own),
+            "ntasks": len(own),
+            "ntasks-per-node": 1,
+            "cpus-per-task": cluster.cpus_per_task,
+            "gpus-per-node": cluster.gpus_per_node or None,
+            "input": "none",
+            **{name: without_value(value) for name, value in cluster.srun.items()},
+        }
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
+        if box is None:
+            words += [*DEAF_TO_USR2, *command]
+        else:
+            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command)
+            words += [*contained.srun, *contained.words]
     return words

@@ -12,6 +12,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.launch.containers.command import Box, outer_env
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
+from hpcdist.launch.job.preflight import Preflight
 from hpcdist.launch.job.scontrol import Job, node_features, steps
 from hpcdist.launch.job.srun import STEP_NAMES, roll_call_command, standby_command, step_command
 from hpcdist.launch.job.step_ranks import StepRanks
@@ -83,6 +84,7 @@ class StepLauncher:
         self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
         self._box = box
         self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
+        self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
 
     def __enter__(self) -> StepLauncher:
         end_old_steps()
@@ -102,9 +104,13 @@ class StepLauncher:
         self._guard.close()
 
     def start(self, attempt: Attempt) -> StepRanks:
-        """Start every rank. Raises HpcdistError where containers cannot be started on the nodes."""
+        """Start every rank, the first time after a look at the nodes.
+
+        Raises HpcdistError where containers cannot be started on them, PreflightError where ranks should not be.
+        """
         if self._containers is not None:
             self._containers.prepare()
+        self._preflight.look(attempt)
         rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
         command = step_command(self._config, attempt, rank, self._box)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
@@ -135,6 +141,10 @@ class StepLauncher:
 
         `avoid` then has those of them that the partition can do without.
         """
+        if self._preflight.failed:
+            # Nodes that are not fit have answered, and no rank was started on them.
+            self.avoid = self._preflight.avoid
+            return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
         nodes = [node for own in self.nodes for node in own]
         answers = self._roll_call()
         if lost := [node for node in nodes if node not in answers]:

@@ -13,7 +13,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.launch.job import batch
 from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.policy import Failure
-from hpcdist.rundir import RunDir, State, Status
+from hpcdist.rundir import RunDir, State, Status, write_json
 
 
 class FakeJob:
@@ -169,6 +169,24 @@ def test_the_jobs_log_tells_of_attempts_and_failures(
         "a note",
         f"rank 3 on n2 failed with ValueError: x at step 5 (whole log: {tmp_path})\nline\n",
     ]
+
+
+def test_what_the_ranks_find_of_the_network_is_told_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    report, attempt = batch.JobLog(), run.attempt(1)
+    attempt.path.mkdir(exist_ok=True)
+    with caplog.at_level(logging.INFO, "hpcdist"):
+        report.attempt(attempt, 4)
+        report.progress({})
+        write_json(attempt.network, {"text": "0.2 ms, 9 GB/s", "warnings": ["NCCL goes over TCP"]})
+        report.progress({})
+        report.progress({"step": 1})
+    assert caplog.messages[1:] == ["preflight: 0.2 ms, 9 GB/s", "preflight: NCCL goes over TCP"]
+    attempt.network.unlink()
+    report.attempt(attempt, 4)
+    report.progress({"step": 1})
+    write_json(attempt.network, {"text": "late", "warnings": []})
+    report.progress({"step": 2})
+    assert "preflight: late" not in caplog.messages, "looked for as long as the run lasts"
 
 
 def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(

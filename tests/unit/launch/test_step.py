@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job import step, step_ranks
+from hpcdist.launch.job.preflight import Preflight
 from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.job.step import StepLauncher, end_old_steps, nodes_of
 from hpcdist.launch.job.step_ranks import StepRanks, ended_tasks
@@ -323,3 +324,22 @@ def test_nodes_at_fault(
     )
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
     assert job.asked == ([] if idle_only is None else [(["n2"], idle_only)])
+
+
+@pytest.mark.parametrize(("avoid", "why"), [([], ""), (["n2"], "n2 avoided from now on")])
+def test_nodes_that_are_not_fit_need_no_roll_call(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, avoid: list[str], why: str
+) -> None:
+    def look(self: Preflight, _: Attempt) -> None:
+        self.failed, self.avoid = True, avoid
+        raise PreflightError("preflight: n2: disk: full")
+
+    monkeypatch.setattr(Preflight, "look", look)
+    run = RunDir.create(runs_dir / "exp" / "first")
+    config = Config(cluster=ClusterConfig(nodes=2))
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
+    launcher = StepLauncher(run, config, cast(Job, FakeJob("")), env=env, import_path=[], cwd=slurm)
+    with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
+        launcher.start(run.new_attempt())
+    # Nobody would answer: there is no file with nodes.
+    assert (launcher.broken(), launcher.avoid) == (why, avoid)

@@ -390,3 +390,11 @@ def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", scene.uri)
     for uri in (f"models:/{model.model_id}", f"runs:/{scene.run_id}/model", "models:/digits/1"):
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
+
+
+def test_of_each_look_at_nodes_and_network_the_newest_is_shipped(scene: Scene) -> None:
+    first, second = scene.run.new_attempt(), scene.run.new_attempt()
+    for path in (first.preflight, first.network, second.network):
+        path.write_text("{}")
+    found = {item.target: item.source for item in artifacts.preflight(scene.run)}
+    assert found == {"preflight.json": first.preflight, "network.json": second.network}

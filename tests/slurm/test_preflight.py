@@ -1,0 +1,172 @@
+"""Nodes that are not fit for a run, on a real Slurm: each is named before its ranks start, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hpcdist_runs import wait_for
+from slurm_cluster import DevCluster
+from slurm_runs import SlurmRuns
+
+import hpcdist
+from hpcdist.devcluster import argv, nodes, processes
+from hpcdist.rundir import State, read_json
+
+BAD = "n3"
+ON_FOUR_NODES = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
+
+
+class Faults:
+    """What is wrong with one node alone, and how it is put right."""
+
+    def __init__(self, devcluster: DevCluster, undo: ExitStack) -> None:
+        self._layout = devcluster.layout
+        self._undo = undo
+
+    def on_node(self, *command: str) -> str:
+        """Run a command with the network and the mounts of the bad node."""
+        pid = processes.pid_of(self._layout, argv.slurmd(BAD))
+        assert pid is not None
+        words = ["nsenter", f"--target={pid}", "--mount", "--net", *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def slow_link(self, rate_mbit: float) -> None:
+        self._undo.callback(nodes.slow_node, self._layout, BAD)
+        nodes.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
+        assert "tbf" in self.on_node("tc", "qdisc", "show", "dev", "eth0")
+
+    def close_ports(self, ports: str) -> None:
+        """As a firewall does: what comes in vanishes."""
+        rules = (
+            "table inet test { chain input { type filter hook input priority 0; policy accept;"
+            f" tcp dport {ports} drop; }}; }}"
+        )
+        self._undo.callback(self.on_node, "nft", "delete", "table", "inet", "test")
+        self.on_node("nft", rules)
+
+    def mount(self, target: Path, *options: str) -> None:
+        self.on_node("mount", *options, str(target))
+        self._undo.callback(self.on_node, "umount", "--lazy", str(target))
+        assert str(target) in self.on_node("findmnt", "--noheadings", str(target))
+        assert subprocess.run(["findmnt", str(target)], stdout=subprocess.DEVNULL, check=False).returncode != 0
+
+
+@pytest.fixture
+def faults(devcluster: DevCluster) -> Iterator[Faults]:
+    """The cluster is whole again afterwards, and free."""
+    with ExitStack() as undo:
+        undo.callback(devcluster.cancel_all)
+        yield Faults(devcluster, undo)
+
+
+def found(runs: SlurmRuns, name: str, attempt: int = 1) -> dict[str, Any]:
+    return wait_for(lambda: read_json(runs.attempt(name, attempt).preflight), "the preflight") or {}
+
+
+def checks(runs: SlurmRuns, name: str, *levels: str) -> list[dict[str, str]]:
+    return [check for check in found(runs, name)["checks"] if check["level"] in levels]
+
+
+def ended(runs: SlurmRuns, name: str, job: str) -> State:
+    """The last state of a run that was not to begin."""
+    state = runs.wait_end(name, job)
+    assert (state.status, state.attempt, state.restarts, state.rejected) == ("failed", 1, 0, False), state
+    assert not list(runs.attempt(name).path.glob("rank-*.log")), "ranks were started"
+    assert runs.cluster.job(job)["JobState"] == "FAILED"
+    assert state.reason in runs.job_log(name)
+    return state
+
+
+def test_a_node_with_another_version_is_named(slurm_runs: SlurmRuns, faults: Faults, tmp_path: Path) -> None:
+    source = Path(hpcdist.__file__)
+    other = tmp_path / "__init__.py"
+    other.write_text(source.read_text().replace(f'"{hpcdist.__version__}"', '"0.0.7"') + "# another one\n")
+    faults.mount(source, "--bind", str(other))
+    job = slurm_runs.submit("other-version", *ON_FOUR_NODES)
+    reason = ended(slurm_runs, "other-version", job).reason
+    assert reason.startswith(f"preflight: {BAD}: ")
+    assert "hpcdist 0.0.7" in reason
+    assert hpcdist.__version__ in reason
+
+
+def test_a_full_disk_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+    job = slurm_runs.submit("full-disk", *ON_FOUR_NODES, "cluster.sbatch.begin=now+1hour")
+    folder = slurm_runs.run_dir("full-disk").checkpoints
+    faults.mount(folder, "-t", "tmpfs", "-o", "size=1m", "full")
+    faults.on_node("dd", "if=/dev/zero", f"of={folder}/filler", "bs=4k", "count=256")
+    slurm_runs.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    reason = ended(slurm_runs, "full-disk", job).reason
+    assert reason.startswith(f"preflight: {BAD}: ")
+    assert str(folder) in reason
+    code, output = slurm_runs.command("follow", "full-disk")
+    assert code == 1, output
+    assert reason in output
+
+
+def test_a_closed_port_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+    if shutil.which("nft") is None:
+        pytest.skip("nft is not installed")
+    faults.close_ports("20480-32767")
+    job = slurm_runs.submit("closed-port", *ON_FOUR_NODES)
+    reason = ended(slurm_runs, "closed-port", job).reason
+    assert reason.startswith(f"preflight: {BAD}: ")
+    assert "port" in reason
+
+
+def test_a_slow_link_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+    faults.slow_link(20)
+    slurm_runs.submit("slow-link", *ON_FOUR_NODES)
+    (check,) = checks(slurm_runs, "slow-link", "warning", "failure")
+    assert (check["node"], check["level"]) == (BAD, "warning"), check
+    assert "Mbit/s" in check["text"]
+    wait_for(lambda: "preflight: took " in slurm_runs.job_log("slow-link"), "the job's log")
+    assert f"preflight: warning: {BAD}: " in slurm_runs.job_log("slow-link")
+
+
+def test_a_run_goes_on_without_a_node_that_is_not_fit(
+    slurm_runs: SlurmRuns, faults: Faults, tmp_path: Path, slurm_files: Callable[[str], set[str]]
+) -> None:
+    """Also what a healthy preflight leaves: the job's second life."""
+    name = "excluded"
+    source = Path(hpcdist.__file__)
+    other = tmp_path / "__init__.py"
+    other.write_text(source.read_text().replace(f'"{hpcdist.__version__}"', '"0.0.7"') + "# another one\n")
+    faults.mount(source, "--bind", str(other))
+    job = slurm_runs.submit(
+        *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.ranks=3", "stop.epochs=1"),
+        "preflight.on_failure=exclude",
+    )
+    state = slurm_runs.wait_status(name, "queued")
+    assert state.reason.endswith(f"; {BAD} avoided from now on"), state.reason
+    slurm_runs.start_now(job)
+    state = slurm_runs.wait_end(name, job)
+    assert (state.status, state.attempt, state.restarts) == ("finished", 2, 0), slurm_runs.job_log(name)
+    assert slurm_runs.cluster.job(job)["ExcNodeList"] == BAD
+    second = found(slurm_runs, name, 2)
+    assert second["nodes"] == ["n1", "n2", "n4"]
+    assert {check["level"] for check in second["checks"]} <= {"ok", "note"}, second["checks"]
+    log = slurm_runs.job_log(name)
+    assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is right: " in log
+    code, output = slurm_runs.command("sync", name)
+    assert code == 0, output
+    assert slurm_files(name) >= {"preflight.json", "preflight.txt", "network.json"}
+
+
+@pytest.fixture
+def slurm_files(slurm_runs: SlurmRuns) -> Callable[[str], set[str]]:
+    """Names of the artifacts that MLflow has of a run."""
+
+    def files(name: str) -> set[str]:
+        shipped = json.loads((slurm_runs.run_dir(name).journal / "shipped.json").read_text())
+        return set(shipped["artifacts"])
+
+    return files
