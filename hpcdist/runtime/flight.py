@@ -27,6 +27,7 @@ from hpcdist.rundir import Attempt, write_atomic, write_json
 log = logging.getLogger(__name__)
 #: Entries of each process group that are kept, the last ones.
 _LAST = 20
+_MOST = 200  #: those that have not ended included
 #: In larger runs the recorder's own dump, which is a megabyte, holds only what has not ended.
 _WHOLE_UP_TO = 64
 
@@ -83,6 +84,6 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for entry in reversed(entries):
         group = str(entry["process_group"][0])
         counts[group] = counts.get(group, 0) + 1
-        if counts[group] <= _LAST:
+        if counts[group] <= _LAST or not (entry["retired"] or counts[group] > _MOST):
             kept.append(entry)
     return kept[::-1]

@@ -17,6 +17,7 @@ _FAULT_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<fun
 _FAULT_OTHER = re.compile(r"|  \.\.\.|\.\.\.|  <no Python frame>|  <.*>")
 #: Code that is nobody's own: Python's, of installed packages, and what hpcdist puts around a trainer.
 _STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
+_ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
 _INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
 _OURS = re.compile(r"/hpcdist/(?:runtime|tracking)/[^/]*\.py$")
 _WORKER = re.compile(r"/hpcdist/runtime/worker\.py$")
@@ -31,9 +32,9 @@ class Frame(NamedTuple):
 
     def text(self) -> str:
         """`all_reduce (torch/distributed/distributed_c10d.py:4181)`, `train (counting.py:29)`."""
-        short = _STDLIB.sub("", _INSTALLED.sub("", self.file)) if not self.file.startswith("<") else self.file
-        name = short if short != self.file else self.file.rpartition("/")[2]
-        return f"{self.function} ({name.rpartition('/')[2] if name.startswith('/') else name}:{self.line})"
+        library = _ROOT.sub("", self.file)
+        name = library if library != self.file else self.file.rpartition("/")[2]
+        return f"{self.function} ({name}:{self.line})"
 
 
 class Place(NamedTuple):

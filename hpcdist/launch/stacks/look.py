@@ -57,9 +57,7 @@ class Look:
         lines = [f"rank {self.rank} on {self.host}, process {self.pid}: {self.state_text()}"]
         if self.facts.half_closed:
             lines.append(f"TCP connections that the other side has closed: {', '.join(self.facts.half_closed)}")
-        for call in self.calls:
-            waits = "waits in" if call.waiting else "has ended"
-            lines.append(f"flight recorder, {call.backend} group {call.group}: {waits} {call.operation} ({call.last})")
+        lines += [f"flight recorder, {call.text()}" for call in self.calls]
         if self.problem:
             lines.append(self.problem)
         lines.append(f"stacks by {self.source}:" if self.text else "no stack was to be had")
@@ -72,7 +70,10 @@ class Look:
     def from_json(cls, value: Mapping[str, Any]) -> Look:
         parts = {
             "frames": tuple(Frame(*frame) for frame in value["frames"]),
-            "calls": tuple(Calls(**call) for call in value["calls"]),
+            "calls": tuple(
+                Calls(**{**call, "pending": tuple((int(at), str(name)) for at, name in call["pending"])})
+                for call in value["calls"]
+            ),
             "facts": Facts(**{**value["facts"], "half_closed": tuple(value["facts"]["half_closed"])}),
         }
         return cls(**{**value, **parts})

@@ -36,7 +36,7 @@ def summarize(looks: Sequence[Look], unseen: Mapping[int, str]) -> Summary:
     missing = absences(calls)
     torn = mismatches(calls)
     suspects = _suspects(by_rank, groups, {rank for absence in missing for rank in absence.absent})
-    told = _collectives([*(item.text() for item in torn), *(item.text() for item in missing)])
+    told = list(dict.fromkeys([*(item.text() for item in torn), *(item.text() for item in missing)]))
     unseen_text = _unseen(unseen)
     sentence = "; ".join(filter(None, [_sentence(groups, suspects), *told[:1], unseen_text]))
     place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
@@ -72,7 +72,7 @@ def _suspects(
     """Whom the others wait for: who cannot run, else who has not come to a collective, else the few among many."""
     if stopped := [rank for rank, look in looks.items() if look.is_stopped]:
         return tuple(stopped)
-    if idle := [rank for rank in absent if not any(call.waiting for call in looks[rank].calls)]:
+    if idle := [rank for rank in absent if not any(call.pending for call in looks[rank].calls)]:
         return tuple(sorted(idle))
     most, *others = groups.values() if groups else [[]]
     few = sorted(rank for ranks in others for rank in ranks)
@@ -89,12 +89,12 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int]) -> s
     others = [item for item in groups.items() if item not in suspected]
     named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]
     more = [f"{len(named) - _NAMED} more groups"] if len(named) > _NAMED else []
-    head = f"{ranks_text(suspects)} stand{'s' * (len(suspects) == 1)} elsewhere than the others: " if suspects else ""
-    return head + "; ".join([*named[:_NAMED], *more])
-
-
-def _collectives(said: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(said))
+    said = "; ".join([*named[:_NAMED], *more])
+    if len(suspected) != 1 or suspected[0][1] != list(suspects):
+        return said
+    # Of one place, whose ranks are named already.
+    who = ranks_text(suspects)
+    return f"{who} stand{'s' * (len(suspects) == 1)} elsewhere than the others:{said.removeprefix(who)}"
 
 
 def _unseen(unseen: Mapping[int, str]) -> str:
