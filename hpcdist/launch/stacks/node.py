@@ -130,9 +130,8 @@ class Prints:
 
 
 def py_spy(env: Mapping[str, str]) -> str | None:
-    """Where py-spy is: beside this Python, or where PATH finds it."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.is_file() else shutil.which("py-spy", path=env.get("PATH"))
+    """Where py-spy is: where PATH finds it, or beside this Python."""
+    return shutil.which("py-spy", path=env.get("PATH")) or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
 def _spied(spy: str | None, process: RankProcess, until: float) -> Stack:
