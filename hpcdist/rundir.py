@@ -12,6 +12,7 @@
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
             preflight.json  preflight.txt        what was found on the nodes; in the first of each life of a job
             network.json                         what the ranks measured between them
+            stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      of ranks that stood still
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
 """
@@ -108,6 +109,23 @@ class Attempt:
 
     def outcome(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.outcome.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank of an attempt that hung stood: stacks of all its threads, and its process."""
+        return self.path / f"rank-{rank:05d}.stacks.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank that was asked for them (`runtime/flight.py`)."""
+        return self.path / f"rank-{rank:05d}.flight.json"
+
+    def node_stacks(self, node: str) -> Path:
+        """What a node has seen of its ranks, on its way to the supervisor (`launch/stacks`)."""
+        return self.path / f"node-{node}.stacks.json"
+
+    @property
+    def stacks_summary(self) -> Path:
+        """Which rank stood elsewhere than the others, its first line a sentence."""
+        return self.path / "stacks.txt"
 
     @property
     def request(self) -> Path:

@@ -155,6 +155,11 @@ class Runs:
         query = "select value from params where run_uuid = ? and key = ?"
         return str(self._query(query, self.mlflow_id(name), key)[0][0])
 
+    def artifacts(self, name: str, folder: str) -> Path:
+        """Where MLflow has a folder of the run's artifacts."""
+        uri = str(self._query("select artifact_uri from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
+        return Path(uri.removeprefix("file://")) / folder
+
     def mlflow_id(self, name: str) -> str:
         return str((read_json(self.run_dir(name).mlflow) or {})["run_id"])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.diagnose.patterns import (
+    HANG_FIX,
     HOST_MEMORY_FIX,
     NODE_FIX,
     TIME_FIX,
@@ -110,10 +111,15 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
     failed.sort(key=lambda item: (bool(item[1].get("peer_lost")), item[1]["time"]))
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
+    hang = _of_hang(run, attempt)
     for path in _logs(run, attempt):
         if (match := _search(path)) is not None and match[0].name != "peer-lost":
             pattern, number, line = match
+            if hang is not None and pattern.name == "hang":
+                break
             return Finding(cause=cause_of(pattern, line), evidence=_cite(run, path, number, line), fix=pattern.fix)
+    if hang is not None:
+        return hang
     if (known := first_match([reason])) is not None:
         return Finding(cause=cause_of(known[0], reason), evidence=_stack(run, attempt), fix=known[0].fix)
     return _of_outcome(run, attempt, *failed[0]) if failed else None
@@ -135,6 +141,20 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     cause = f"an exception in the code that trains{f', at {where}' if where else ''}"
     fix = f"mend it, then `hpcdist resume {run.name} --with-current-code`"
     return Finding(cause=quote(cause), evidence=_cite_line(run, attempt, rank, error), fix=fix)
+
+
+def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
+    """What was collected of ranks that stood still, before they were killed."""
+    try:
+        sentence = attempt.stacks_summary.read_text().partition("\n")[0]
+    except FileNotFoundError:
+        return None
+    where = attempt.stacks_summary.relative_to(run.path)
+    return Finding(
+        cause=f"the ranks stood still: {sentence}",
+        evidence=f"{where}, and the stacks of each rank in {where.parent}/rank-*.stacks.txt",
+        fix=HANG_FIX,
+    )
 
 
 def _of_batch_log(run: RunDir) -> Finding | None:

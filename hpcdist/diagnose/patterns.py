@@ -27,6 +27,7 @@ def _any(*texts: str) -> re.Pattern[str]:
 HOST_MEMORY_FIX = "ask for more (cluster.mem), or need less: smaller data.batch_size, fewer ranks per node"
 NODE_FIX = "`hpcdist resume` goes on from the newest checkpoint; cluster.exclude keeps away from the node"
 TIME_FIX = "more cluster.time_min, or more cluster.signal_lead_s so that the ranks can save; `hpcdist resume` goes on"
+HANG_FIX = "the ranks' stacks show where they stand; if a step may take so long, raise the timeout that is named"
 
 #: The first that matches counts: causes stand before what follows from them.
 PATTERNS = (
@@ -127,7 +128,7 @@ PATTERNS = (
         "hang",
         _any(r"made no progress for launch\.hang_timeout_s", r"did not save and leave within launch\.stop_grace_s"),
         "the ranks stood still",
-        "the stacks in the ranks' logs show where; if a step may take so long, raise the timeout that is named",
+        HANG_FIX,
     ),
     Pattern(
         "collective-timeout",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +30,9 @@ for group in groups:
 #: supervisor who did so after the start, one that is killed in between would leave an orphan. The guard sees the end
 #: of its pipe only when such a child has let go of it. In a subshell, since a guard that is dead ends who writes.
 _NAME_YOURSELF = '(echo "+$$" >&0); exec "$@" </dev/null'
+
+_LOOK_EVERY_S = 0.1
+_LEAVE_S = 1.0
 
 
 class Guard:
@@ -56,6 +62,33 @@ class Guard:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: Path,
+        limit_s: float,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        """Run a child to its end, or end it after `limit_s` or soon after `interrupted` is true."""
+        until = time.monotonic() + limit_s
+        process = self.start(command, env=env, cwd=cwd, output=output)
+        try:
+            while process.poll() is None and time.monotonic() < until and not interrupted():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_EVERY_S)
+            if process.poll() is None:
+                process.terminate()  # srun then ends its tasks, too
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LEAVE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.forget(process.pid)
 
     def forget(self, group: int) -> None:
         """A child's process group is gone: its number may soon be somebody else's."""

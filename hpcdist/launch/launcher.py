@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,14 @@ class Ranks(Protocol):
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that still run."""
+        ...
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command once on each node that holds ranks, beside them.
+
+        Returns when it has ended everywhere, after `limit_s`, or soon after `interrupted` is true; it has ended then.
+        What it says is appended to `output`.
+        """
         ...
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class LocalRanks:
         cwd: Path,
     ) -> None:
         self._guard = guard
+        self._cwd = cwd
         self._processes: list[subprocess.Popen[bytes]] = []
         #: Exit codes in the order in which the ranks ended; negative ones are signals.
         self.exits: dict[int, int] = {}
@@ -116,6 +117,10 @@ class LocalRanks:
         """Send a signal to the ranks that still run (to them alone, not to what they have started)."""
         for rank in self.running:
             self._processes[rank].send_signal(number)
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command here, where all ranks are."""
+        self._guard.run(command, env=os.environ, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """Kill what is left of every rank's process group and collect it."""

@@ -23,13 +23,15 @@ class Failure:
     traceback: tuple[str, ...] = ()
     role: str = ""  #: `role:index` of the rank, in runs with roles
     only_there: bool = True  #: no rank on another host reported a failure of its own
+    detail: str = ""  #: what else was found out; two failures may be the same without it
 
     def sentence(self) -> str:
         if not self.host:  # no rank was started
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
-        return f"{where} {'' if self.kind in ('killed', 'hung', 'vanished') else 'failed with '}{self.error}{at}"
+        failed = "" if self.kind in ("killed", "hung", "vanished") else "failed with "
+        return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:
         """Whether a restart ran into the very same thing: kind, message and step."""

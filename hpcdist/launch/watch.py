@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure
+from hpcdist.launch.stacks.collect import collect
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.rundir import Attempt, read_json
 from hpcdist.schema import Config
@@ -17,8 +18,10 @@ from hpcdist.schema import Config
 LOOK_EVERY_S = 0.2
 #: After the first failure the others get this long to report theirs.
 PEER_GRACE_S = 3.0
-#: Ranks that hang get this long to print their stacks.
-STACKS_S = 1.0
+#: Nodes get this long to tell what ranks that hang are doing; one that is dead does not answer at all.
+STACKS_S = 15.0
+#: In less time than this nothing could be found out.
+LEAST_STACKS_S = 3.0
 #: What is left of an allocation for ending ranks that have not left, and for queueing the job again.
 REST_S = 15.0
 
@@ -165,32 +168,46 @@ class Watch:
         return code != 0 and not obeyed
 
     def _overdue(self) -> Failure:
-        rank = self._ranks.running[0]
+        return self._stood_still(
+            self._ranks.running[0],
+            f"did not save and leave within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
+            + (", or before the end of the allocation" if self._allocation is not None else ""),
+        )
+
+    def _stood_still(self, rank: int, error: str) -> Failure:
+        """The failure of ranks that are killed for standing still, once it is known where they stand.
+
+        Args:
+            rank: whose fault it is as long as nothing else is found out.
+        """
+        left_s = STACKS_S
+        if self._allocation is not None:
+            left_s = min(left_s, self._allocation.end - time.time() - REST_S)
+        found = None
+        if left_s >= LEAST_STACKS_S:
+            found = collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+        if found is not None and len(found.suspects) == 1:
+            (rank,) = found.suspects
         return Failure(
             kind="hung",
             rank=rank,
             host=self._ranks.host_of(rank),
             step=self.steps()[rank],
-            error=f"did not save and leave within launch.stop_grace_s={self._config.launch.stop_grace_s:g} s"
-            + (", or before the end of the allocation" if self._allocation is not None else ""),
+            error=error,
+            detail=found.sentence if found is not None else "",
         )
+
+    def _is_cancelled(self) -> bool:
+        self._look_at_requests(self._clock())
+        return self.cancelled
 
     def _hung(self, now: float) -> Failure | None:
         """The rank that has shown no progress for longest, once that is too long."""
         if not any(self._is_overdue(rank, now) for rank in self._in_turn(now)):
             return None
-        rank = min(self._ranks.running, key=self._last_sign)
-        beat = read_json(self._attempt.beat(rank)) or {}
-        self._ranks.signal(signal.SIGUSR1)  # faulthandler prints the stacks into the logs
-        until = self._clock() + STACKS_S
-        while self._ranks.running and (left := until - self._clock()) > 0:
-            self._ranks.wait(left)
-        return Failure(
-            kind="hung",
-            rank=rank,
-            host=self._ranks.host_of(rank),
-            step=beat.get("step"),
-            error=f"made no progress for launch.hang_timeout_s={self._config.launch.hang_timeout_s:g} s"
+        return self._stood_still(
+            min(self._ranks.running, key=self._last_sign),
+            f"made no progress for launch.hang_timeout_s={self._config.launch.hang_timeout_s:g} s"
             f" (stacks of all ranks are in {self._attempt.path})",
         )
 

@@ -143,7 +143,7 @@ def process_groups(
             device_id=device if device.type == "cuda" else None,
         )
         if topology.world_size > 1:
-            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="control")
     assert control is None or isinstance(control, dist.ProcessGroup)
     yield Groups(control, store)
     dist.destroy_process_group()

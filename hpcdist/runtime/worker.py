@@ -10,12 +10,10 @@ fails. One that is killed says nothing, and the supervisor notices.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -32,6 +30,7 @@ from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
+from hpcdist.runtime.flight import dump_into, tell_on_signal
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.schema import Config, role_device
@@ -121,7 +120,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> int:
     # `kill -USR1` prints the stacks of all threads, which is what one wants to see of a rank that hangs.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    tell_on_signal(attempt, topology.rank, topology.world_size)
+    dump_into(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)

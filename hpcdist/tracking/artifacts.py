@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist.rundir import RunDir, read_json
+from hpcdist.rundir import Attempt, RunDir, read_json
 
 #: A log larger than this is uploaded at the end only.
 LIVE_LOG_BYTES = 5_000_000
@@ -54,9 +54,10 @@ def left_by_trainer(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """The ranks' logs and what they said of their end; while the run goes on, only logs that are not too long.
+    """The ranks' logs, what they said of their end, and where they stood when they hung.
 
-    Of an attempt with many ranks, those that were the first to report an end, and then the first by rank.
+    While the run goes on, only logs that are not too long. Of an attempt with many ranks, the logs of those that were
+    the first to report an end, and then the first by rank.
     """
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
@@ -69,6 +70,17 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
         for path in sorted([*logs, *outcomes]):
             if ended or path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
+        for path in _of_hang(attempt):
+            if path.stat().st_size <= LIVE_LOG_BYTES:
+                yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
+
+
+def _of_hang(attempt: Attempt) -> Iterator[Path]:
+    """The summary of where the ranks stood, their stacks, and what the flight recorders of some of them held."""
+    if attempt.stacks_summary.exists():
+        yield attempt.stacks_summary
+        for pattern in ("rank-*.stacks.txt", "rank-*.flight.json", "flight-rank-*"):
+            yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
 
 
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:

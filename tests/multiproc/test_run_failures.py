@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
+from hpcdist.launch.stacks.node import py_spy
+from hpcdist.rundir import read_json
 from hpcdist.runtime.checkpoint import CheckpointStore
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
@@ -61,17 +64,60 @@ def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
     assert not [line for line in lines if line.startswith(("rank 0", "rank 1"))]
 
 
-def test_a_rank_that_hangs_ends_the_attempt(runs: Runs) -> None:
+#: py-spy, where it may look into all ranks but the first.
+PARTLY_ALLOWED = """#!/bin/sh
+for pid; do :; done
+if tr '\\0' '\\n' </proc/"$pid"/environ | grep -qx HPCDIST_RANK=0; then
+  printf 'Error: Failed\\n\\nCaused by:\\n    Permission denied\\n' >&2
+  exit 1
+fi
+exec {spy} "$@"
+"""
+
+
+def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: Path) -> None:
+    """One waits in the user's code, two in a collective: with py-spy, and by what the ranks say of themselves."""
     name = "hangs"
+    if (spy := py_spy(os.environ)) is not None:
+        (tmp_path / "py-spy").write_text(PARTLY_ALLOWED.format(spy=spy))
+        (tmp_path / "py-spy").chmod(0o755)
     options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=12", "launch.max_restarts=0"]
-    code, output = runs.command("run", *runs.config(name, *COUNTING, *options, *NO_WAIT))
+    config = runs.config(name, *COUNTING, *options, "launch.ranks=3")
+    code, output = runs.command("run", *config, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert code == 1, output
-    assert "made no progress for launch.hang_timeout_s=12 s (stacks of all ranks are in " in output.splitlines()[-1]
-    for rank in (0, 1):
-        assert "Current thread" in runs.attempt(name).log(rank).read_text()
-    stack = runs.attempt(name).log(1).read_text()
-    assert "in wait" in stack
-    assert 'counting.py", line ' in stack
+    last = output.splitlines()[-1]
+    assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=12 s")
+    assert " (stacks of all ranks are in " in last
+    assert "; rank 2 stands elsewhere than the others: in " in last
+    assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
+    waits = re.compile(
+        r"; rank 2 has not called gloo all_reduce \[2\] \(number \d+ of group control\), which ranks 0-1 wait"
+    )
+    assert waits.search(last), last
+    attempt = runs.attempt(name)
+    assert last.endswith(attempt.stacks_summary.read_text().partition("\n")[0])
+    assert (read_json(attempt.failure) or {})["step"] == 14
+    for rank in range(3):
+        assert "Current thread" in attempt.log(rank).read_text(), "as without a collector"
+        stacks = attempt.stacks(rank).read_text()
+        assert "state S (sleeping)" in stacks, "it was not killed yet"
+        assert "counting.py" in stacks
+        by_spy = spy is not None and rank > 0
+        assert f"stacks by {'py-spy' if by_spy else 'faulthandler'}:" in stacks
+        recorded = (read_json(attempt.flight(rank)) or {})["recorders"]["gloo"]["entries"]
+        assert [entry["retired"] for entry in recorded if entry["profiling_name"] == "gloo:all_reduce"][-1] == (
+            rank == 2
+        )
+    if spy is not None:
+        assert "py-spy could not look into the process: Permission denied" in attempt.stacks(0).read_text()
+
+    kept = {path.name for path in runs.artifacts(name, "logs/attempt-001").iterdir()}
+    assert {
+        "stacks.txt",
+        *(f"rank-0000{rank}.{what}" for rank in range(3) for what in ("stacks.txt", "flight.json")),
+    } <= kept
+    code, output = runs.command("explain", name)
+    assert "cause:    the ranks stood still: rank 2 stands elsewhere than the others: in " in output
 
 
 def test_mlflow_is_never_there(runs: Runs) -> None:

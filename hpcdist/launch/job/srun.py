@@ -133,7 +133,12 @@ def standby_command(job_id: str) -> list[str]:
 
 
 def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
-    """A step that lets each node say its name, beside whatever else runs there.
+    """A step that lets each node say its name."""
+    return beside_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het)
+
+
+def beside_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool) -> list[str]:
+    """A step that runs a command once on each node, beside whatever else runs there.
 
     Args:
         nodes: names of the nodes, by component.
@@ -143,7 +148,7 @@ def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]
     for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het
         words += ["--overlap", f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
-        words += ["--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"]
+        words += ["--cpus-per-task=1", "--input=none", *command]
     return words
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcdist.cluster.nodelist import expand
@@ -14,7 +14,7 @@ from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.preflight import Preflight
 from hpcdist.launch.job.scontrol import Job, node_features, steps
-from hpcdist.launch.job.srun import STEP_NAMES, roll_call_command, standby_command, step_command
+from hpcdist.launch.job.srun import STEP_NAMES, beside_command, roll_call_command, standby_command, step_command
 from hpcdist.launch.job.step_ranks import StepRanks
 from hpcdist.launch.plan import code_env, rank_command
 from hpcdist.launch.policy import Failure, suspect
@@ -134,7 +134,13 @@ class StepLauncher:
             hosts=self._hosts if len(self.nodes) > 1 else (),
             first_ranks=self._first_ranks,
             containers=self._containers,
+            beside=self._beside,
         )
+
+    def _beside(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command once on each node, outside of containers, within `limit_s`."""
+        step = beside_command(self.nodes, command, het=self._het)
+        self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
         """Call the roll: a sentence about nodes that do not answer any more, or that fail while others do not.

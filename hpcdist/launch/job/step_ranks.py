@@ -8,8 +8,9 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.launch.containers.steps import ContainerSteps
@@ -63,6 +64,14 @@ def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> 
     return found
 
 
+class Beside(Protocol):
+    """Runs a command once on each node of the job, as `Ranks.examine` is described."""
+
+    def __call__(
+        self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
+    ) -> None: ...
+
+
 class StepRanks:
     """The ranks of one attempt, as one srun process.
 
@@ -82,7 +91,9 @@ class StepRanks:
         hosts: Sequence[str] = (),
         first_ranks: Mapping[str, int] | None = None,
         containers: ContainerSteps | None = None,
+        beside: Beside | None = None,
     ) -> None:
+        self._beside = beside
         self._planned_hosts = hosts
         self._first_ranks = first_ranks
         self._num_ranks = num_ranks
@@ -164,6 +175,11 @@ class StepRanks:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every task that still runs."""
         self._scancel(f"--signal={number.name.removeprefix('SIG')}")
+
+    def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Run a command once on each node of the job."""
+        if self._beside is not None:
+            self._beside(command, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hpcdist.launch import watch as watch_module
-from hpcdist.launch.watch import LOOK_EVERY_S, REST_S, Allocation, LastSteps, Watch
+from hpcdist.launch.stacks.summary import Summary
+from hpcdist.launch.watch import LOOK_EVERY_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
 from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import Config, LaunchConfig, TrainerConfig
@@ -30,7 +31,6 @@ class SteppedRanks:
         self.exits: dict[int, int] = {}
         self.time = 0.0
         self.looks = 0
-        self.signals: list[int] = []
         self.silent: dict[int, float] = {}  #: by rank, when it fell silent
         self.interval_s = num_ranks / 64
         self.end_at = 10_000.0
@@ -47,9 +47,6 @@ class SteppedRanks:
         self.looks += 1
         if self.time >= self.end_at:
             self.exits = dict.fromkeys(range(self.num_ranks), 0)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.signals.append(number)
 
     def close(self) -> None: ...
 
@@ -83,6 +80,16 @@ class Scene:
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
         monkeypatch.setattr(self.watch, "_sign", self._stat)
+        monkeypatch.setattr(watch_module, "collect", self._collect)
+        self.limits: list[float] = []  #: seconds that were given to collect stacks
+        self.found: Summary | None = None
+
+    def _collect(
+        self, attempt: Attempt, ranks: SteppedRanks, *, limit_s: float, interrupted: Callable[[], bool]
+    ) -> Summary | None:
+        assert not interrupted()
+        self.limits.append(limit_s)
+        return self.found
 
     def _stat(self, rank: int) -> object:
         self.stats.append(rank)
@@ -119,7 +126,7 @@ def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: in
     assert (failure.kind, failure.rank, failure.host, failure.step) == ("hung", victim, f"n{victim}", 10 * victim)
     late_s = scene.ranks.time - (100 + HANG_S)
     assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
-    assert scene.ranks.signals == [signal.SIGUSR1]
+    assert scene.limits == [STACKS_S]
 
 
 def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: Scene) -> None:
@@ -128,6 +135,23 @@ def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: 
     failure = scene.watch.until_over()
     assert failure is not None
     assert failure.rank == 700
+
+
+def test_the_one_whose_stack_differs_is_named_where_that_is_one(scene: Scene) -> None:
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    scene.found = Summary(sentence="rank 3 stands elsewhere", suspects=(3,), odd_first=(), text="")
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
+    assert failure.sentence().endswith(") at step 30; rank 3 stands elsewhere")
+
+
+def test_of_several_suspects_none_is_picked(scene: Scene) -> None:
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    scene.found = Summary(sentence="ranks 3-4 stand elsewhere", suspects=(3, 4), odd_first=(), text="")
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.rank, failure.detail) == (700, "ranks 3-4 stand elsewhere")
 
 
 def test_ranks_that_only_write_seldom_are_not_taken_for_hung(scene: Scene) -> None:
@@ -144,15 +168,16 @@ def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lead_s", "grace_s"),
+    ("lead_s", "grace_s", "stacks_s"),
     [
-        (600.0, 120.0),  # launch.stop_grace_s
-        (60.0, 60.0 - REST_S),
-        (10.0, 5.0),
+        (600.0, 120.0, [STACKS_S]),  # launch.stop_grace_s
+        (145.0, 120.0, [10.0]),  # what is left but for REST_S
+        (60.0, 60.0 - REST_S, []),
+        (10.0, 5.0, []),
     ],
 )
 def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float, stacks_s: list[float]
 ) -> None:
     allocation = Allocation(stop_at=NOW + 200, by="time limit", end=NOW + 200 + lead_s)
     scene = Scene(attempt, monkeypatch, num_ranks=2, allocation=allocation)
@@ -161,6 +186,7 @@ def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
     assert failure.kind == "hung"
     assert failure.error.endswith("or before the end of the allocation")
     assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * LOOK_EVERY_S
+    assert scene.limits == pytest.approx(stacks_s, abs=3 * LOOK_EVERY_S), "never beyond the end"
     request = read_json(attempt.request)
     assert request is not None
     assert (request["action"], request["by"]) == ("stop", "time limit")

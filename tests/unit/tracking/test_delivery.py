@@ -313,6 +313,21 @@ def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
     assert kept == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
+def test_where_ranks_stood_that_hung_is_kept_of_a_bounded_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
+    monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
+    for rank in range(3):
+        scene.file(f"attempts/001/rank-{rank:05d}.stacks.txt", "a stack\n")
+        scene.file(f"attempts/001/rank-{rank:05d}.flight.json", "{}")
+        scene.file(f"attempts/001/flight-rank-{rank}", "x" * (99 + rank))
+    assert not list(artifacts.reports(scene.run, ended=True)), "not by halves, while they are collected"
+    scene.file("attempts/001/stacks.txt", "rank 2 stands elsewhere\n")
+    kept = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
+    stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
+    records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
+    assert kept == ["stacks.txt", *stacks, *records]
+
+
 def test_journals_of_many_nodes_are_asked_less_often(scene: Scene) -> None:
     for node in range(16):
         (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")

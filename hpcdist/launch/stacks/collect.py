@@ -1,0 +1,69 @@
+"""The supervisor's part: ask every node what its ranks are doing, and write down what came back, within a deadline."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from hpcdist.launch.launcher import Ranks
+from hpcdist.launch.stacks.look import Look
+from hpcdist.launch.stacks.summary import MAX_RANKS, Summary, summarize
+from hpcdist.rundir import Attempt, read_json, write_atomic
+
+log = logging.getLogger(__name__)
+#: Ranks that stand still get this long to print their stacks, also where no node answers.
+PRINT_S = 1.0
+#: What starting a command on all nodes may take of the time that there is.
+_START_SHARE = 0.35
+
+
+def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Callable[[], bool]) -> Summary | None:
+    """Collect the stacks of all ranks that still run; None when nothing was to be had.
+
+    Args:
+        limit_s: nodes that have not answered by then are left out.
+        interrupted: asked again and again; true ends the wait.
+    """
+    until = time.monotonic() + PRINT_S
+    command = [sys.executable, "-P", "-m", "hpcdist.launch.stacks.node", str(attempt.path)]
+    messages = attempt.path / "stacks.log"
+    # faulthandler prints the stacks into the logs, `runtime/flight.py` writes down the collectives.
+    ranks.signal(signal.SIGUSR1)
+    ranks.examine(
+        [*command, f"{limit_s * (1 - _START_SHARE):.1f}"], output=messages, limit_s=limit_s, interrupted=interrupted
+    )
+    while ranks.running and (left := until - time.monotonic()) > 0 and not interrupted():
+        ranks.wait(left)
+    try:
+        return _write_down(attempt, ranks)
+    except OSError as error:
+        log.warning("stacks cannot be written to %s: %s", attempt.path, error.strerror)
+        return None
+
+
+def _write_down(attempt: Attempt, ranks: Ranks) -> Summary | None:
+    looks = {look.rank: look for look in _answers(attempt)}
+    messages = attempt.path / "stacks.log"
+    if messages.exists() and not messages.stat().st_size:
+        messages.unlink()
+    if not looks:
+        return None
+    unseen = {rank: ranks.host_of(rank) for rank in ranks.running if rank not in looks}
+    summary = summarize(list(looks.values()), unseen)
+    write_atomic(attempt.stacks_summary, summary.text)
+    for rank in summary.odd_first[:MAX_RANKS]:
+        write_atomic(attempt.stacks(rank), looks[rank].whole_text())
+    for rank in summary.odd_first[MAX_RANKS:]:
+        attempt.flight(rank).unlink(missing_ok=True)
+    return summary
+
+
+def _answers(attempt: Attempt) -> Iterator[Look]:
+    """What the nodes have seen; their files are not needed any more."""
+    for path in sorted(attempt.path.glob(attempt.node_stacks("*").name)):
+        for value in (read_json(path) or {"ranks": []})["ranks"]:
+            yield Look.from_json(value)
+        path.unlink()
