@@ -9,6 +9,8 @@ from __future__ import annotations
 
 #: Heartbeats written by all ranks together, and likewise system metrics by all nodes.
 WRITES_PER_S = 64.0
+#: Points of all nodes' step times.
+TIMES_PER_S = 8.0
 #: Files that the supervisor, or the shipper, asks for news of ranks.
 LOOKS_PER_S = 64.0
 BEAT_EVERY_S = 1.0
@@ -31,3 +33,8 @@ def looks_at_once(num_ranks: int, since_last_s: float, hang_timeout_s: float) ->
 def system_interval_s(configured_s: float, num_nodes: int) -> float:
     """Seconds between two points of a node's system metrics; 0 means none."""
     return max(configured_s, num_nodes / WRITES_PER_S) if configured_s > 0 else 0.0
+
+
+def times_interval_s(num_nodes: int) -> float:
+    """Seconds between two points of a node's step times, at least; few nodes log at each logging interval."""
+    return num_nodes / TIMES_PER_S if num_nodes > TIMES_PER_S else 0.0

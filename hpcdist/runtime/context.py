@@ -31,6 +31,8 @@ from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.runtime.process_group import Groups
 from hpcdist.runtime.shards import Shard, ShardExchange
 from hpcdist.runtime.stop import StopAgreement
+from hpcdist.runtime.timed_ddp import TimedDDP
+from hpcdist.runtime.timing import NodeTimes, StepTimer, clock_of
 from hpcdist.schema import Config
 from hpcdist.tracking.journal import JournalWriter
 
@@ -63,6 +65,8 @@ class Context:
         device: this rank's device.
         run: the run folder.
         config: the whole config (also the second argument of `train`).
+        timer: where this rank's steps go. `wrap` and `should_stop` tell it all that it needs; `timer.waiting()` is for
+            waits of a trainer's own.
     """
 
     def __init__(
@@ -88,6 +92,9 @@ class Context:
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
+        self.timer = StepTimer(clock_of(device))
+        self._times = NodeTimes(self.timer, topology, config.tracking.log_every)
+        heartbeat.timing = self.timer.report
         self._store = CheckpointStore(
             run.checkpoints,
             keep_last=config.checkpoint.keep_last,
@@ -158,10 +165,15 @@ class Context:
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
-        return self._stop.at_boundary()
+        stop = self._stop.at_boundary()
+        self.timer.step_done()
+        if times := self._times.due(step):
+            self._journal.log(times, step)
+        return stop
 
     def agree_among(self, ranks: Sequence[int]) -> None:
         """Leave `should_stop` to these ranks, since the others have no steps of their own. Call it on every rank."""
+        self._times.leave_to(ranks)
         group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
         if self.rank in ranks:
             assert group is None or isinstance(group, dist.ProcessGroup)
@@ -184,6 +196,7 @@ class Context:
     def alive(self) -> None:
         """A sign of life from work without steps, such as a long evaluation."""
         self._heartbeat.beat()
+        self.timer.skip()
 
     # --- metrics
 
@@ -211,13 +224,15 @@ class Context:
         if self._groups.control is None:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, group=self._groups.control)
+        with self.timer.waiting():
+            dist.all_reduce(tensor, group=self._groups.control)
         return [float(value) for value in tensor.tolist()]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self._groups.control is not None:
-            dist.barrier(group=self._groups.control)
+            with self.timer.waiting():
+                dist.barrier(group=self._groups.control)
 
     # --- model and random numbers
 
@@ -226,8 +241,9 @@ class Context:
 
         `options` go to DistributedDataParallel, such as `static_graph=True` for a model without branches.
         """
-        return DistributedDataParallel(
+        return TimedDDP(
             module.to(self.device),
+            self.timer,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             **options,
@@ -283,6 +299,7 @@ class Context:
             )
         if shard is not None:
             self.barrier()  # nobody goes on, and changes what others own, before it is copied
+        self.timer.skip()
 
     def _gather_at_main(self, mine: Any) -> list[Any]:
         """What every rank has given, by rank; empty but on rank 0."""

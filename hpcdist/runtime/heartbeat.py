@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from hpcdist.pace import beat_interval_s
 from hpcdist.rundir import Attempt
@@ -37,6 +38,9 @@ class Heartbeat:
         self.step = 0
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
+        #: What this rank's steps were spent on so far (`StepTimer.report`); empty before its first step.
+        self.timing: Callable[[], dict[str, float]] = dict
+        self._size = 1024
         self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
         # Ranks that are started together shall not write together.
         self._first_s = self._interval_s * (rank + 1) / num_ranks
@@ -74,11 +78,13 @@ class Heartbeat:
                 "step": self.step,
                 "total_steps": self.total_steps,
                 "metrics": dict(self.metrics),
+                "timing": self.timing(),
             }
         )
+        # A shorter text must not leave a longer one's tail behind.
+        self._size = max(self._size, len(text))
         try:
-            # One write of one size: a shorter text must not leave a longer one's tail behind.
-            os.pwrite(self._file, text.encode().ljust(1024), 0)
+            os.pwrite(self._file, text.encode().ljust(self._size), 0)
         except OSError as error:
             if not self._failed:
                 log.warning("no heartbeat: %s cannot be written (%s)", self._path, error.strerror)
