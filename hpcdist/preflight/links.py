@@ -36,7 +36,7 @@ def judge_network(request: Request, answers: Answers) -> list[Check]:
     return [
         *_taken(request, answers),
         *blocked,
-        *_stalled(request, answers),
+        *_stalled(answers),
         *_slow(answers),
         *_skewed(answers),
         _summary(request, answers),
@@ -98,7 +98,7 @@ def _share(node: str, end: int, ways: Mapping[Pair, str], bad: Mapping[Pair, str
 
 
 def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: bool) -> Check:
-    what, fix = _words(request, problem, node if inward else "the others")
+    what, fix = _words(request, problem, node)
     name = "names" if problem.startswith("unresolved") else "port"
     if inward:
         text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {what}"
@@ -107,20 +107,18 @@ def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: 
     return Check(name=name, level="failure", text=text, fix=fix, node=node)
 
 
-def _words(request: Request, problem: str, target: str) -> tuple[str, str]:
-    """What is wrong on the way to a node, and the fix."""
+def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
+    """What is wrong on the way to or from a node, and the fix."""
     kind, _, detail = problem.partition(" ")
     port = f"port {request.port}"
-    where = f"on {target}" if target in request.nodes else "between the nodes"
     firewall = (
-        f"open the ports 20480-32760 and those of net.ipv4.ip_local_port_range to the other nodes {where}"
-        " (`nft list ruleset`, `iptables -S`)"
+        "let all TCP ports from 20480 on pass between the nodes, or at least 20480-32760 and"
+        f" net.ipv4.ip_local_port_range (on {node}: `nft list ruleset`, `iptables -S`)"
     )
+    how = {"silent": "packets to it vanish", "refused": "connections are refused"}
     if kind == "ephemeral":
-        return (
-            f"{port} is open, but not those of the ephemeral range ({detail}), which gloo, NCCL and RPC use",
-            firewall,
-        )
+        why = how.get(detail, detail)
+        return f"{port} is open, but no port of the ephemeral range, as gloo, NCCL and RPC use them: {why}", firewall
     if kind == "unresolved":
         return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
     if kind == "stranger":
@@ -128,8 +126,7 @@ def _words(request: Request, problem: str, target: str) -> tuple[str, str]:
         return f"on {port} answers {detail}", fix
     if kind == "absent":
         return f"it was not heard of in {request.deadline_s:g} s, though it has answered in the end", firewall
-    words = {"silent": "is blocked: packets to it vanish", "refused": "is blocked: connections are refused"}
-    return f"{port} {words.get(kind, f'is not reachable ({detail})')}", firewall
+    return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -147,24 +144,24 @@ def _measured(answers: Answers, *keys: str) -> dict[Pair, list[float]]:
     }
 
 
-def _stalled(request: Request, answers: Answers) -> Iterator[Check]:
-    pairs = {
-        (source, target): 1.0 if peer.get("stalled") else 0.0
-        for source, answer in answers.items()
-        for target, peer in answer["network"]["peers"].items()
-        if peer.get("stalled") or "latency_s" in peer
-    }
+def _stalled(answers: Answers) -> Iterator[Check]:
+    pairs: dict[Pair, float] = {}
+    for source, answer in answers.items():
+        for target, peer in answer["network"]["peers"].items():
+            if peer["status"] == "ok":
+                pair = (min(source, target), max(source, target))
+                pairs[pair] = max(pairs.get(pair, 0.0), float(peer.get("stalled", False)))
     text = "small messages pass, large ones get stuck"
     fix = "compare the MTUs along the way (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
     while any(pairs.values()):
-        nodes = {node for pair in pairs for node in pair}
-        share = {node: sum(own := _of(node, pairs)) / len(own) for node in sorted(nodes)}
+        nodes = sorted({node for pair in pairs for node in pair})
+        share = {node: sum(own := _of(node, pairs)) / len(own) for node in nodes}
         worst = max(share, key=lambda node: share[node])
         if share[worst] <= 0.5 or len(nodes) == 2:
-            for source, target in [pair for pair, stuck in pairs.items() if stuck][:_SHOWN]:
-                yield Check(name="network", level="failure", text=f"{source} – {target}: {text}", fix=fix)
+            for one, other in [pair for pair, stuck in pairs.items() if stuck][:_SHOWN]:
+                yield Check(name="network", level="failure", text=f"{one} – {other}: {text}", fix=fix)
             return
-        yield Check(name="network", level="failure", text=f"{text} to and from it", fix=fix, node=worst)
+        yield Check(name="network", level="failure", text=f"{text} on the way to or from it", fix=fix, node=worst)
         pairs = _without(worst, pairs)
 
 

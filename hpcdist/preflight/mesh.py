@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.preflight.patience import start
-from hpcdist.preflight.wire import HELLO_S, STALL_S, Ask, Link, Stranger
+from hpcdist.preflight.wire import STALL_S, Ask, Link, Stranger
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
@@ -30,6 +31,7 @@ CONNECT_S = 3.5
 RETRY_S = 0.1
 #: Between two looks into the shared folder.
 LOOK_AROUND_S = 0.5
+LARGE_BYTES = 2**14
 #: All rounds together; pairs whose turn does not come in time are not measured.
 ROUNDS_S = {"quick": 6.0, "full": 20.0}
 #: One burst in one direction: it grows until it has taken this long, or is this large.
@@ -62,8 +64,6 @@ class Peer:
     #: Its port of the ephemeral range.
     port: int = 0
     link: Link | None = None
-    #: Whether it is known what became of reaching it.
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
     #: Whether the peer has reached this node, as it says.
     mutual: bool = False
     #: The peer has ended the round that it leads.
@@ -147,6 +147,7 @@ class Mesh:
         self.addresses: set[str] = set()
         self._round = -1
         self._in_round = asyncio.Condition()
+        self._all_tried = asyncio.Event()
         self._leaving = asyncio.Event()
         self._ephemeral = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -157,6 +158,7 @@ class Mesh:
         try:
             await self._listen()
             await asyncio.gather(*map(self._reach, self.peers.values()))
+            self._all_tried.set()
             await asyncio.gather(*map(self._agree, self.peers.values()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ROUNDS_S[self._mode]):
@@ -219,8 +221,9 @@ class Mesh:
             while True:
                 what, number, _ = await link.hear()
                 if what is Ask.REACHED:
-                    await peer.settled.wait()
-                    number = int(peer.status == "ok")
+                    # All of them: nobody's rounds begin while this node still waits for someone.
+                    await self._all_tried.wait()
+                    number = int(peer.link is not None)
                 elif what is Ask.ROUND:
                     number = await self._arrived(number)
                 elif what is Ask.PUSH:
@@ -251,10 +254,29 @@ class Mesh:
             if link is not None or hopeless:
                 # A refusal only means something from a node that is there.
                 peer.status = "absent" if status == "refused" and known == float("inf") else status
-                peer.link = link
-                peer.settled.set()
                 break
             await asyncio.sleep(RETRY_S)
+        if link is not None:
+            peer.ephemeral, _, other = await self._connect(peer, peer.port)
+            if other is not None:
+                other.close()
+            if await self._carries(link):
+                peer.link = link
+            else:
+                peer.stalled = True
+
+    async def _carries(self, link: Link) -> bool:
+        """Whether something larger than any packet comes through."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                await link.tell(Ask.PUSH, LARGE_BYTES)
+                await link.send(LARGE_BYTES)
+                await link.hear()
+        except TimeoutError:
+            return False
+        except (OSError, EOFError):
+            pass  # it has broken down since; who uses the link next sees it
+        return True
 
     async def _connect(self, peer: Peer, port: int) -> tuple[str, str, Link | None]:
         """Status, detail, and the link where the status is `ok`."""
@@ -280,14 +302,11 @@ class Mesh:
         return "ok", "", link
 
     async def _agree(self, peer: Peer) -> None:
-        """With a peer that was reached: whether it reaches this node too, its clock, a port of the ephemeral range."""
+        """With a peer that was reached: how its clock stands, and whether it has reached this node too."""
         if peer.link is None:
             return
-        peer.ephemeral, _, link = await self._connect(peer, peer.port)
-        if link is not None:
-            link.close()
         try:
-            async with asyncio.timeout(GRACE_S + CONNECT_S + HELLO_S):
+            async with asyncio.timeout(max(0.0, self._until - time.monotonic()) + GRACE_S + CONNECT_S):
                 _, peer.offset_s = await peer.link.ping(3)
                 reached, _ = await peer.link.ask(Ask.REACHED)
                 peer.mutual = reached == 1
@@ -356,4 +375,5 @@ def _failure(error: Exception) -> tuple[str, str]:
         return "silent", ""
     if isinstance(error, ConnectionRefusedError):
         return "refused", ""
-    return "unreachable", str(error.strerror if isinstance(error, OSError) and error.strerror else error)
+    number = error.errno if isinstance(error, OSError) else None
+    return "unreachable", os.strerror(number) if number else str(error)
