@@ -25,7 +25,7 @@ from hpcdist.errors import PreflightError
 from hpcdist.launch.containers.command import Box, outer_env
 from hpcdist.launch.job.scontrol import Job, steps
 from hpcdist.launch.job.srun import PREFLIGHT_STEP, preflight_command
-from hpcdist.launch.submission.components import Component, components
+from hpcdist.launch.submission.components import allocations, components
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
 from hpcdist.preflight.probe import Request, probe_command, read_answers
@@ -142,7 +142,7 @@ class Preflight:
         return request, look
 
     def _one_step(self, request: Request) -> Look:
-        parts = components(self._config) if self._het else (widest(components(self._config)),)
+        parts = allocations(self._config)
         probe = probe_command(request, self._box.python if self._box is not None else sys.executable)
         nodes = self._by_component if self._het else [self._nodes]
         command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
@@ -225,11 +225,12 @@ def _last_line(text: str) -> str:
 
 
 def told(checks: Sequence[Check], seconds: float) -> list[str]:
-    """What the job's log has of it: a line for each warning and failure, or one that all is well."""
-    bad = [check for check in checks if check.level in ("warning", "failure")]
-    if bad:
-        return [f"preflight: {check.level}: {check.sentence()}" for check in bad] + [f"preflight: took {seconds:.1f} s"]
-    return [f"preflight: {check.text} ({seconds:.1f} s)" for check in checks if check.level == "ok"][:1]
+    """What the job's log has of it besides the failure that ends the run: the others, warnings, or that all is well."""
+    failures = [check for check in checks if check.level == "failure"]
+    bad = failures[1:] + [check for check in checks if check.level == "warning"]
+    lines = [f"preflight: {check.level}: {check.sentence()}" for check in bad]
+    well = [] if failures else [check.text for check in checks if check.level == "ok"][-1:]
+    return lines + [f"preflight: {text} ({seconds:.1f} s with srun)" for text in well]
 
 
 def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
@@ -240,11 +241,6 @@ def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
 
 def text_file(attempt: Attempt) -> Path:
     return attempt.preflight.with_suffix(".txt")
-
-
-def widest(parts: Sequence[Component]) -> Component:
-    """The component that asks for the most cores; a single allocation has nodes for all of them."""
-    return max(parts, key=lambda part: part.cpus_per_task)
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:

@@ -161,10 +161,10 @@ def preflight_command(
     *,
     het: bool,
 ) -> list[str]:
-    """A step that runs a command once on each node, with the cores and GPUs of one rank's node, in its container.
+    """A step that runs a command once on each node, with the cores and GPUs of all ranks there, in their container.
 
     Args:
-        parts: what each component asks for; of a plain job, the one that asks for most.
+        parts: what each component of the job asks for.
         nodes: names of the nodes, by the same components.
     """
     words = ["srun"]
@@ -177,7 +177,7 @@ def preflight_command(
             "nodes": len(own),
             "ntasks": len(own),
             "ntasks-per-node": 1,
-            "cpus-per-task": cluster.cpus_per_task,
+            "cpus-per-task": cluster.tasks_per_node * cluster.cpus_per_task,
             "gpus-per-node": cluster.gpus_per_node or None,
             "input": "none",
             **{name: without_value(value) for name, value in cluster.srun.items()},

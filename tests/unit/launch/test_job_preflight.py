@@ -99,6 +99,7 @@ def test_where_all_is_well_one_line_says_so_once_in_a_life(scene: Scene, caplog:
     assert len(scene.calls) == 1
     (line,) = caplog.messages
     assert line.startswith("preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them (")
+    assert line.endswith(" s with srun)")
     left = read_json(scene.attempt.preflight) or {}
     assert (left["mode"], left["nodes"], left["answers"]["n2"]) == ("quick", list(NODES), {"node": "n2"})
     assert [check["level"] for check in left["checks"]] == ["ok"]
@@ -117,9 +118,10 @@ def test_nothing_is_looked_at_on_one_node_or_where_it_is_off(scene: Scene) -> No
 
 
 def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.judge([Check(name="clock", level="warning", text="2 s ahead", fix="start chronyd", node="n2")])
+    scene.judge([Check(name="clock", level="warning", text="2 s ahead", fix="start chronyd", node="n2"), WELL])
     scene.look()
     assert caplog.messages[0] == "preflight: warning: n2: clock: 2 s ahead; start chronyd"
+    assert caplog.messages[1].startswith("preflight: 3 nodes alike")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,15 @@ def test_what_follows_from_a_failure(
     said = said.format(text=scene.attempt.path / "preflight.txt")
     assert str(caught.value) == f"preflight: n3: disk: 0 MB are free in /c; remove old runs{said}"
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, avoid)
+
+
+def test_the_first_failure_ends_the_run_and_the_others_stand_in_the_log(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.judge([DISK, Check(name="clock", level="failure", text="400 s ahead", node="n2"), WELL])
+    with pytest.raises(PreflightError):
+        scene.look()
+    assert caplog.messages == ["preflight: failure: n2: clock: 400 s ahead"]
 
 
 def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
@@ -226,11 +237,11 @@ def test_the_newest_complete_checkpoint_tells_how_much_room_the_next_one_takes(s
 # --- the step's command line
 
 
-def test_the_step_has_a_ranks_cores_and_gpus() -> None:
+def test_the_step_has_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
     config = Config(cluster=ClusterConfig(nodes=3, tasks_per_node=2, cpus_per_task=4, gpus_per_node=2))
     assert preflight_command(config, components(config), [NODES], ["probe"], het=False) == [
         *("srun", "--job-name=preflight", "--overlap", "--label", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
-        *("--cpus-per-task=4", "--gpus-per-node=2", "--input=none"),
+        *("--cpus-per-task=8", "--gpus-per-node=2", "--input=none"),
         *("sh", "-c", "trap '' USR2; exec \"$@\"", "sh", "probe"),
     ]
 
