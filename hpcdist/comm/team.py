@@ -52,15 +52,14 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     """
     ranks = list(range(len(nodes)))
     by_node = {name: [rank for rank in ranks if nodes[rank] == name] for name in dict.fromkeys(nodes)}
-    found = {
-        "halves": [ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]],
-        "even and odd": [ranks[::2], ranks[1::2]],
-    }
+    found = {}
     if len(by_node) > 1:
         found["within nodes"] = list(by_node.values())
         most = max(map(len, by_node.values()))
         # One rank of each node: what data parallelism over nodes and a hybrid shard use.
         found["across nodes"] = [[part[i] for part in by_node.values() if i < len(part)] for i in range(most)]
+    found["halves"] = [ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]]
+    found["even and odd"] = [ranks[::2], ranks[1::2]]
     kept: dict[str, list[list[int]]] = {}
     for name, groups in found.items():
         groups = [group for group in groups if group]
