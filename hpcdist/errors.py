@@ -102,6 +102,10 @@ class RemoteError(HpcdistError):
         return cls(f"{where}: {type(error).__name__}: {error}\n{trace}")
 
 
+class CommError(HpcdistError):
+    """A communication operation gave a wrong result; names rank, node, index, what was expected and what came."""
+
+
 class TrackingError(HpcdistError):
     """The tracking server refused or did not answer. Never raised in a training process."""
 

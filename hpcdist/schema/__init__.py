@@ -6,6 +6,7 @@ Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this pa
 """
 
 from hpcdist.schema.cluster import ClusterConfig, RoleRequest
+from hpcdist.schema.comm import CommConfig
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.describe import describe
 from hpcdist.schema.exact import exact
@@ -31,6 +32,7 @@ __all__ = [
     "TRAINER_SECTIONS",
     "CheckpointConfig",
     "ClusterConfig",
+    "CommConfig",
     "Config",
     "ContainerConfig",
     "DataConfig",

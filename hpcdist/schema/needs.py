@@ -14,6 +14,7 @@ TRAINER_SECTIONS: dict[str, tuple[str, ...]] = {
     "rnn": ("rnn", "optim", "schedule"),
     "pipeline": ("pipeline", "model", "data", "optim", "schedule"),
     "hybrid": ("hybrid", "optim"),
+    "comm": ("comm",),
 }
 
 #: The roles of each trainer that has some, in rank order, and an example. Rank 0 leads, so the order counts.

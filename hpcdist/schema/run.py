@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcdist.schema.checks import at_least, check
 from hpcdist.schema.cluster import ClusterConfig
+from hpcdist.schema.comm import CommConfig
 from hpcdist.schema.container import ContainerConfig
 from hpcdist.schema.hybrid import HybridConfig
 from hpcdist.schema.needs import trainer_problems
@@ -54,6 +55,7 @@ class Config:
     rnn: RnnConfig = field(default_factory=RnnConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     hybrid: HybridConfig = field(default_factory=HybridConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

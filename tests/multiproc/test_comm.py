@@ -1,0 +1,276 @@
+"""Communication benchmarks on real ranks: three, so that sizes do not divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_scene import new_run, open_context
+from spawn import Rank, spawn_ranks
+
+from hpcdist.comm.checking import Variety, check
+from hpcdist.comm.measuring import Stopwatch, caller, measure
+from hpcdist.comm.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast, Works
+from hpcdist.comm.patterns import DTYPES, REDUCTIONS
+from hpcdist.comm.plan import points
+from hpcdist.comm.results import Checked, read_results
+from hpcdist.comm.ring import Ring
+from hpcdist.comm.team import WORLD, Team, Words, make_teams
+from hpcdist.errors import CommError
+from hpcdist.rundir import RunDir
+from hpcdist.runtime.signals import StopFlag
+from hpcdist.schema import CommConfig, Config, TrainerConfig
+from hpcdist.trainers import comm
+
+TIMEOUT = timedelta(seconds=60)
+NODES = ["n1", "n1", "n2"]
+
+
+def teams() -> dict[str, Team]:
+    return make_teams(NODES, torch.device("cpu"), TIMEOUT, with_groups=True)
+
+
+# --- operations that are wrong
+
+
+class LastOneLate(AllReduce):
+    """Leaves out one element of the last rank's."""
+
+    def run(self) -> None:
+        if self.team.index == self.team.size - 1 and self.count > 5:
+            self.data[5] = 0
+        super().run()
+
+    def call(self, *, async_op: bool) -> Works:
+        if self.team.index == self.team.size - 1 and self.count > 5:
+            self.data[5] = 0
+        return super().call(async_op=async_op)
+
+
+class Swapped(AllToAll):
+    """Two parts arrive in each other's place at rank 1."""
+
+    def call(self, *, async_op: bool) -> Works:
+        works = super().call(async_op=False)
+        if self.team.index == 1 and self.team.size == 3:
+            parts = self.output.view(3, -1)
+            parts[[0, 1]] = parts[[1, 0]].clone()
+        return works
+
+
+class Idle(Broadcast):
+    """Does nothing."""
+
+    def call(self, *, async_op: bool) -> Works:
+        return []
+
+
+class OpenDoor(Barrier):
+    """Lets everyone through."""
+
+    def call(self, *, async_op: bool) -> Works:
+        return []
+
+
+class Missing(Broadcast):
+    """The backend cannot."""
+
+    def call(self, *, async_op: bool) -> Works:
+        raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
+
+
+def checks(here: Rank) -> dict[str, list[Checked]]:
+    """What comes of all operations, and of those that are wrong."""
+    words, store = Words(TIMEOUT), dist.distributed_c10d._get_default_store()
+    made = teams()
+
+    def found(variety: Variety, team: str, dtype: str) -> Checked:
+        return check(variety, made[team], dtype, words, store, node=NODES[here.rank])
+
+    right = [
+        found(Variety(kind=kind, reduction=one), team, dtype)
+        for team in made
+        for kind in OPERATIONS.values()
+        for one in (REDUCTIONS if kind.reduces else (None,))
+        for dtype in (DTYPES if team == WORLD and kind is not Barrier else ("float32",))
+    ]
+    wrong = [
+        found(Variety(kind=kind), WORLD, dtype)
+        for kind, dtype in ((LastOneLate, "bfloat16"), (Swapped, "uint8"), (Idle, "int32"), (OpenDoor, "uint8"))
+    ]
+    return {"right": right, "wrong": wrong, "missing": [found(Variety(kind=Missing), WORLD, "uint8")]}
+
+
+def rings(here: Rank) -> dict[str, Any]:
+    """Our ring's results: of floats that round, by rank; and of whole numbers in every length and cut."""
+    world = teams()[WORLD]
+    generator = torch.Generator().manual_seed(here.rank)
+    floats = torch.randn(10_007, generator=generator)
+    exact = floats.double()
+    dist.all_reduce(exact)
+    Ring(world, floats, "sum", piece_bytes=600).run()
+    wrong = []
+    for count in (1, 2, 3, 4, 31, 1000):
+        for piece_bytes in (1, 8, 40, 1 << 20):
+            data = torch.arange(count) * (here.rank + 1)
+            ring = Ring(world, data, "sum", piece_bytes)
+            ring.run()
+            ring.run()  # again, with the same buffers
+            if not torch.equal(data, torch.arange(count) * 18):
+                wrong.append((count, piece_bytes))
+    found = {"bytes": floats.numpy().tobytes(), "off": float((floats - exact).abs().max()), "wrong": wrong}
+    return found | {"timed": timed(here, world)}
+
+
+def timed(here: Rank, world: Team) -> list[Any]:
+    """Timings, and the slowest rank's of two numbers."""
+    words = Words(TIMEOUT)
+    operations = [AllReduce(world, 100, torch.float32) for _ in range(3)]
+    together = measure(caller(operations), Stopwatch(world), words, budget_s=0.005, divided_by=3)
+    one_way = measure(
+        caller([Broadcast(world, 100, torch.uint8)]), Stopwatch(world), words, budget_s=0.005, after_barrier=True
+    )
+    mine = [0.1 * here.rank, 0.2 - 0.1 * here.rank]
+    return [together, one_way, words.largest(mine)]
+
+
+def test_operations_are_right_and_wrong_ones_are_named() -> None:
+    by_rank = spawn_ranks(checks, 3)
+    assert by_rank[1] == by_rank[2] == by_rank[0], "all ranks know the same"
+    right, wrong = by_rank[0]["right"], by_rank[0]["wrong"]
+    assert [one for one in right if one.ok is not True] == []
+    assert {one.group for one in right} == {"world", "within nodes", "across nodes", "halves"}
+    assert len({one.operation for one in right}) == 24
+    late, swapped, idle, door = (one.error for one in wrong)
+    assert "rank 0 on n1: all_reduce[sum] of 7 x bfloat16 is wrong: at index 5 expected" in late
+    assert "(1 of 7 differ); 2 more of 3 ranks are wrong too" in late
+    assert swapped.startswith(
+        "rank 1 on n1: all_to_all of 3 x uint8 is wrong: at index 0 expected 37, got 35 (2 of 3 differ)"
+    )
+    assert idle.startswith("rank 1 on n1: broadcast of 1 x int32 is wrong: at index 0 expected 0, got 119")
+    assert "barrier of 3 ranks was left when" in door
+    assert [one.ok for one in wrong] == [False] * 4
+    missing = by_rank[0]["missing"][0]
+    assert (missing.ok, missing.error) == (
+        None,
+        "gloo has no broadcast of uint8: Backend gloo does not support teleport at somewhere",
+    )
+
+
+def test_our_ring_is_exact_and_equal_on_all_ranks_and_times_are_the_slowest_ones() -> None:
+    by_rank = spawn_ranks(rings, 3)
+    assert [one["wrong"] for one in by_rank] == [[], [], []]
+    assert len({one["bytes"] for one in by_rank}) == 1, "bit by bit"
+    assert by_rank[0]["off"] < 1e-5
+    assert by_rank[0]["timed"] == by_rank[1]["timed"] == by_rank[2]["timed"]
+    together, one_way, largest = by_rank[0]["timed"]
+    assert largest == [0.2, 0.2]
+    for timing in (together, one_way):
+        assert 2 <= timing.iterations <= 1000
+        assert 0 < timing.min_s <= timing.median_s <= timing.p99_s
+
+
+# --- the trainer
+
+CONFIG = Config(
+    trainer=TrainerConfig(target="comm"),
+    comm=CommConfig(
+        operations=[
+            "all_reduce",
+            "ring_all_reduce",
+            "all_gather",
+            "send_recv",
+            "barrier",
+            "async",
+            "groups",
+            "pairs",
+            "overlap",
+            "rpc",
+        ],
+        max_bytes="1M",
+        budget_s=0.0,
+    ),
+)
+
+
+def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
+    """Steps done, and the sentence at the end."""
+    flag = StopFlag()
+    with open_context(here, RunDir(path), CONFIG, flag) as ctx:
+        do, count = comm.Bench.do, 0
+
+        def counted(bench: comm.Bench, point: Any) -> None:
+            nonlocal count
+            do(bench, point)
+            count += 1
+            if count == stop_after:
+                flag.is_set = True
+
+        comm.Bench.do = counted  # type: ignore[method-assign]
+        comm.train(ctx, CONFIG)
+        ctx.close()
+    return count, ctx.end_reason
+
+
+def wrong_run(here: Rank, path: Path) -> str:
+    """What the run ends with when an operation is wrong."""
+    OPERATIONS["all_reduce"] = LastOneLate
+    config = replace(CONFIG, comm=replace(CONFIG.comm, operations=["all_reduce"]))
+    with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
+        comm.train(ctx, config)
+    return str(caught.value)
+
+
+def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    first = spawn_ranks(whole_run, 3, path=run.path, stop_after=40)
+    assert len({count for count, _ in first}) == 1
+    stopped_at = first[0][0]
+    assert 40 <= stopped_at < 60
+    before = read_results(run.artifacts)
+    assert not before.complete
+    second = spawn_ranks(whole_run, 3, path=run.path)
+    results = read_results(run.artifacts)
+    places = results.ranks
+    total = len(points(CONFIG.comm, [place.node for place in places]))
+    assert [count for count, _ in second] == [total - stopped_at] * 3
+    assert results.complete
+    assert results.checked[: len(before.checked)] == before.checked
+    assert results.rows[: len(before.rows)] == before.rows
+
+    assert [place.rank for place in places] == [0, 1, 2]
+    assert {(row.operation, row.mode, row.group) for row in results.rows} >= {
+        ("all_reduce", "blocking", "world"),
+        ("all_reduce", "async", "world"),
+        ("all_reduce", "blocking", "halves"),
+        ("ring_all_reduce", "blocking", "world"),
+        ("barrier", "blocking", "world"),
+    }
+    ours = [row for row in results.rows if row.operation == "ring_all_reduce" and row.variant == "sum"]
+    assert [row.bytes for row in ours] == [1 << power for power in range(2, 21)]
+    parts = [row for row in results.rows if (row.operation, row.mode, row.group) == ("all_gather", "blocking", "world")]
+    assert [(row.size, row.bytes) for row in parts[:5]] == [(1, 3), (4, 6), (8, 9), (16, 18), (32, 33)]
+    assert all(row.busbw == pytest.approx(row.bytes / row.median_s * 2 / 3) for row in parts)
+    assert sorted((pair.source, pair.target) for pair in results.pairs) == [
+        (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
+    ]  # fmt: skip
+    assert {(one.operation, one.bytes) for one in results.overlap} == {("all_reduce", 1 << 20), ("all_gather", 1048578)}
+    assert [(one.target.partition("/")[2], one.bytes) for one in results.rpc] == [
+        (rank, size) for rank in "12" for size in (4, 4096, 1 << 20)
+    ]
+    assert "all_reduce of 1 MiB" in second[0][1]
+
+
+def test_a_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    said = spawn_ranks(wrong_run, 3, path=run.path)
+    assert len(set(said)) == 1
+    assert "all_reduce[sum] of 7 x uint8 is wrong: at index 5" in said[0]
+    results = read_results(run.artifacts)
+    assert [one.ok for one in results.checked] == [False]
+    assert results.checked[0].error == said[0]
