@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from hpcdist.commands import image, launching, managing, watching
+from hpcdist.commands import benching, image, launching, managing, watching
 from hpcdist.devcluster.commands import app as devcluster_app
 from hpcdist.errors import HpcdistError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for commands in (launching.app, managing.app, watching.app, image.app, devcluster_app):
+for commands in (launching.app, managing.app, watching.app, image.app, benching.app, devcluster_app):
     app.add_typer(commands)
 
 
