@@ -31,7 +31,7 @@ DPI = 120
 
 def draw(results: Results, folder: Path) -> None:
     """Write `bandwidth.png`, `latency.png` and `pairs.png`, each where there is something to show."""
-    rows = [row for row in main_rows(results) if row.group == "world" and row.variant in ("", "sum")]
+    rows = [row for row in main_rows(results) if row.group == "world"]
     rows = [row for row in rows if row.busbw is not None and row.size > 0]
     if rows:
         write_atomic(folder / "bandwidth.png", bandwidth_over_size(results, rows))

@@ -1,6 +1,6 @@
 """A benchmark's results for people: tables of what counts, what was wrong, and where the bottleneck is.
 
-The tables show a choice of sizes, one type of numbers and no more columns than fit; `results.csv` has all of it.
+The tables show a choice of sizes, one type of numbers, sums alone and no more columns than fit; `results.csv` has all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from hpcdist.comm.compare import Change, changes, label, sentences, slower
 from hpcdist.comm.results import Results, Row, Rpc
 from hpcdist.comm.units import amount, rate, seconds, times
 
-#: Sizes that the tables show where they were measured, besides the largest.
-SIZES = tuple(map(int, (8, 2**10, 2**16, 2**20, 2**24)))
+#: Sizes that the tables show where they were measured, besides the largest; and more where there are few of these.
+SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)
+COLUMNS = 6
 #: Width of a report in a file.
 WIDTH = 160
 #: Ranks up to which the pairs' bandwidths fit into a table.
@@ -36,9 +37,9 @@ def report(results: Results, width: int) -> RenderableType:
     """The whole report for a page of so many columns; the bottleneck stands last."""
     parts: list[RenderableType] = [Text(heading(results)), *map(Text, _checks(results))]
     rows = main_rows(results)
-    sizes = _choose(sorted({row.size for row in rows if row.busbw is not None}), (width - 34) // 21)
     for group in dict.fromkeys(row.group for row in rows):
         of_group = [row for row in rows if row.group == group]
+        sizes = _choose(sorted({row.size for row in of_group if row.busbw is not None}), (width - 34) // 21)
         name = "" if group == "world" else f" in groups of {of_group[0].group_size} ({group})"
         parts += [
             _by_size(f"time of one operation{name}: median / p99", of_group, sizes, _time),
@@ -47,7 +48,7 @@ def report(results: Results, width: int) -> RenderableType:
             ),
             *map(Text, _without_size(of_group)),
         ]
-    parts += [*_overlap(results), *_rpc(results, sizes), *_pairs(results)]
+    parts += [*_overlap(results), *_rpc(results), *_pairs(results)]
     parts += [Text(f"note: {note}") for note in results.notes]
     parts += [Text(f"bottleneck: {sentence}", style="bold") for sentence in bottleneck(results)]
     return Group(*parts)
@@ -100,9 +101,10 @@ def heading(results: Results) -> str:
 
 
 def main_rows(results: Results) -> list[Row]:
-    """Of each operation the first type of numbers, as measured, but the ring beside what it is held against."""
-    types: dict[tuple[str, str], str] = {}
-    rows = [row for row in results.rows if types.setdefault((row.operation, row.variant), row.dtype) == row.dtype]
+    """Of each operation the sum, in the first type of numbers; the ring beside what it is held against."""
+    types: dict[str, str] = {}
+    sums = [row for row in results.rows if row.variant in ("", "sum")]
+    rows = [row for row in sums if types.setdefault(row.operation, row.dtype) == row.dtype]
     rings = [row for row in rows if is_ring(row)]
     found: list[Row] = []
     for row in (row for row in rows if not is_ring(row)):
@@ -162,7 +164,7 @@ def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Cell) 
             both = [size for size in sizes if size in by_size and size in rival]
             gains = {size: by_size[size].median_s / rival[size].median_s for size in both}
             cells = (times(gains[size]) if size in gains else "" for size in sizes)
-            table.add_row("  all_reduce is faster by", *cells, style="italic")
+            table.add_row("  the ring takes", *cells, style="italic")
     return _titled(title, table)
 
 
@@ -196,29 +198,26 @@ def _overlap(results: Results) -> Iterator[Group]:
         yield _titled("communication beside computation", table)
 
 
-def _rpc(results: Results, sizes: Sequence[int]) -> Iterator[Group]:
+def _rpc(results: Results) -> Iterator[Group]:
     """By size and device: the median of all targets, and the slowest by name."""
     if not results.rpc:
         return
-    known = sorted({call.bytes for call in results.rpc})
-    shown = [size for size in known if size in sizes] or _choose(known, 6)
     flights = max(call.in_flight for call in results.rpc)
     table = _table(("device", "median", "p99", "slowest", "calls/s", "bandwidth"))
     groups: dict[tuple[int, str], list[Rpc]] = {}
     for call in results.rpc:
         groups.setdefault((call.bytes, call.device), []).append(call)
     for (num_bytes, device), calls in sorted(groups.items()):
-        if num_bytes in shown:
-            slowest = max(calls, key=lambda call: call.latency_s)
-            table.add_row(
-                amount(num_bytes),
-                device,
-                seconds(median(call.latency_s for call in calls)),
-                seconds(median(call.p99_s for call in calls)),
-                f"{escape(slowest.target)} {seconds(slowest.latency_s)}",
-                f"{median(call.calls_per_s for call in calls):,.0f}",
-                rate(median(call.bandwidth for call in calls)),
-            )
+        slowest = max(calls, key=lambda call: call.latency_s)
+        table.add_row(
+            amount(num_bytes),
+            device,
+            seconds(median(call.latency_s for call in calls)),
+            seconds(median(call.p99_s for call in calls)),
+            f"{escape(slowest.target)} {seconds(slowest.latency_s)}",
+            f"{median(call.calls_per_s for call in calls):,.0f}",
+            rate(median(call.bandwidth for call in calls)),
+        )
     title = f"RPC from {results.rpc[0].source}: round trip of a tensor; calls and bandwidth with {flights} under way"
     yield _titled(title, table)
 
@@ -247,13 +246,11 @@ def _titled(title: str, table: Table) -> Group:
 
 
 def _choose(sizes: Sequence[int], most: int) -> list[int]:
-    """A few of the sizes, smallest and largest among them."""
-    if not sizes:
-        return []
-    found = sorted({size for size in SIZES if size in sizes} | {sizes[-1]})
-    if len(found) < min(4, len(sizes)):
-        found = list(sizes)
-    most = max(2, min(most, len(SIZES) + 1))
+    """A few of the sizes, the largest among them."""
+    found = [size for size in SIZES if size in sizes]
+    found += [size for size in MORE_SIZES if size in sizes][: max(0, COLUMNS - 1 - len(found))]
+    found = sorted({*found, *sizes[-1:]} if len(found) > 1 else sizes)
+    most = max(2, min(most, COLUMNS))
     if len(found) > most:
         found = [found[round(index * (len(found) - 1) / (most - 1))] for index in range(most)]
     return found
