@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from hpcdist.commands import doctoring, image, launching, managing, watching
+from hpcdist.commands import benching, doctoring, image, launching, managing, watching
 from hpcdist.devcluster.commands import app as devcluster_app
 from hpcdist.errors import HpcdistError
 
@@ -21,7 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for commands in (launching.app, managing.app, watching.app, doctoring.app, image.app, devcluster_app):
+COMMANDS = (launching, managing, watching, doctoring, benching, image)
+for commands in (*(module.app for module in COMMANDS), devcluster_app):
     app.add_typer(commands)
 
 

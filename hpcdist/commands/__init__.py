@@ -1,1 +1,1 @@
-"""The commands, by what they are for: `launching` starts runs, `managing` looks after those that are there."""
+"""The commands, by what they are for: `launching` starts runs, `managing` looks after them, `benching` measures."""

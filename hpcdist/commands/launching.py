@@ -17,13 +17,12 @@ from hpcdist.commands.options import (
     RunName,
     RunsDir,
     SweepAxes,
-    console,
     exit_code,
 )
+from hpcdist.commands.starting import ask_slurm, queue, send, start_here, submission_flags, supervise_here
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
-    from hpcdist.rundir import RunDir
     from hpcdist.schema import Config
 
 app = typer.Typer()
@@ -68,14 +67,9 @@ def run(
 
         hpcdist run ddp_mnist --in docker
     """
-    from hpcdist import compiler
-    from hpcdist.boxed import image_facts
     from hpcdist.config import load_config
     from hpcdist.launch import start
     from hpcdist.launch.again import unfinished
-    from hpcdist.launch.plan import Machine, make_plan
-    from hpcdist.tracking.uri import choose_uri
-    from hpcdist.view import show_plan
 
     if sweep:
         from hpcdist.commands import sweeping
@@ -94,20 +88,7 @@ def run(
         return run_boxed(config, overrides or [], unnamed, engine=engine, image=image, again=again, dry_run=dry_run)
     found = unfinished(unnamed) if again and not dry_run else None
     loaded = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    plan = make_plan(loaded, Machine.inspect(os.environ))
-    if not loaded.trainer.script:
-        compiler.check(loaded, plan.device, os.environ)
-    uri = choose_uri(os.environ, loaded.tracking.uri, Path(loaded.runs_dir))
-    path = Path(loaded.runs_dir) / loaded.experiment / loaded.name
-    show_plan(console(), loaded, plan, path, uri, verbose=dry_run)
-    if plan.device == "cpu" and loaded.launch.device == "auto":
-        inside = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
-        print(f"no GPU is visible{inside}: training on CPUs")
-    if dry_run:
-        return 0
-    if found is not None:
-        print(f"goes on with {found.name}, which the same config has started; `--new` starts another run")
-    return _begin(found or start.create_run(loaded, Path.cwd()), loaded, detach=detach)
+    return start_here(loaded, found, detach=detach, dry_run=dry_run)
 
 
 @app.command()
@@ -144,37 +125,21 @@ def submit(
     from hpcdist.commands import sweeping
     from hpcdist.config import load_config
     from hpcdist.launch import start
-    from hpcdist.launch.submission import checks, slurm
-    from hpcdist.launch.submission.components import table
-    from hpcdist.launch.submission.sbatch import render
-    from hpcdist.rundir import RunDir
 
     sweeping.check_options(sweep, array_parallelism, detach=False)
     if sweep:
         cells = sweeping.read_sweep(config, overrides or [], sweep, cluster)
-        flags = _submission_flags(cells.cells[0].config, dependency, begin)
+        flags = submission_flags(cells.cells[0].config, dependency, begin)
 
         def ask(one: Config) -> None:
-            _ask_slurm(one, flags, Path.cwd(), force=force)
+            ask_slurm(one, flags, Path.cwd(), force=force)
 
         return sweeping.submit_sweep(
             cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
         )
     loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
-    flags = _submission_flags(loaded, dependency, begin)
-    loaded, note = slurm.settle_het(loaded)
-    who = [*filter(None, [note]), *table(loaded)]
-    if dry_run:
-        checks.check_config(loaded, Path.cwd())
-        script, step = render(loaded, RunDir(Path(loaded.runs_dir) / loaded.experiment / loaded.name), flags)
-        print(f"{script}\n# then, in the batch step:\n# {step}\n#\n" + "\n".join(f"# {line}" for line in who))
-        return 0
-    _ask_slurm(loaded, flags, Path.cwd(), force=force)
-    print("\n".join(who))
-    if test:
-        return 0
-    run = start.create_run(loaded, Path.cwd(), launcher="slurm")
-    return _queue(run, loaded, flags, follow=follow, wait=wait)
+    flags = submission_flags(loaded, dependency, begin)
+    return send(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
 
 
 @app.command()
@@ -213,16 +178,16 @@ def resume(
     on_slurm = (found.path / "slurm.json").exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")
-    flags = _submission_flags(config, dependency, begin)
+    flags = submission_flags(config, dependency, begin)
     if on_slurm:
-        _ask_slurm(config, flags, None, force=force)
+        ask_slurm(config, flags, None, force=force)
     with hold(found):
         write_atomic(found.config, to_yaml(config), durable=True)
         if with_current_code:
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
     if on_slurm:
-        return _queue(found, config, flags, follow=not detach)
-    return _begin(found, config, detach=detach)
+        return queue(found, config, flags, follow=not detach)
+    return supervise_here(found, config, detach=detach)
 
 
 @app.command(hidden=True)
@@ -240,7 +205,7 @@ def supervise(run_dir: Path) -> int:
     from hpcdist.rundir import RunDir
 
     found = RunDir.open(run_dir)
-    return _begin(found, load_run_config(found.config, [], os.environ), detach=False)
+    return supervise_here(found, load_run_config(found.config, [], os.environ), detach=False)
 
 
 @app.command("in-job", hidden=True)
@@ -254,54 +219,3 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
     # A run that someone has ended is no failed job.
     return exit_code(state) if state.status == "failed" else 0
-
-
-def _begin(run: RunDir, config: Config, *, detach: bool) -> int:
-    """Supervise a run here or leave it to the background; returns the exit code of the command."""
-    from hpcdist import logs
-    from hpcdist.launch import start
-    from hpcdist.launch.plan import Machine, make_plan
-    from hpcdist.view import RunView, show_end
-
-    if detach:
-        pid = start.detach(run, config, os.environ)
-        print(f"{run.name} runs in the background (process {pid}): `hpcdist logs -f {run.name}` follows it")
-        return 0
-    logs.configure()
-    plan = make_plan(config, Machine.inspect(os.environ))
-    terminal = console()
-    with RunView(terminal) as view:
-        state = start.supervise(run, config, plan, view, os.environ)
-    show_end(terminal, run, state, config)
-    return exit_code(state)
-
-
-def _ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
-    """Check a submission and print what is doubtful, and when it would start; raises for what is wrong."""
-    from hpcdist.data.download import missing
-    from hpcdist.launch.submission.checks import check
-
-    doubts, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
-    print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
-
-
-def _submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
-    """Flags of sbatch that belong to one submission, not to the run: no later start of it has them."""
-    from hpcdist.launch.submission.dependency import resolve
-
-    resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
-    return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
-
-
-def _queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
-    """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
-    from hpcdist.commands.watching import see_through
-    from hpcdist.launch import start
-    from hpcdist.launch.submission import slurm
-
-    job_id = slurm.submit(config, run, flags)
-    print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")
-    if follow or wait:
-        return see_through(run, config, progress=follow)
-    print(start.ship_now(run, config, os.environ))
-    return 0
