@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import select
+import signal
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -80,17 +81,18 @@ def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks()
     assert judge_torch([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
 
 
-def test_ranks_that_hang_are_killed_and_what_they_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = json.dumps(WELL[0])
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho '{said}'\nread -r line < {tmp_path}/pipe\n")
-    program.chmod(0o755)
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr(trials.sys, "executable", str(program))
-    # As long as a shell may take to print one line on a busy machine.
-    (trial,) = try_ranks("cpu", "gloo", 1, within_s=1.0)
-    assert trial == Trial(stages=(WELL[0],))
-    assert sys.executable == str(program)
+def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
+    script = f"import time; print({json.dumps(WELL[0])!r}, flush=True); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    select.select([process.stdout], [], [])
+    assert trials._finish(process, deadline=0.0) == Trial(stages=(WELL[0],))
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_the_trial_itself_says_what_is_wrong(
@@ -106,7 +108,5 @@ def test_the_trial_itself_says_what_is_wrong(
     assert trial.main(["cpu", "gloo", "0", "1", "0"]) == 1
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["stage"] for one in said[:5]] == [one["stage"] for one in WELL]
-    assert (said[-1]["stage"], said[-1]["error"]) == (
-        "compute",
-        "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong",
-    )
+    wrong_product = "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong"
+    assert (said[-1]["stage"], said[-1]["error"]) == ("compute", wrong_product)
