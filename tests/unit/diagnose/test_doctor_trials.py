@@ -48,7 +48,7 @@ def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
         ),
         (
             Trial(
-                stages=stages("torch", "torchvision", "compute", error="RuntimeError: CUDA driver is too old"), code=1
+                stages=stages("torch", "torchvision", "compute", error="RuntimeError: the CUDA driver is old"), code=1
             ),
             "a small matrix product fails: RuntimeError: the CUDA driver is old",
             "`nvidia-smi` shows",
@@ -68,6 +68,11 @@ def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -
     assert (check.name, check.level) == ("2 ranks, nccl", "failure")
     assert said in check.text
     assert fix in check.fix
+
+
+def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
+    (check,) = judge_ranks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
+    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not end within 90 s")
 
 
 def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks() -> None:
