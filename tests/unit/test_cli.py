@@ -26,7 +26,21 @@ from hpcdist.launch import start
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_json
 
-COMMANDS = ("run", "resume", "runs", "status", "logs", "follow", "stop", "cancel", "explain", "config", "sync", "ui")
+COMMANDS = (
+    "run",
+    "resume",
+    "runs",
+    "status",
+    "logs",
+    "follow",
+    "stop",
+    "cancel",
+    "explain",
+    "doctor",
+    "config",
+    "sync",
+    "ui",
+)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hpcdist.cluster.topology import port_for
 from hpcdist.preflight.check import Check
@@ -24,7 +25,11 @@ _OTHER_PORT = 500
 
 
 def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]) -> list[Check]:
-    """The preflight's look, by a step of its own beside the ranks' (`srun --overlap`); it asks for no GPU."""
+    """The preflight's look, by a step of its own beside the ranks' (`srun --overlap`).
+
+    What the ranks themselves use of a GPU's memory is no finding.
+    """
+    gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     with _witness(run) as (witness, token):
         request = Request(
             nodes=tuple(nodes),
@@ -34,8 +39,8 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
             checkpoint_folder=str(run.checkpoints),
             witness=str(witness),
             tasks_per_node=config.cluster.tasks_per_node,
-            cpus_per_task=1,
-            backend="gloo",
+            gpus_per_node=gpus,
+            backend="nccl" if gpus else "gloo",
             deadline_s=MEET_S,
         )
         try:
@@ -57,7 +62,16 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
         said = (done.stderr.strip().splitlines() or ["srun said nothing"])[-1]
         text = f"no node gave an answer: {said[:200]}"
         return [Check(name="nodes", level="warning", text=text, fix=f"`srun --jobid={job_id} --overlap hostname`")]
-    return judge(request, answers)
+    checks = judge(request, {node: _without_use(found) for node, found in answers.items()})
+    if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
+        text = "the run trains meanwhile, so speeds are what it leaves over"
+        checks.append(Check(name="beside ranks", level="note", text=text))
+    return checks
+
+
+def _without_use(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A node's answer without how much of its GPUs' memory is in use."""
+    return {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
 
 
 def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[str]:
@@ -73,6 +87,7 @@ def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[st
         "--ntasks-per-node=1",
         "--cpus-per-task=1",
         "--mem=0",
+        *([f"--gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []),
         "--label",
         *probe_command(request),
     ]

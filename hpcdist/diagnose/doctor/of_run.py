@@ -20,8 +20,6 @@ from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import Config
 from hpcdist.standing import Standing, job_lives, job_of, look_now, stand
 
-#: What the look at a job's nodes leaves in the folder of the attempt that it came before.
-PREFLIGHT = "preflight.json"
 #: Attempts that have a line each; nodes of a run that have one where nothing is wrong with them.
 SHOWN_ATTEMPTS = 5
 SHOWN_NODES = 16
@@ -116,13 +114,12 @@ def _failed(attempt: Attempt, failure: dict[str, Any]) -> Check:
 
 def preflight(run: RunDir) -> list[Check]:
     """What was found on the nodes before the newest attempt that looked at them."""
-    looked = [attempt for attempt in run.attempts() if (attempt.path / PREFLIGHT).is_file()]
+    looked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
     if not looked:
         return []
     newest = looked[-1]
-    path = newest.path / PREFLIGHT
-    saved = read_json(path) or {}
-    ago = max(0, int(time.time() - path.stat().st_mtime)) // 60
+    saved = read_json(newest.preflight) or {}
+    ago = max(0, int(time.time() - newest.preflight.stat().st_mtime)) // 60
     when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.get('nodes', []))} nodes"
     checks = [Check(**check) for check in saved.get("checks", [])]
     bad = [check for check in checks if LEVELS.index(check.level) >= LEVELS.index("warning")]

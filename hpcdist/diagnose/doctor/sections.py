@@ -54,8 +54,8 @@ def machine_sections(request: Request) -> list[Section]:
         Section(title="MLflow", look=lambda: _store(request)),
         Section(
             title="Names",
-            look=lambda: names.names(names.ask_names(), on_cluster=_is_node(answers())),
-            within_s=2 * names.GIVE_UP_S + SLURM_S,
+            look=lambda: _names(answers),
+            within_s=names.GIVE_UP_S + SLURM_S,
         ),
         Section(title="Slurm", look=lambda: slurm.client(answers(), user), within_s=SLURM_S),
         Section(title="Partitions", look=lambda: slurm.partitions(answers()), within_s=SLURM_S),
@@ -104,6 +104,13 @@ def _store(request: Request) -> list[Check]:
     database = request.store.database
     kind = storage.file_system(storage.existing(database)) if database is not None else ""
     return store(request.store, request.env, "" if kind in storage.LOCAL else kind)
+
+
+def _names(answers: slurm.Once) -> list[Check]:
+    host = socket.gethostname()
+    lookups = machine.Lookups([host], [host])
+    found = lookups.result(names.GIVE_UP_S)[host]
+    return names.names(host, found, is_node=_is_node(answers()))
 
 
 def _is_node(found: slurm.Answers) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -13,7 +14,6 @@ from hpcdist.cluster.drivers import driver_problem
 from hpcdist.preflight.check import Check
 
 OLDEST_PYTHON = (3, 11)
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def software(*, torch_wanted: bool, cuda: str, driver: str) -> list[Check]:
@@ -37,18 +37,16 @@ def _python() -> Check:
 
 def _own() -> Check:
     folder = Path(hpcdist.__file__).parent
-    if (checkout := folder.parent / ".git").exists():
-        said = subprocess.run(
-            ["git", "-C", str(checkout.parent), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
+    checkout = folder.parent
+    if not (checkout / ".git").exists():
+        return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, {folder}")
+    changed = 0
+    if shutil.which("git") is not None:
+        command = ["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
         changed = len(said.stdout.splitlines())
-        state = f", {changed} file{'s' * (changed > 1)} changed since the last commit" if changed else ""
-        return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, the checkout {checkout.parent}{state}")
-    return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, {folder}")
+    state = f", {changed} file{'s' * (changed > 1)} changed since the last commit" if changed else ""
+    return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, the checkout {checkout}{state}")
 
 
 def _torch(wanted: bool, cuda: str, driver: str) -> list[Check]:
