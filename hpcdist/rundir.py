@@ -10,6 +10,7 @@
         artifacts/                               what the trainer leaves for people: plots, samples
         attempts/001/                            one per start of the ranks
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            stragglers.jsonl                     who held the others up (launch/stragglers.py), if anyone
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
 """
@@ -116,6 +117,24 @@ class Attempt:
     def failure(self) -> Path:
         """What ended this attempt, if it failed (`launch/policy.py`)."""
         return self.path / "failure.json"
+
+    @property
+    def stragglers(self) -> Path:
+        """Who held the others up, a line each time that was told: `text`, and the figures (`launch/stragglers.py`)."""
+        return self.path / "stragglers.jsonl"
+
+    def straggler_lines(self) -> list[dict[str, Any]]:
+        """All that was told of stragglers, in order."""
+        try:
+            lines = self.stragglers.read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def straggling(self) -> list[str]:
+        """What was told last of those that were stragglers to the end, or are."""
+        last = {(line["role"], line["name"]): line for line in self.straggler_lines()}
+        return [line["text"] for line in last.values() if line["event"] == "slow"]
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""

@@ -83,6 +83,7 @@ class Scene:
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
         monkeypatch.setattr(self.watch, "_sign", self._stat)
+        monkeypatch.setattr(self.watch, "_read", lambda rank, now: self._stat(rank))
 
     def _stat(self, rank: int) -> object:
         self.stats.append(rank)
