@@ -62,8 +62,8 @@ def test_the_slow_node_is_named_with_the_part_that_is_slow_and_what_to_look_at()
     assert run.go_on(60, slow(2, compute=0.14)) == [], "not for a whole minute"
     (told,) = run.go_on(20, slow(2, compute=0.14))
     assert told.text == (
-        "n3 is 35 % slower than the median node (compute 0.44 s against 0.30 s a step, data alike) over the last minute,"
-        " and the others wait for it: look on n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
+        "n3 is 35 % slower than the median node (compute 0.44 s against 0.30 s a step, data alike) over the last"
+        " minute, and the others wait for it: look on n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
         " PERFORMANCE`); `cluster.exclude=n3` leaves it out"
     )
     assert (told.event, told.host, told.rank, told.role) == ("slow", "n3", 2, "trainer")
