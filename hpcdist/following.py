@@ -79,7 +79,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
     """
     watch = RunWatch(run)
     waiting = Event()
-    said, away = "", ""
+    said, away, told = "", "", 0
     with RunView(console) as view:
         while True:
             found = watch.now()
@@ -94,6 +94,10 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
                 beat = read_json(run.attempt(found.state.attempt).beat(0))
                 if beat is not None:
                     view.progress(beat)
+            lines = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
+            for new in lines[told:]:
+                view.note(new["text"])
+            told = len(lines)
             waiting.wait(LOOK_EVERY_S)
     if found.name == "lost":
         close_if_dead(run)

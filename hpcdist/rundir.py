@@ -13,6 +13,7 @@
             preflight.json  preflight.txt        what was found on the nodes; in the first of each life of a job
             network.json                         what the ranks measured between them
             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      of ranks that stood still
+            stragglers.jsonl                     who held the others up (launch/stragglers.py), if anyone
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
 """
@@ -146,6 +147,24 @@ class Attempt:
     def network(self) -> Path:
         """What the ranks measured between them before they trained (`runtime/flight_check.py`)."""
         return self.path / "network.json"
+
+    @property
+    def stragglers(self) -> Path:
+        """Who held the others up, a line each time that was told: `text`, and the figures (`launch/stragglers.py`)."""
+        return self.path / "stragglers.jsonl"
+
+    def straggler_lines(self) -> list[dict[str, Any]]:
+        """All that was told of stragglers, in order."""
+        try:
+            lines = self.stragglers.read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def straggling(self) -> list[str]:
+        """What was told last of those that were stragglers to the end, or are."""
+        last = {(line["role"], line["name"]): line for line in self.straggler_lines()}
+        return [line["text"] for line in last.values() if line["event"] == "slow"]
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""

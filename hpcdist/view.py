@@ -178,6 +178,8 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
             table.add_row(escape(key), f"{value:.6g}")
         console.print(table)
     program = _program()
+    for text in run.attempt(state.attempt).straggling() if state.attempt else []:
+        console.print(f"[yellow]straggler:[/] {escape(text)}", highlight=False, soft_wrap=True)
     lines = [f"look at it: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
     if config.tracking.uri:
         lines = [f"look at it: {program} ui --uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"]
@@ -262,6 +264,8 @@ def show_status(console: Console, run: RunDir) -> None:
             rows[f"rank {rank}"] = f"step {beat['step']}{total}, {ago} s ago  {escape(format_metrics(beat['metrics']))}"
     if world_size > SHOWN_RANKS:
         rows["more ranks"] = f"{world_size - SHOWN_RANKS}, see {escape(str(run.attempt(state.attempt).path))}"
+    if straggling := run.attempt(state.attempt).straggling() if state.attempt else []:
+        rows["straggler"] = escape("\n".join(straggling))
     saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
     rows["checkpoints"] = ", ".join(saved) or "none yet"
     if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):

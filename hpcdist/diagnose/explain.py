@@ -1,4 +1,4 @@
-"""`hpcdist explain`: why a run failed, stands still or waits, in at most five lines."""
+"""`hpcdist explain`: why a run failed, stands still or waits, in at most five lines and one for each straggler."""
 
 from __future__ import annotations
 
@@ -49,8 +49,16 @@ class Finding:
 
 
 def explain(run: RunDir) -> list[str]:
-    """What to tell of a run: one line when nothing is wrong, else status, cause, evidence, fix and Slurm's word."""
+    """What to tell of a run: one line when nothing is wrong, else status, cause, evidence, fix and Slurm's word.
+
+    Whoever held up the others goes last.
+    """
     now = stand(run, look_now(run, history=True))
+    straggling = run.attempt(now.state.attempt).straggling() if now.state.attempt else []
+    return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
+
+
+def _explain(run: RunDir, now: Standing) -> list[str]:
     state = now.state
     if now.name == "finished":
         times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from hpcdist.cluster.roles import Roles
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.stacks.collect import collect
+from hpcdist.launch.stragglers import Stragglers, Told
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.rundir import Attempt, read_json
 from hpcdist.schema import Config
@@ -88,6 +93,8 @@ class Watch:
         self._clock: Callable[[], float] = time.monotonic
         self._num_ranks = len(ranks.running) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, self._clock())] * self._num_ranks
+        roles = Roles.of(config.roles, self._num_ranks)
+        self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
         self._turn = 0
         self._looked = self._clock()
         self._kill_at: float | None = None
@@ -220,10 +227,40 @@ class Watch:
         return [rank for rank in ranks if rank not in self._ranks.exits]
 
     def _is_overdue(self, rank: int, now: float) -> bool:
-        sign = self._sign(rank)
+        sign = self._read(rank, now) if self._is_due(rank, now) else self._sign(rank)
         if sign != self._signs[rank][0]:
             self._signs[rank] = (sign, now)
         return now - self._signs[rank][1] >= self._config.launch.hang_timeout_s
+
+    def _is_due(self, rank: int, now: float) -> bool:
+        """Whether to look at what a rank's steps are spent on, too. A plain script does not tell."""
+        return not self._config.trainer.script and self._stragglers.is_due(rank, now)
+
+    def _read(self, rank: int, now: float) -> object:
+        """The same as `_sign`, by reading the heartbeat, which also tells of stragglers."""
+        try:
+            with open(self._attempt.beat(rank), "rb") as file:
+                found = os.fstat(file.fileno())
+                text = file.read()
+        except FileNotFoundError:
+            return None
+        sign = found.st_size, found.st_mtime_ns
+        try:
+            beat = json.loads(text)
+        except ValueError:  # half written: it is due again at the next turn
+            return sign
+        for told in self._stragglers.note(rank, beat, now):
+            self._tell(told)
+        return sign
+
+    def _tell(self, told: Told) -> None:
+        self._report.note(told.text)
+        line = json.dumps({"time": time.time(), "text": told.text, **asdict(told)})
+        try:
+            with open(self._attempt.stragglers, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self._report.note(f"that is not in {self._attempt.stragglers} ({error.strerror})")
 
     def _last_sign(self, rank: int) -> tuple[float, float]:
         """When a rank was last alive: by its own word, which is exact however seldom it writes, or by what was seen."""

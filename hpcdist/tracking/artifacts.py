@@ -67,7 +67,7 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
             outcomes = sorted(outcomes, key=lambda path: path.stat().st_mtime_ns)[:MAX_RANKS]
             told = {path.name.split(".")[0] for path in outcomes}
             logs = sorted(logs, key=lambda path: path.stem not in told)[:MAX_RANKS]
-        for path in sorted([*logs, *outcomes]):
+        for path in sorted([*logs, *outcomes, *attempt.path.glob(attempt.stragglers.name)]):
             if ended or path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
         for path in _of_hang(attempt):

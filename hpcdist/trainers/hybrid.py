@@ -250,7 +250,8 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
     run.model.train()
     meter.since = time.perf_counter()
     while batch is not None and lookup is not None:
-        pooled = lookups.collect(lookup)
+        with ctx.timer.waiting():
+            pooled = lookups.collect(lookup)
         ahead = lookups.request(following.units, train=True) if following is not None else None
         meter.loss_sum += _step(run, batch, lookup, pooled)
         meter.num_steps += 1

@@ -38,6 +38,7 @@ from hpcdist.runtime.context import Context
 from hpcdist.runtime.optimizer import build_optimizer, lr_factor
 from hpcdist.runtime.position import Position
 from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
+from hpcdist.runtime.timing import StepTimer
 from hpcdist.schema import Config, RlConfig
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ MEASURED = ("eval/return", "eval/return_std")
 
 
 _collector: Collector | None = None
+_timer: StepTimer | None = None
 _inference: Inference | None = None
 
 
@@ -60,9 +62,14 @@ def collect(index: int, number: int, rl: RlConfig, weights: dict[str, Tensor], t
         weights: the policy's `actor_state`; of it only `log_std`, if there is one, where the agent is asked.
     """
     assert _collector is not None
+    assert _timer is not None
     is_local = rl.inference == "local"
     infer = Actor(weights, rl.activation) if is_local else functools.partial(_ask_agent, index, timeout_s)
-    return _collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
+    began = time.perf_counter()
+    rollout = _collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
+    if is_local:  # else the agent's answers, which are the same for all, are most of it
+        _timer.add(compute_s=time.perf_counter() - began)
+    return rollout
 
 
 def _ask_agent(index: int, timeout_s: float, observations: Floats) -> Floats:
@@ -147,11 +154,12 @@ class Agent:
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or told to end, evaluate after each epoch, and leave checkpoints and the final policy."""
-    global _collector, _inference
+    global _collector, _inference, _timer
     if (best := cfg.checkpoint.best) not in MEASURED:
         raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(MEASURED)}"])
     problem = Problem.of(cfg.rl.env, cfg.rl.env_options, cfg.rl.max_episode_steps)
     if ctx.role == "observer":
+        _timer = ctx.timer
         _collector = collector = Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=ctx.role_index)
         saved = ctx.restore()
         if saved is not None and saved.local is not None:

@@ -12,6 +12,7 @@ import pytest
 
 from hpcdist.launch import watch as watch_module
 from hpcdist.launch.stacks.summary import Summary
+from hpcdist.launch.stragglers import Told
 from hpcdist.launch.watch import LOOK_EVERY_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
 from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import Attempt, RunDir, read_json
@@ -80,6 +81,7 @@ class Scene:
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
         monkeypatch.setattr(self.watch, "_sign", self._stat)
+        monkeypatch.setattr(self.watch, "_read", lambda rank, now: self._stat(rank))
         monkeypatch.setattr(watch_module, "collect", self._collect)
         self.limits: list[float] = []  #: seconds that were given to collect stacks
         self.found: Summary | None = None
@@ -211,3 +213,78 @@ def test_the_step_of_a_rank_that_writes_seldom_is_not_behind_rank_0(attempt: Att
     beat(attempt, 3000, 0)
     assert LastSteps(attempt, 4096, 1800.0)[3000] == 80
     assert LastSteps(attempt, 4096, 1800.0).get(2999) is None, "never seen"
+
+
+def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SteppedRanks(attempt, 3)
+    clock = SimpleNamespace(monotonic=lambda: ranks.time, time=lambda: NOW + ranks.time)
+    monkeypatch.setattr(watch_module, "time", clock)
+    notes: list[str] = []
+    report: Any = SimpleNamespace(progress=lambda beat: None, note=notes.append, output=lambda text: None)
+    watch = Watch(attempt, ranks, Config(), report)
+    wait = ranks.wait
+
+    def go_on(timeout_s: float) -> None:
+        """Ten steps a second on each of three hosts; n2 computes half as long again for two minutes."""
+        wait(timeout_s)
+        for rank in range(3):
+            slow_s = min(ranks.time, 120.0) * 0.03 if rank == 2 else 0.0
+            timing = {
+                "steps": 10 * ranks.time,
+                "step_s": ranks.time,
+                "own_steps": 10 * ranks.time,
+                "data_s": 0.1 * ranks.time,
+                "compute_s": 0.06 * 10 * ranks.time + 10 * slow_s,
+            }
+            beat = {"time": NOW + ranks.time, "host": f"n{rank}", "step": 1, "total_steps": None, "timing": timing}
+            # Half of a line now and then, as a reader may meet it.
+            text = json.dumps(beat)
+            attempt.beat(rank).write_text(text if int(5 * ranks.time) % 7 else text[:50])
+
+    monkeypatch.setattr(ranks, "wait", go_on)
+    ranks.end_at = 100.0
+    assert watch.until_over() is None
+    (told,) = notes
+    assert told.startswith(
+        "n2 is 43 % slower than the median node (compute 90.0 ms against 60.0 ms a step, data alike)"
+    )
+    (line,) = attempt.straggler_lines()
+    assert (line["text"], line["event"], line["name"], line["rank"]) == (told, "slow", "n2", 2)
+    assert attempt.straggling() == [told]
+
+    ranks.exits, ranks.end_at = {}, 220.0
+    assert watch.until_over() is None
+    assert notes[1:] == ["n2 is as fast as the median node again"]
+    assert len(attempt.straggler_lines()) == 2
+    assert attempt.straggling() == []
+
+
+def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    report: Any = SimpleNamespace(note=notes.append)
+    watch = Watch(attempt, SteppedRanks(attempt, 2), Config(), report)
+    told = Told(
+        event="over",
+        name="n2",
+        others="the other node",
+        host="n2",
+        rank=1,
+        role="trainer",
+        over_s=60.0,
+        slower=0.0,
+        data_s=0.1,
+        compute_s=0.1,
+        others_data_s=0.1,
+        others_compute_s=0.1,
+    )
+    attempt.stragglers.mkdir()
+    watch._tell(told)
+    assert notes == ["n2 is as fast as the other node again", f"that is not in {attempt.stragglers} (Is a directory)"]
+
+
+def test_a_plain_script_tells_nothing_of_its_steps(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(trainer=TrainerConfig(script=("train.py",)))
+    watch = Watch(attempt, SteppedRanks(attempt, 2), config, SimpleNamespace())  # type: ignore[arg-type]
+    assert not watch._is_due(0, 1000.0)

@@ -1,0 +1,47 @@
+"""A node that is slower than the others, on a real Slurm: told by its name after a minute, and kept with the run."""
+
+from __future__ import annotations
+
+import pytest
+from hpcdist_runs import wait_for
+from slurm_runs import SlurmRuns
+
+#: A whole minute is waited for, as it is for people.
+pytestmark = pytest.mark.faults
+
+
+def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRuns) -> None:
+    name = "uneven"
+    job = slurm_runs.submit(
+        name,
+        "trainer=uneven:train",
+        "params.forward_s=0.04",
+        "params.slow_host=n3",
+        "cluster.nodes=4",
+        "cluster.tasks_per_node=1",
+        "tracking.log_every=50",
+    )
+    attempt = slurm_runs.attempt(name)
+    wait_for(attempt.straggler_lines, "the straggler's line", timeout_s=180)
+    assert slurm_runs.command("stop", name)[0] == 0
+    slurm_runs.wait_end(name, job)
+
+    lines = attempt.straggler_lines()
+    assert {(line["name"], line["event"], line["rank"]) for line in lines} == {("n3", "slow", 2)}
+    assert lines[0]["slower"] >= 0.2
+    assert lines[0]["compute_s"] - lines[0]["others_compute_s"] >= 0.01
+    text = lines[0]["text"]
+    assert " % slower than the median node (compute " in text
+    assert "over the last minute" in text
+    assert text in slurm_runs.job_log(name)
+
+    code, output = slurm_runs.command("sync", name)
+    assert code == 0, output
+    keys = {key for key, _, _ in slurm_runs.points(name)}
+    assert {f"time/n{node}/{what}_s" for node in range(1, 5) for what in ("step", "data", "compute")} <= keys
+    means = {
+        node: [value for key, _, value in slurm_runs.points(name) if key == f"time/n{node}/compute_s"]
+        for node in range(1, 5)
+    }
+    assert max(means, key=lambda node: sum(means[node]) / len(means[node])) == 3
+    assert text in slurm_runs.command("explain", name)[1]
