@@ -124,7 +124,7 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
         if (match := _search(path)) is not None and match[0].name != "peer-lost":
             pattern, number, line = match
             if hang is not None and pattern.name == "hang":
-                break
+                continue  # what was collected tells more than that
             return Finding(cause=cause_of(pattern, line), evidence=_cite(run, path, number, line), fix=pattern.fix)
     if hang is not None:
         return hang

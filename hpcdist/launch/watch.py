@@ -198,7 +198,7 @@ class Watch:
         return Failure(
             kind="hung",
             rank=rank,
-            host=self._ranks.host_of(rank),
+            host=(found.hosts.get(rank) if found is not None else None) or self._ranks.host_of(rank),
             step=self.steps()[rank],
             error=error,
             detail=found.sentence if found is not None else "",

@@ -25,7 +25,9 @@ from typing import Any
 from hpcdist.rundir import Attempt, write_atomic, write_json
 
 log = logging.getLogger(__name__)
-#: Entries of each process group that are kept, the last ones.
+#: Collectives that a recorder keeps, as many as by torch's own default.
+_ENTRIES = 2000
+#: Entries of each process group that are written down, the last ones.
 _LAST = 20
 _MOST = 200  #: those that have not ended included
 #: In larger runs the recorder's own dump, which is a megabyte, holds only what has not ended.
@@ -45,10 +47,17 @@ def tell_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
     ).start()
 
 
-def dump_into(attempt: Attempt, env: MutableMapping[str, str]) -> None:
-    """Let torch's own dumps, at a timeout of NCCL, go where the run is, unless somebody has said where."""
-    if not env.keys() & {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}:
-        env["TORCH_FR_DUMP_TEMP_FILE"] = str(attempt.path / "flight-rank-")
+def record_collectives(attempt: Attempt, env: MutableMapping[str, str]) -> None:
+    """Switch the flight recorders on, and let torch's own dumps at a timeout of NCCL go where the run is.
+
+    Not every version records by default. What somebody has set already stays, under the older names, too.
+    """
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), str(_ENTRIES)),
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(attempt.path / "flight-rank-")),
+    ):
+        if not env.keys() & set(names):
+            env[names[0]] = value
 
 
 def _write_at_signals(wake: int, attempt: Attempt, rank: int, world_size: int) -> None:

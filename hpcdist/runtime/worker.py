@@ -30,7 +30,7 @@ from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
-from hpcdist.runtime.flight import dump_into, tell_on_signal
+from hpcdist.runtime.flight import record_collectives, tell_on_signal
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.schema import Config, role_device
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -> int:
     # `kill -USR1` prints the stacks of all threads, which is what one wants to see of a rank that hangs.
     tell_on_signal(attempt, topology.rank, topology.world_size)
-    dump_into(attempt, os.environ)
+    record_collectives(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)

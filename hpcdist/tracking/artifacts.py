@@ -76,11 +76,13 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
 
 
 def _of_hang(attempt: Attempt) -> Iterator[Path]:
-    """The summary of where the ranks stood, their stacks, and what the flight recorders of some of them held."""
+    """Where ranks stood that hung, once that is summed up; and what torch itself wrote of a collective's timeout."""
+    patterns = ["flight-rank-*"]
     if attempt.stacks_summary.exists():
         yield attempt.stacks_summary
-        for pattern in ("rank-*.stacks.txt", "rank-*.flight.json", "flight-rank-*"):
-            yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
+        patterns = ["rank-*.stacks.txt", "rank-*.flight.json", *patterns]
+    for pattern in patterns:
+        yield from sorted(attempt.path.glob(pattern))[:MAX_RANKS]
 
 
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:

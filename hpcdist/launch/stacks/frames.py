@@ -49,21 +49,26 @@ class Place(NamedTuple):
 
     def key(self) -> tuple[str, int, str, int]:
         """Equal for equal places, whoever has printed the stacks: they name functions differently."""
-        return (self.inner.file, self.inner.line, self.own.file, self.own.line)
+        return (*self.own_key(), self.inner.file, self.inner.line)
+
+    def own_key(self) -> tuple[str, int]:
+        """Equal where the same line of the user's own code is executed."""
+        return (self.own.file, self.own.line)
 
 
 def place_of(frames: Sequence[Frame]) -> Place | None:
     """Where a stack, innermost call first, stands; None for one without frames.
 
     The own code is the innermost frame that is of no library. A trainer that is installed as a package looks like
-    one: then it is the trainer's function, which hpcdist's worker has called.
+    one: then it is the trainer's function, which hpcdist's worker has called. Before that it is the worker's own line.
     """
     if not frames:
         return None
     own = next((frame for frame in frames if not _is_library(frame.file)), None)
     if own is None:
-        by_worker = [inner for inner, outer in pairwise(frames) if _WORKER.search(outer.file)]
-        own = by_worker[0] if by_worker else frames[0]
+        by_worker = [(inner, outer) for inner, outer in pairwise(frames) if _WORKER.search(outer.file)]
+        inner, outer = by_worker[0] if by_worker else (frames[0], frames[0])
+        own = outer if _STDLIB.search(inner.file) else inner
     return Place(frames[0], own)
 
 

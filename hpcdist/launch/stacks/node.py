@@ -43,17 +43,17 @@ _AT_ONCE = 4
 def main(argv: Sequence[str]) -> None:
     folder, limit_s = argv
     attempt = Attempt(Path(folder))
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    looks = look_around(attempt, node, time.monotonic() + float(limit_s))
-    if looks:
+    slurms = os.environ.get("SLURMD_NODENAME", "")
+    node = slurms or socket.gethostname()
+    processes = find_ranks(attempt.path.parent.parent, attempt.number, slurms)
+    if looks := look_at(processes, attempt, node, time.monotonic() + float(limit_s)):
         write_json(attempt.node_stacks(node), {"ranks": [look.as_json() for look in looks]})
 
 
-def look_around(attempt: Attempt, node: str, until: float) -> list[Look]:
-    """Look at every rank on this node, within the time that there is (`until`, on the monotonic clock)."""
+def look_at(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[Look]:
+    """Look at the ranks of this node, within the time that there is (`until`, on the monotonic clock)."""
     began = time.monotonic()
-    before = {process: facts for process in find_ranks(attempt.path.parent.parent, attempt.number)
-              if (facts := facts_of(process.pid)) is not None}  # fmt: skip
+    before = {process: facts for process in processes if (facts := facts_of(process.pid)) is not None}
     spy = py_spy(os.environ)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         spied_now = pool.map(lambda process: _spied(spy, process, until), before)

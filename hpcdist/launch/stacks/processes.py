@@ -53,10 +53,13 @@ class Facts:
     half_closed: tuple[str, ...]  #: peers that have closed a TCP connection which this process still holds
 
 
-def find_ranks(run: Path, attempt: int, proc: Path = PROC) -> list[RankProcess]:
+def find_ranks(run: Path, attempt: int, node: str = "", proc: Path = PROC) -> list[RankProcess]:
     """The processes of this user that are ranks of a run's attempt, by rank.
 
     A rank is known by its command line and environment. What it has forked shares both, so a rank's parent is none.
+
+    Args:
+        node: Slurm's name of this node, since several of its nodes may stand on one machine (`slurmd -N`).
     """
     words = ["-P", "-m", "hpcdist.runtime.worker", str(run)]
     parents: dict[int, int] = {}
@@ -67,8 +70,9 @@ def find_ranks(run: Path, attempt: int, proc: Path = PROC) -> list[RankProcess]:
                 continue
             parents[pid] = int(_stat(proc, pid)[1])
             if _words(proc / str(pid) / "cmdline")[1:] == words:
-                topology = Topology.from_env(_environment(proc, pid))
-                if topology.attempt == attempt:
+                env = _environment(proc, pid)
+                topology = Topology.from_env(env)
+                if topology.attempt == attempt and (not node or env.get("SLURMD_NODENAME", node) == node):
                     alike[pid] = topology.rank
         except (OSError, TopologyError):
             continue  # it has ended meanwhile, or is not to be looked into: then its rank counts as not seen

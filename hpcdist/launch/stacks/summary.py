@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.launch.stacks.flights import absences, mismatches, ranks_text
+from hpcdist.launch.stacks.frames import Place
 from hpcdist.launch.stacks.look import Look
 
 #: Lines of the table of ranks, and groups that are named in the sentence.
 MAX_RANKS = 64
 _NAMED = 3
+#: A process that could run all the time has had less than this share of it.
+_STARVED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,7 @@ class Summary:
     sentence: str  #: for the run's last words
     suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty where nothing tells
     odd_first: tuple[int, ...]  #: all ranks that were seen, those that tell most first
+    hosts: Mapping[int, str]  #: where those ranks are
     text: str  #: the whole summary
 
 
@@ -37,20 +41,33 @@ def summarize(looks: Sequence[Look], unseen: Mapping[int, str]) -> Summary:
     torn = mismatches(calls)
     suspects = _suspects(by_rank, groups, {rank for absence in missing for rank in absence.absent})
     told = list(dict.fromkeys([*(item.text() for item in torn), *(item.text() for item in missing)]))
-    unseen_text = _unseen(unseen)
-    sentence = "; ".join(filter(None, [_sentence(groups, suspects), *told[:1], unseen_text]))
+    apart = "; ".join(filter(None, [_starved(by_rank), _unseen(unseen)]))
+    sentence = "; ".join(filter(None, [_sentence(groups, suspects), *told[:1], apart]))
     place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -place[rank], rank)))
     return Summary(
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
-        text=_text(sentence, groups, told, unseen_text, [by_rank[rank] for rank in odd_first]),
+        hosts={rank: look.host for rank, look in by_rank.items()},
+        text=_text(sentence, groups, told, apart, [by_rank[rank] for rank in odd_first]),
     )
 
 
 def _groups(looks: Mapping[int, Look]) -> dict[str, list[int]]:
-    """Ranks by what they are at, the most first."""
+    """Ranks by what they are at, the most first.
+
+    Where they are at too many places, as ranks are that compute, only the lines of their own code count.
+    """
+    found = _by_place(looks, Place.key, Place.text)
+    if len(found) > max(_NAMED, len(looks) / 2):
+        found = _by_place(looks, Place.own_key, lambda place: place.own.text())
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
+
+
+def _by_place(
+    looks: Mapping[int, Look], key: Callable[[Place], object], text: Callable[[Place], str]
+) -> dict[str, list[int]]:
     texts: dict[object, str] = {}
     found: dict[str, list[int]] = {}
     for rank, look in looks.items():
@@ -61,9 +78,19 @@ def _groups(looks: Mapping[int, Look]) -> dict[str, list[int]]:
         elif place is None:
             at = f"no stack, {look.state_text().partition(',')[0]}"
         else:
-            at = texts.setdefault(place.key(), f"in {place.text()}")
+            at = texts.setdefault(key(place), f"in {text(place)}")
         found.setdefault(at, []).append(rank)
-    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
+    return found
+
+
+def _starved(looks: Mapping[int, Look]) -> str:
+    """Ranks that do not hang at all: they want to run, and others have the processors."""
+    starved = [rank for rank, look in looks.items() if look.facts.state == "R" and look.cpu_s < _STARVED * look.over_s]
+    if len(starved) <= len(looks) / 2:
+        return ""
+    share = max(looks[rank].cpu_s / looks[rank].over_s for rank in starved)
+    get = "gets" if len(starved) == 1 else "get"
+    return f"{ranks_text(starved)} {get} at most {share:.0%} of a core: too much else runs on their nodes"
 
 
 def _suspects(
@@ -106,14 +133,14 @@ def _unseen(unseen: Mapping[int, str]) -> str:
 
 
 def _text(
-    sentence: str, groups: Mapping[str, Sequence[int]], told: Sequence[str], unseen: str, looks: Sequence[Look]
+    sentence: str, groups: Mapping[str, Sequence[int]], told: Sequence[str], apart: str, looks: Sequence[Look]
 ) -> str:
     lines = [sentence, "", "where the ranks stand:"]
     lines += [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
     if told:
         lines += ["", "collectives, by the flight recorders:", *(f"  {text}" for text in told)]
-    if unseen:
-        lines += ["", unseen]
+    if apart:
+        lines += ["", apart]
     lines += ["", "processes:"]
     for look in looks[:MAX_RANKS]:
         closed = len(look.facts.half_closed)

@@ -103,6 +103,10 @@ def test_no_stacks(log: str) -> None:
         ),
         (["/src/hpcdist/runtime/stop.py", "/src/hpcdist/trainers/ddp.py"], "f0 (stop.py:0), called by f1 (ddp.py:1)"),
         # Still on its way to the trainer.
+        (
+            ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/runtime/worker.py", "<frozen runpy>"],
+            "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
+        ),
         (["<frozen runpy>", "/usr/lib/python3/dist-packages/a.py"], "f0 (<frozen runpy>:0)"),
     ],
 )  # fmt: skip

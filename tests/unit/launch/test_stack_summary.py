@@ -21,7 +21,8 @@ OTHER = (Frame("sleep", "/me/net.py", 3),)
 def look(rank: int, frames: tuple[Frame, ...] = WAITS, *, state: str = "S", **changes: Any) -> Look:
     facts = Facts(state=state, wchan="futex_wait_queue", threads=9, cpu_s=70.0, half_closed=())
     values: dict[str, Any] = {"host": f"n{rank // 4}", "pid": 100 + rank, "source": "py-spy", "text": "stack\n"}
-    return Look(rank=rank, frames=frames, facts=facts, cpu_s=0.02, over_s=1.0, **{**values, **changes})
+    values |= {"cpu_s": 0.02, "over_s": 1.0}
+    return Look(rank=rank, frames=frames, facts=facts, **{**values, **changes})
 
 
 def calls(last: int, *pending: int) -> tuple[Calls, ...]:
@@ -70,6 +71,25 @@ def test_few_among_many_are_suspected_no_half(others: dict[int, tuple[Frame, ...
     assert summary.suspects == suspects
     for rank, frames in others.items():
         assert frames[0].function in summary.sentence, rank
+
+
+def test_ranks_that_compute_are_told_by_the_lines_of_their_own_code() -> None:
+    """Each is somewhere else inside of it at every look."""
+    looks = [
+        look(
+            rank, (Frame("f", "/v/lib/python3.11/a.py", rank), Frame("train", "/me/net.py", 8 + (rank == 5))), state="R"
+        )
+        for rank in range(6)
+    ]
+    summary = summarize(looks, {})
+    assert summary.suspects == (5,)
+    assert summary.sentence.startswith(
+        "rank 5 stands elsewhere than the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
+    )
+    # They would run if they could.
+    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: too much else runs on their nodes")
+    assert "of a core" not in summarize([look(0, state="R", cpu_s=0.9), look(1, state="R", cpu_s=0.8)], {}).text
+    assert "of a core" not in summarize([look(0, state="R"), look(1)], {}).text
 
 
 def test_a_rank_that_cannot_run_is_suspected_whatever_its_stack() -> None:

@@ -141,7 +141,7 @@ def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: 
 
 def test_the_one_whose_stack_differs_is_named_where_that_is_one(scene: Scene) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.found = Summary(sentence="rank 3 stands elsewhere", suspects=(3,), odd_first=(), text="")
+    scene.found = Summary(sentence="rank 3 stands elsewhere", suspects=(3,), odd_first=(), hosts={3: "n3"}, text="")
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
@@ -150,7 +150,7 @@ def test_the_one_whose_stack_differs_is_named_where_that_is_one(scene: Scene) ->
 
 def test_of_several_suspects_none_is_picked(scene: Scene) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.found = Summary(sentence="ranks 3-4 stand elsewhere", suspects=(3, 4), odd_first=(), text="")
+    scene.found = Summary(sentence="ranks 3-4 stand elsewhere", suspects=(3, 4), odd_first=(), hosts={}, text="")
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.detail) == (700, "ranks 3-4 stand elsewhere")
