@@ -134,6 +134,7 @@ def test_without_a_place_to_write_it_says_how_to_start(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.faults
 def test_compile_works_in_the_default_image(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.steps=2", "launch.ranks=1")
     done = containers.podman("run", "--rm", *LINE, "--volume", f"{runs}:/runs", image("default"), *command)

@@ -275,7 +275,7 @@ def rank_pid(supervisor: int, rank: int) -> int:
     raise AssertionError(f"no rank {rank} below {supervisor}")
 
 
-@pytest.mark.parametrize(("rank", "role"), [(0, "trainer:0"), (2, "server:0")])
+@pytest.mark.parametrize(("rank", "role"), [pytest.param(0, "trainer:0", marks=pytest.mark.faults), (2, "server:0")])
 def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control: str, rank: int, role: str) -> None:
     name = f"hybrid-killed-{rank}"
     process = runs.start("run", *arguments(runs, name, *HELD))

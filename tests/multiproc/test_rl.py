@@ -163,7 +163,7 @@ def test_stopped_and_resumed(rl_runs: Runs, control: str, kind: str) -> None:
     assert_as_control(rl_runs, name, control)
 
 
-@pytest.mark.parametrize(("victim", "role"), [(0, "agent:0"), (2, "observer:1")])
+@pytest.mark.parametrize(("victim", "role"), [pytest.param(0, "agent:0", marks=pytest.mark.faults), (2, "observer:1")])
 def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
     name = f"killed-{victim}"
     process = rl_runs.start(*command(rl_runs, name, *SHORT, *HELD))

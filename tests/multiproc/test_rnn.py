@@ -261,7 +261,9 @@ def sibling(held: list[int]) -> int:
     return found
 
 
-@pytest.mark.parametrize("victim", ["trainer:0", pytest.param("trainer:1", marks=pytest.mark.faults), "server:0"])
+@pytest.mark.parametrize(
+    "victim", [*(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)), "server:0"]
+)
 def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
     process = runs.start("run", *arguments(runs, name, *HELD))
