@@ -172,14 +172,19 @@ def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
 
 
 def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    versions = answer.get("versions", {})
+    if "versions" not in answer:
+        text = "its driver, or the file system that Python is on, does not answer: versions and GPUs are unknown"
+        fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
+        yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
+        return
+    versions = answer["versions"]
     if request.gpus_per_node and (old := driver_problem(versions.get("cuda", ""), versions.get("driver", ""))):
         fix = f"update the driver on {node}, or use a torch (or an image) that is built for an older CUDA"
         yield Check(name="driver", level="failure", text=f"torch {versions['torch']} needs {old}", fix=fix)
 
 
 def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    if not request.gpus_per_node:
+    if not request.gpus_per_node or "gpus" not in answer:
         return
     seen, asked = answer.get("visible_gpus", 0), request.gpus_per_node
     if seen < asked:

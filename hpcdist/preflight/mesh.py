@@ -63,6 +63,8 @@ class Peer:
     alive_at: float = float("inf")
     #: Its port of the ephemeral range.
     port: int = 0
+    #: Whether it was reached by small and large messages; `link` may since have broken, or be in use.
+    reached: bool = False
     link: Link | None = None
     #: Whether the peer has reached this node, as it says.
     mutual: bool = False
@@ -178,7 +180,7 @@ class Mesh:
             except OSError as error:
                 if port == 0:
                     raise
-                self.port_problem = error.strerror or str(error)
+                self.port_problem = os.strerror(error.errno) if error.errno else str(error)
                 continue
             sock.setblocking(False)
             self._ephemeral = sock.getsockname()[1]
@@ -223,7 +225,7 @@ class Mesh:
                 if what is Ask.REACHED:
                     # All of them: nobody's rounds begin while this node still waits for someone.
                     await self._all_tried.wait()
-                    number = int(peer.link is not None)
+                    number = int(peer.reached)
                 elif what is Ask.ROUND:
                     number = await self._arrived(number)
                 elif what is Ask.PUSH:
@@ -261,7 +263,7 @@ class Mesh:
             if other is not None:
                 other.close()
             if await self._carries(link):
-                peer.link = link
+                peer.reached, peer.link = True, link
             else:
                 peer.stalled = True
 
