@@ -216,10 +216,10 @@ class Mesh:
         """Answer one connection until it ends."""
         with contextlib.suppress(Stranger, OSError, EOFError, ValueError), contextlib.closing(link):
             peer = self.peers.get((await link.hear_hello(self._token))["node"])
-            if peer is None:
-                return
-            self._heard_of(peer)
             await link.say_hello({"token": self._token, "node": self._nodes[self._me], "ephemeral": self._ephemeral})
+            if peer is None:
+                return  # perhaps this node itself, led astray by a name
+            self._heard_of(peer)
             while True:
                 what, number, _ = await link.hear()
                 if what is Ask.REACHED:
