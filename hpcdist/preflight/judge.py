@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist.cluster.drivers import driver_problem
 from hpcdist.preflight.check import LEVELS, Check, Level
-from hpcdist.preflight.links import judge_network
+from hpcdist.preflight.links import judge_network, listed
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -79,10 +79,11 @@ def said_once(checks: Iterable[Check], num_nodes: int) -> list[Check]:
         if len(group) < 2 or len(group) * 2 <= num_nodes or not group[0].node:
             found += group
             continue
-        where = f"on all {num_nodes} nodes" if len(group) == num_nodes else f"on {len(group)} of {num_nodes} nodes"
+        where = f"all {num_nodes} nodes" if len(group) == num_nodes else f"{len(group)} of {num_nodes} nodes"
+        names = listed(check.node for check in group)
         first = group[0]
         fix = first.fix.replace(f" on {first.node}", " on each of them")
-        found.append(replace(first, node="", text=f"{where}, such as {first.node}: {first.text}", fix=fix))
+        found.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
     return found
 
 

@@ -78,7 +78,7 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
         own = [way for way in bad if way[end] == node]
         if _share(node, end, ways, bad)[0] <= 0.5 or (len(own) < 2 and len(answers) > 2):
             break
-        others = _listed(way[1 - end] for way in own)
+        others = listed(way[1 - end] for way in own)
         everyone = len(own) == len([way for way in ways if way[end] == node])
         yield _cut_off(request, node, bad[own[0]], others if not everyone or len(own) == 1 else "", inward=end == 1)
         # What remains of a named node would be said twice.
@@ -129,7 +129,8 @@ def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
     return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """`n1, n2, n3, n4 and 12 more`."""
     found = list(names)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 

@@ -160,7 +160,7 @@ def test_gpus_do_not_matter_where_none_are_asked_for() -> None:
 
 def test_a_gloo_run_may_go_on_without_gpus() -> None:
     (found,) = sentences(request(gpus_per_node=2), healthy())
-    assert found.startswith("warning gpu: on all 4 nodes, such as n1: 0 of 2 GPUs can be used")
+    assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs can be used")
 
 
 def test_a_driver_that_is_older_than_torchs_cuda() -> None:
@@ -259,10 +259,10 @@ def test_what_all_nodes_have_in_common_is_said_once() -> None:
         answer["checkpoints"] = {"folder": "/c", "free": (500 + index) * 10**6}
     (found,) = findings(request(), answers)
     assert found.node == ""
-    assert found.sentence().startswith("disk: on all 4 nodes, such as n1: 500 MB are free in /c")
+    assert found.sentence().startswith("disk: on all 4 nodes (n1, n2, n3, n4): 500 MB are free in /c")
     answers["n4"]["checkpoints"]["free"] = 10**12
     (found,) = findings(request(), answers)
-    assert found.sentence().startswith("disk: on 3 of 4 nodes, such as n1: 500 MB")
+    assert found.sentence().startswith("disk: on 3 of 4 nodes (n1, n2, n3): 500 MB")
     answers["n3"]["checkpoints"]["free"] = 10**12
     assert [check.node for check in findings(request(), answers)] == ["n1", "n2"], "no common cause"
 
