@@ -246,15 +246,13 @@ def _skewed(answers: Answers) -> Iterator[Check]:
 
 
 def _summary(request: Request, answers: Answers) -> Check:
-    num_ways = sum(
-        peer["status"] == "ok" for answer in answers.values() for peer in answer["network"]["peers"].values()
-    )
-    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} ways between them work"
+    peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
+    num_ways = sum(peer["status"] == "ok" for peer in peers)
+    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} ways between them work"
     rates = sorted(min(both) for both in _measured(answers, "sent_bytes_s", "received_bytes_s").values())
     delays = [value for (value,) in _measured(answers, "latency_s").values()]
     if rates:
-        text += (
-            f", {median(rates) / MB:,.0f} MB/s (slowest pair {rates[0] / MB:,.0f}) and {median(delays) * 1e3:.2f} ms"
-        )
+        text += f"; {median(rates) / MB:,.0f} MB/s in the median pair, {rates[0] / MB:,.0f} in the slowest"
+        text += f", {median(delays) * 1e3:.2f} ms there and back"
     seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
     return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")
