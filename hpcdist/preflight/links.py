@@ -70,6 +70,10 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
                 status = f"ephemeral {peer['ephemeral']}"
             detail = peer.get("detail", "")
             ways[source, target] = "" if status == "ok" else f"{status} {detail}".strip()
+    # A node that listens and is mute to some of the others is only busy.
+    mute = {way for way, problem in ways.items() if problem.startswith("mute")}
+    busy = {target for _, target in mute if any((way not in mute) and way[1] == target for way in ways)}
+    ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in busy}
     bad = {way: problem for way, problem in ways.items() if problem}
     while bad:
         end, node = max(
@@ -121,7 +125,7 @@ def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
         return f"{port} is open, but no port of the ephemeral range, as gloo, NCCL and RPC use them: {why}", firewall
     if kind == "unresolved":
         return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
-    if kind == "stranger":
+    if kind in ("stranger", "mute"):
         fix = f"see what listens there (`ss -ltnp 'sport = :{request.port}'`) and whether the nodes' names are right"
         return f"on {port} answers {detail}", fix
     if kind == "absent":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -19,8 +20,10 @@ from typing import Any
 import pytest
 
 from hpcdist.preflight.judge import judge
-from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, tournament
+from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS
+from hpcdist.preflight.peers import tournament
 from hpcdist.preflight.probe import Request, answer_lines, probe_command, read_answers
+from hpcdist.preflight.wire import connected
 
 #: Far more than a probe takes, so that a hang is told as one.
 LIMIT_S = 60
@@ -164,6 +167,22 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
     assert answers["n4"]["network"]["listener"], "one of those that listen on this port of this machine's addresses"
     found = [(check.name, check.node) for check in judge(request, answers) if check.level in ("failure", "warning")]
     assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
+
+
+def test_a_connection_that_is_made_counts_though_nobody_had_time_to_look() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asyncio.run(connected("127.0.0.1", server.getsockname()[1], limit_s=0.0)).close()
+
+
+def test_packets_that_vanish_are_told_from_refusals() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address, port = full.getsockname()
+        waiting = [socket.create_connection((address, port))]  # nobody accepts: the queue has room for one
+        with pytest.raises(TimeoutError):
+            asyncio.run(connected(address, port, limit_s=0.2))
+        waiting[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(connected(address, port, limit_s=5.0))
 
 
 def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:

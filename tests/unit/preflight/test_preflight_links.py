@@ -40,6 +40,18 @@ def test_a_node_that_nobody_reaches_is_named(num_nodes: int, status: str, detail
     assert found.sentence().startswith(f"n3: port: no other node can reach it: {text}")
 
 
+def test_a_node_that_is_too_busy_to_talk_to_all_is_not_blamed() -> None:
+    answers = healthy()
+    break_way(answers, "n1", "n3", "mute", "a program that says nothing")
+    break_way(answers, "n2", "n3", "mute", "a program that says nothing")
+    assert sentences(request(), answers) == []
+    break_way(answers, "n4", "n3", "mute", "a program that says nothing")
+    (found,) = sentences(request(), answers)
+    assert found.startswith(
+        "failure n3: port: no other node can reach it: on port 23456 answers a program that says nothing; see"
+    )
+
+
 def test_of_two_nodes_the_one_that_is_not_reached_is_named() -> None:
     answers = healthy(2)
     break_way(answers, "n1", "n2", "silent")
