@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist.cluster.drivers import driver_problem
 from hpcdist.preflight.check import LEVELS, Check, Level
-from hpcdist.preflight.links import judge_network
+from hpcdist.preflight.links import judge_network, listed
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -79,10 +79,11 @@ def said_once(checks: Iterable[Check], num_nodes: int) -> list[Check]:
         if len(group) < 2 or len(group) * 2 <= num_nodes or not group[0].node:
             found += group
             continue
-        where = f"on all {num_nodes} nodes" if len(group) == num_nodes else f"on {len(group)} of {num_nodes} nodes"
+        where = f"all {num_nodes} nodes" if len(group) == num_nodes else f"{len(group)} of {num_nodes} nodes"
+        names = listed(check.node for check in group)
         first = group[0]
         fix = first.fix.replace(f" on {first.node}", " on each of them")
-        found.append(replace(first, node="", text=f"{where}, such as {first.node}: {first.text}", fix=fix))
+        found.append(replace(first, node="", text=f"on {where} ({names}): {first.text}", fix=fix))
     return found
 
 
@@ -172,14 +173,19 @@ def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
 
 
 def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    versions = answer.get("versions", {})
+    if "versions" not in answer:
+        text = "its driver, or the file system that Python is on, does not answer: versions and GPUs are unknown"
+        fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
+        yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
+        return
+    versions = answer["versions"]
     if request.gpus_per_node and (old := driver_problem(versions.get("cuda", ""), versions.get("driver", ""))):
         fix = f"update the driver on {node}, or use a torch (or an image) that is built for an older CUDA"
         yield Check(name="driver", level="failure", text=f"torch {versions['torch']} needs {old}", fix=fix)
 
 
 def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    if not request.gpus_per_node:
+    if not request.gpus_per_node or "gpus" not in answer:
         return
     seen, asked = answer.get("visible_gpus", 0), request.gpus_per_node
     if seen < asked:

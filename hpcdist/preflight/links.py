@@ -70,6 +70,10 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
                 status = f"ephemeral {peer['ephemeral']}"
             detail = peer.get("detail", "")
             ways[source, target] = "" if status == "ok" else f"{status} {detail}".strip()
+    # A node that listens and is mute to some of the others is only busy.
+    mute = {way for way, problem in ways.items() if problem.startswith("mute")}
+    busy = {target for _, target in mute if any((way not in mute) and way[1] == target for way in ways)}
+    ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in busy}
     bad = {way: problem for way, problem in ways.items() if problem}
     while bad:
         end, node = max(
@@ -78,7 +82,7 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
         own = [way for way in bad if way[end] == node]
         if _share(node, end, ways, bad)[0] <= 0.5 or (len(own) < 2 and len(answers) > 2):
             break
-        others = _listed(way[1 - end] for way in own)
+        others = listed(way[1 - end] for way in own)
         everyone = len(own) == len([way for way in ways if way[end] == node])
         yield _cut_off(request, node, bad[own[0]], others if not everyone or len(own) == 1 else "", inward=end == 1)
         # What remains of a named node would be said twice.
@@ -121,7 +125,7 @@ def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
         return f"{port} is open, but no port of the ephemeral range, as gloo, NCCL and RPC use them: {why}", firewall
     if kind == "unresolved":
         return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
-    if kind == "stranger":
+    if kind in ("stranger", "mute"):
         fix = f"see what listens there (`ss -ltnp 'sport = :{request.port}'`) and whether the nodes' names are right"
         return f"on {port} answers {detail}", fix
     if kind == "absent":
@@ -129,7 +133,8 @@ def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
     return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """`n1, n2, n3, n4 and 12 more`."""
     found = list(names)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
@@ -245,15 +250,13 @@ def _skewed(answers: Answers) -> Iterator[Check]:
 
 
 def _summary(request: Request, answers: Answers) -> Check:
-    num_ways = sum(
-        peer["status"] == "ok" for answer in answers.values() for peer in answer["network"]["peers"].values()
-    )
-    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} ways between them work"
+    peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
+    num_ways = sum(peer["status"] == "ok" for peer in peers)
+    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} ways between them work"
     rates = sorted(min(both) for both in _measured(answers, "sent_bytes_s", "received_bytes_s").values())
     delays = [value for (value,) in _measured(answers, "latency_s").values()]
     if rates:
-        text += (
-            f", {median(rates) / MB:,.0f} MB/s (slowest pair {rates[0] / MB:,.0f}) and {median(delays) * 1e3:.2f} ms"
-        )
+        text += f"; {median(rates) / MB:,.0f} MB/s in the median pair, {rates[0] / MB:,.0f} in the slowest"
+        text += f", {median(delays) * 1e3:.2f} ms there and back"
     seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
     return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")

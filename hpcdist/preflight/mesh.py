@@ -17,11 +17,11 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.preflight.patience import start
-from hpcdist.preflight.wire import STALL_S, Ask, Link, Stranger
+from hpcdist.preflight.peers import Peer, tournament
+from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Link, Mute, Stranger, connected, starved_us
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
@@ -37,68 +37,9 @@ ROUNDS_S = {"quick": 6.0, "full": 20.0}
 #: One burst in one direction: it grows until it has taken this long, or is this large.
 BURST_S = {"quick": 0.04, "full": 0.2}
 BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
-#: What is below the one or above the other is measured again before anyone believes it: noise makes slow, never fast.
-SUSPECT_BYTES_S = 125e6
+#: What takes longer, or is slower than `FAST_BYTES_S`, is measured again before anyone believes it: noise makes slow,
+#: never fast.
 SUSPECT_LATENCY_S = 2e-3
-
-
-@dataclass
-class Peer:
-    """Another node as this one sees it."""
-
-    name: str
-    #: `ok`, or why it cannot be reached: `refused`, `silent` (packets vanish), `unreachable`, `stranger`,
-    #: `unresolved`, `absent` (nobody has heard of it).
-    status: str = "absent"
-    detail: str = ""
-    #: Whether a port of the ephemeral range can be reached as well, in the same words.
-    ephemeral: str = "ok"
-    #: A round trip of a few bytes; bandwidths from this node and to it; the peer's clock minus this node's.
-    latency_s: float | None = None
-    sent_bytes_s: float | None = None
-    received_bytes_s: float | None = None
-    offset_s: float | None = None
-    #: Small messages pass, large ones do not.
-    stalled: bool = False
-    alive_at: float = float("inf")
-    #: Its port of the ephemeral range.
-    port: int = 0
-    link: Link | None = None
-    #: Whether the peer has reached this node, as it says.
-    mutual: bool = False
-    #: The peer has ended the round that it leads.
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def as_answer(self) -> dict[str, Any]:
-        """What is known, without what is not."""
-        found: dict[str, Any] = {"status": self.status}
-        if self.status != "ok":
-            return found | ({"detail": self.detail} if self.detail else {})
-        for name in ("latency_s", "sent_bytes_s", "received_bytes_s", "offset_s"):
-            if (value := getattr(self, name)) is not None:
-                found[name] = float(f"{value:.4g}")
-        if self.ephemeral != "ok":
-            found["ephemeral"] = self.ephemeral
-        return found | ({"stalled": True} if self.stalled else {})
-
-
-def tournament(num_nodes: int, num_rounds: int) -> list[list[int | None]]:
-    """Who meets whom: for each round a partner by node, None for who sits it out. Rounds are spread evenly.
-
-    The circle method: in round r of m the nodes i and r - i (modulo m) meet, and who would meet itself meets the last.
-    """
-    circle = num_nodes if num_nodes % 2 else num_nodes - 1
-    wanted = min(num_rounds, circle)
-    rounds = []
-    for turn in (step * circle // wanted for step in range(wanted)):
-        partners: list[int | None] = [(turn - node) % circle for node in range(circle)]
-        alone = next(node for node in range(circle) if partners[node] == node)
-        partners[alone] = None
-        if circle < num_nodes:
-            partners[alone] = circle
-            partners.append(alone)
-        rounds.append(partners)
-    return rounds
 
 
 class Mesh:
@@ -178,7 +119,7 @@ class Mesh:
             except OSError as error:
                 if port == 0:
                     raise
-                self.port_problem = error.strerror or str(error)
+                self.port_problem = os.strerror(error.errno) if error.errno else str(error)
                 continue
             sock.setblocking(False)
             self._ephemeral = sock.getsockname()[1]
@@ -214,22 +155,24 @@ class Mesh:
         """Answer one connection until it ends."""
         with contextlib.suppress(Stranger, OSError, EOFError, ValueError), contextlib.closing(link):
             peer = self.peers.get((await link.hear_hello(self._token))["node"])
-            if peer is None:
-                return
-            self._heard_of(peer)
             await link.say_hello({"token": self._token, "node": self._nodes[self._me], "ephemeral": self._ephemeral})
+            if peer is None:
+                return  # perhaps this node itself, led astray by a name
+            self._heard_of(peer)
             while True:
                 what, number, _ = await link.hear()
                 if what is Ask.REACHED:
                     # All of them: nobody's rounds begin while this node still waits for someone.
                     await self._all_tried.wait()
-                    number = int(peer.link is not None)
+                    number = int(peer.reached)
                 elif what is Ask.ROUND:
                     number = await self._arrived(number)
                 elif what is Ask.PUSH:
                     await link.drop(number)
                 elif what is Ask.LEAVE:
                     await self._leaving.wait()
+                elif what is Ask.TIME:
+                    number = starved_us()
                 await link.tell(what, number)
                 if what is Ask.PULL:
                     await link.send(number)
@@ -244,62 +187,71 @@ class Mesh:
 
     async def _reach(self, peer: Peer) -> None:
         while True:
-            status, peer.detail, link = await self._connect(peer, self._port)
-            now = time.monotonic()
+            tried = time.monotonic()
+            status, peer.detail, link = await self._connect(peer)
             if link is not None:
                 self._heard_of(peer)
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
-            hopeless = now > min(known + GRACE_S, self._until)
+            unheard = known == float("inf")
+            hopeless = (unheard or tried > known) and time.monotonic() > min(known + GRACE_S, self._until)
             if link is not None or hopeless:
                 # A refusal only means something from a node that is there.
-                peer.status = "absent" if status == "refused" and known == float("inf") else status
+                peer.status = "absent" if status == "refused" and unheard else status
                 break
             await asyncio.sleep(RETRY_S)
         if link is not None:
-            peer.ephemeral, _, other = await self._connect(peer, peer.port)
-            if other is not None:
-                other.close()
-            if await self._carries(link):
-                peer.link = link
-            else:
-                peer.stalled = True
+            peer.ephemeral = await self._reach_ephemeral(peer)
+            if await self._carries(peer, link):
+                peer.reached, peer.link = True, link
 
-    async def _carries(self, link: Link) -> bool:
-        """Whether something larger than any packet comes through."""
-        try:
-            async with asyncio.timeout(STALL_S):
-                await link.tell(Ask.PUSH, LARGE_BYTES)
-                await link.send(LARGE_BYTES)
-                await link.hear()
-        except TimeoutError:
-            return False
-        except (OSError, EOFError):
-            pass  # it has broken down since; who uses the link next sees it
-        return True
-
-    async def _connect(self, peer: Peer, port: int) -> tuple[str, str, Link | None]:
+    async def _connect(self, peer: Peer) -> tuple[str, str, Link | None]:
         """Status, detail, and the link where the status is `ok`."""
-        sock = socket.socket()
-        sock.setblocking(False)
         try:
             address = await self._resolve(peer.name)
         except OSError as error:
-            sock.close()
             return "unresolved", error.strerror or str(error), None
         try:
-            async with asyncio.timeout(CONNECT_S):
-                await asyncio.get_running_loop().sock_connect(sock, (address, port))
-            link = Link(sock)
+            link = Link(await connected(address, self._port, CONNECT_S))
+        except OSError as error:
+            return (*_failure(error), None)
+        try:
             await link.say_hello({"token": self._token, "node": self._nodes[self._me]})
             hello = await link.hear_hello(self._token)
             if hello["node"] != peer.name:
                 raise Stranger(f"{hello['node']}, to which the name {peer.name} leads")
-        except (TimeoutError, Stranger, OSError) as error:
-            sock.close()
+        except (Stranger, OSError) as error:
+            link.close()
             return (*_failure(error), None)
         peer.port = hello["ephemeral"]
         return "ok", "", link
+
+    async def _reach_ephemeral(self, peer: Peer) -> str:
+        try:
+            (await connected(await self._resolve(peer.name), peer.port, CONNECT_S)).close()
+        except OSError as error:
+            return _failure(error)[0]
+        return "ok"
+
+    async def _carries(self, peer: Peer, link: Link) -> bool:
+        """Whether something larger than any packet comes through; `stalled` where only that does not."""
+
+        async def large() -> None:
+            await link.tell(Ask.PUSH, LARGE_BYTES)
+            await link.send(LARGE_BYTES)
+            await link.hear()
+
+        sending = asyncio.create_task(large())
+        done, _ = await asyncio.wait({sending}, timeout=STALL_S)
+        if not done:
+            # A peer that gets no processor is as silent. But then it answers nothing, and small messages after large.
+            status, _, other = await self._connect(peer)
+            if other is not None:
+                other.close()
+            done, _ = await asyncio.wait({sending}, timeout=1.0)
+            peer.stalled = not done and status == "ok"
+        sending.cancel()
+        return bool(done) and sending.exception() is None
 
     async def _agree(self, peer: Peer) -> None:
         """With a peer that was reached: how its clock stands, and whether it has reached this node too."""
@@ -341,10 +293,8 @@ class Mesh:
                 await self._measure(peer, link)
                 await link.ask(Ask.DONE)
             peer.link = link
-        except TimeoutError:
-            peer.stalled = True
-        except (OSError, EOFError):
-            pass  # it has broken down since, and its own answer tells why
+        except (TimeoutError, OSError, EOFError):
+            pass  # it has broken down since, or takes too long: not measured
 
     async def _measure(self, peer: Peer, link: Link) -> None:
         peer.latency_s, peer.offset_s = await link.ping(20)
@@ -355,7 +305,7 @@ class Mesh:
         best = []
         for what in (Ask.PUSH, Ask.PULL):
             found = max([await link.burst(what, *limits) for _ in range(2)])
-            if found < SUSPECT_BYTES_S:
+            if found < FAST_BYTES_S:
                 found = max([found, *[await link.burst(what, *limits) for _ in range(2)]])
             best.append(found)
         peer.sent_bytes_s, peer.received_bytes_s = best
@@ -369,6 +319,8 @@ class Mesh:
 
 
 def _failure(error: Exception) -> tuple[str, str]:
+    if isinstance(error, Mute):
+        return "mute", str(error)
     if isinstance(error, Stranger):
         return "stranger", str(error)
     if isinstance(error, TimeoutError):

@@ -13,6 +13,7 @@ T = TypeVar("T")
 def start(work: Callable[[], T]) -> Future[T]:
     """Begin something in a thread of its own, which does not keep the process from ending."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nobody can stop it
 
     def carry_out() -> None:
         try:

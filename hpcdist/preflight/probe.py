@@ -211,11 +211,14 @@ def look_at_network(request: Request, node: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print this node's answer."""
-    if len(arguments) != 1:
-        raise HpcdistError("a probe takes one argument, its request as JSON")
+    """Print this node's answer; returns the exit code."""
     request = Request.from_json(arguments[0])
-    sys.stdout.write("".join(f"{line}\n" for line in answer_lines(node_name(os.environ), answer(request, os.environ))))
+    try:
+        lines = answer_lines(node_name(os.environ), answer(request, os.environ))
+    except HpcdistError as error:
+        print(f"hpcdist: {error}", file=sys.stderr)
+        return error.exit_code
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
     return 0
 

@@ -1,0 +1,240 @@
+"""Probes as real processes, each on a loopback address of its own, and what they tell of each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.preflight.judge import judge
+from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS
+from hpcdist.preflight.peers import tournament
+from hpcdist.preflight.probe import Request, answer_lines, probe_command, read_answers
+from hpcdist.preflight.wire import connected
+
+#: Far more than a probe takes, so that a hang is told as one.
+LIMIT_S = 60
+
+
+def request_for(folder: Path, num_nodes: int) -> Request:
+    nodes = tuple(f"n{number}" for number in range(1, num_nodes + 1))
+    witness = folder / "preflight" / "witness"
+    witness.parent.mkdir()
+    witness.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return Request(
+        nodes=nodes,
+        port=port,
+        token="secret",
+        run_folder=str(folder),
+        checkpoint_folder=str(folder / "checkpoints"),
+        witness=str(witness),
+        addresses={node: f"127.0.0.{number}" for number, node in enumerate(nodes, 2)},
+    )
+
+
+class Probes:
+    """Probes that have been started; all are gone when the test ends."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, request: Request, node: str) -> None:
+        self._running[node] = subprocess.Popen(
+            probe_command(request),
+            env={**os.environ, "SLURMD_NODENAME": node},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        told = ""
+        for node, process in self._running.items():
+            said, errors = process.communicate(timeout=LIMIT_S)
+            assert (process.returncode, errors) == (0, ""), node
+            told += said
+        return read_answers(told)
+
+    def end(self) -> None:
+        for process in self._running.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def probes() -> Iterator[Probes]:
+    found = Probes()
+    yield found
+    found.end()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_healthy_nodes_reach_each_other_though_one_starts_before_the_others(tmp_path: Path, probes: Probes) -> None:
+    request = request_for(tmp_path, 4)
+    probes.start(request, "n2")
+    wait_for((tmp_path / "preflight" / "started-n2").exists)
+    for node in ("n1", "n3", "n4"):
+        probes.start(request, node)
+    answers = probes.answers()
+    assert set(answers) == set(request.nodes)
+    pairs = {
+        (one, other): answers[one]["network"]["peers"][other] for one in answers for other in answers if one != other
+    }
+    assert {peer["status"] for peer in pairs.values()} == {"ok"}
+    assert all(abs(peer["offset_s"]) < 1 for peer in pairs.values()), "one machine has one clock"
+    measured = {
+        pair for pair, peer in pairs.items() if {"latency_s", "sent_bytes_s", "received_bytes_s"} <= peer.keys()
+    }
+    assert measured == {(one, other) for one, other in pairs if one < other}, "the first one of each pair"
+    assert not any("ephemeral" in peer or "stalled" in peer for peer in pairs.values())
+    assert all(answer["witness"] and answer["checkpoints"]["bytes_s"] > 0 for answer in answers.values())
+    assert [check.level for check in judge(request, answers) if check.level == "failure"] == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "preflight"], "what was written for a speed is gone"
+
+
+@contextmanager
+def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
+    """Something that greets whoever connects, as mail and ssh servers do."""
+    with closing(socket.create_server((address, port))) as server:
+
+        def greet() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)  # closing a socket with unread bytes would take the greeting back
+                    connection.sendall(greeting)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        yield
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes) -> None:
+    """n3 does not listen though it has started; n4's port is taken; on n5's is a probe of another job; n6 is n1."""
+    request = request_for(tmp_path, 7)
+    addresses = {node: address for node, address in request.addresses.items() if node != "n7"}
+    request = replace(
+        request,
+        nodes=(*request.nodes[:6], "n7.invalid"),
+        addresses={**addresses, "n6": request.addresses["n1"]},
+    )
+    for node in request.nodes[2:]:
+        (tmp_path / "preflight" / f"started-{node}").touch()
+    hello = b'{"token": "other", "node": "n5"}'
+    with (
+        stranger(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
+        stranger(request.addresses["n5"], request.port, struct.pack(">4sH", b"hpf1", len(hello)) + hello),
+    ):
+        for node in ("n1", "n2", "n4"):
+            probes.start(request, node)
+        answers = probes.answers()
+    for node in ("n1", "n2", "n4"):
+        peers = answers[node]["network"]["peers"]
+        assert peers["n3"] == {"status": "refused"}
+        assert peers["n5"] == {"status": "stranger", "detail": "a probe of another job"}
+        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 leads"}
+        assert peers["n7.invalid"]["status"] == "unresolved"
+        if node != "n4":
+            assert peers["n4"] == {"status": "stranger", "detail": "another program"}
+    assert answers["n1"]["network"]["peers"]["n2"]["sent_bytes_s"] > 0, "the others are measured all the same"
+    assert answers["n4"]["network"]["port_problem"] == "Address already in use"
+    assert answers["n4"]["network"]["listener"], "one of those that listen on this port of this machine's addresses"
+    found = [(check.name, check.node) for check in judge(request, answers) if check.level in ("failure", "warning")]
+    assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
+
+
+def test_a_connection_that_is_made_counts_though_nobody_had_time_to_look() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asyncio.run(connected("127.0.0.1", server.getsockname()[1], limit_s=0.0)).close()
+
+
+def test_packets_that_vanish_are_told_from_refusals() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address, port = full.getsockname()
+        waiting = [socket.create_connection((address, port))]  # nobody accepts: the queue has room for one
+        with pytest.raises(TimeoutError):
+            asyncio.run(connected(address, port, limit_s=0.2))
+        waiting[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(connected(address, port, limit_s=5.0))
+
+
+def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:
+    command, env = probe_command(request_for(tmp_path, 2)), {**os.environ, "SLURMD_NODENAME": "n9"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "hpcdist: this is n9, which is none of n1, n2\n"
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize("num_rounds", [1, 3, MEASURED_ROUNDS, ALL_PAIRS])
+def test_in_each_round_a_node_meets_one_other_and_never_the_same_again(num_nodes: int, num_rounds: int) -> None:
+    rounds = tournament(num_nodes, num_rounds)
+    assert len(rounds) == min(num_rounds, num_nodes - 1 + num_nodes % 2)
+    for partners in rounds:
+        assert all(partners[other] == node for node, other in enumerate(partners) if other is not None)
+        assert sum(other is None for other in partners) == num_nodes % 2
+    for node in range(num_nodes):
+        met = [partners[node] for partners in rounds if partners[node] is not None]
+        assert len(met) == len(set(met))
+
+
+def test_an_answer_survives_srun_labels_and_other_output() -> None:
+    answers = {"n1": {"text": "ö " * 3000}, "n2": {"text": "short"}}
+    lines = [(task, line) for task, node in enumerate(answers) for line in answer_lines(node, answers[node])]
+    assert max(len(line.encode()) for _, line in lines) < 1000, "srun cuts after 1,024 bytes"
+    mixed = sorted(lines, key=lambda item: item[1][-1])
+    for text in (
+        "".join(f"{line}\n" for _, line in lines),
+        "some banner\n" + "".join(f" {task}: {line}\n" for task, line in mixed),
+    ):
+        assert read_answers(text) == answers
+
+
+def test_an_answer_that_was_cut_short_is_none() -> None:
+    lines = answer_lines("n1", {"text": "a" * 3000})
+    assert read_answers("\n".join(lines[:-1])) == {}
+
+
+def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
+    request = replace(request_for(tmp_path, 3), checkpoint_bytes=7, mode="full")
+    command = probe_command(request, "python3")
+    assert command[:4] == ["python3", "-P", "-m", "hpcdist.preflight.probe"]
+    assert Request.from_json(command[4]) == request
+    assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
+
+
+def test_a_probe_needs_the_standard_library_alone() -> None:
+    """It starts on every node before anything else does, and also where torch is what is broken."""
+    code = (
+        "import sys, hpcdist.preflight.probe, hpcdist.preflight.judge\n"
+        "print([name for name in ('torch', 'psutil', 'numpy', 'omegaconf') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
