@@ -185,8 +185,10 @@ def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
 
 def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
     scene.judge([DISK])
+    scene.say("n1")
     scene.attempt.ask("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
     scene.look()
+    assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 
 
 def test_a_node_without_an_answer_is_asked_twice_and_its_error_is_told(
