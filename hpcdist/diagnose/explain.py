@@ -22,7 +22,7 @@ from hpcdist.diagnose.patterns import (
     first_match,
     quote,
 )
-from hpcdist.rundir import Attempt, RunDir, State
+from hpcdist.rundir import Attempt, RunDir, State, read_json
 from hpcdist.standing import Standing, look_now, stand
 
 #: No more of a log than its end is searched, and no more logs than this.
@@ -114,7 +114,12 @@ def _why_waiting(facts: JobFacts | None) -> Finding | None:
 
 
 def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
-    """What an attempt's ranks left: the first one that failed by itself speaks, else the logs."""
+    """What an attempt's ranks left: the first one that failed by itself speaks, else the logs.
+
+    Where none was started, since nodes were not fit, the preflight does.
+    """
+    if reason.startswith("preflight: ") and (found := _of_preflight(run, attempt)) is not None:
+        return found
     failed = [item for item in attempt.outcomes().items() if item[1]["outcome"] in ("failed", "rejected")]
     failed.sort(key=lambda item: (bool(item[1].get("peer_lost")), item[1]["time"]))
     if failed and not failed[0][1].get("peer_lost"):
@@ -131,6 +136,18 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
     if (known := first_match([reason])) is not None:
         return Finding(cause=cause_of(known[0], reason), evidence=_stack(run, attempt), fix=known[0].fix)
     return _of_outcome(run, attempt, *failed[0]) if failed else None
+
+
+def _of_preflight(run: RunDir, attempt: Attempt) -> Finding | None:
+    for check in (read_json(attempt.preflight) or {}).get("checks", ()):
+        if check["level"] == "failure":
+            where = f"{check['node']} is" if check["node"] else "the nodes are"
+            return Finding(
+                cause=f"{where} not fit for a run: {check['name']}: {check['text']}",
+                evidence=f"{attempt.preflight.with_suffix('.txt').relative_to(run.path)}, before any rank was started",
+                fix=check["fix"],
+            )
+    return None
 
 
 def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, Any]) -> Finding:

@@ -210,7 +210,7 @@ def _train(
                 backend,
                 groups,
                 attempt,
-                timeout_s=config.launch.init_timeout_s,
+                timeout_s=config.launch.init_timeout_s + 10 * flight_check.EFFORTS[preflight].budget_s,
                 on_expiry=lambda error: _leave(outcome.write_error(error)),
             )
         ctx = Context(

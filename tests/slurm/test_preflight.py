@@ -20,6 +20,8 @@ from hpcdist.devcluster import argv, nodes, processes
 from hpcdist.rundir import State, read_json
 
 BAD = "n3"
+#: Findings that depend on what else a machine has to do.
+SPEEDS = ("disk", "network", "names")
 ON_FOUR_NODES = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
 
 
@@ -137,7 +139,9 @@ def test_a_run_goes_on_without_a_node_that_has_another_version(
     assert slurm_runs.cluster.job(job)["ExcNodeList"] == BAD
     second = found(slurm_runs, name, 2)
     assert second["nodes"] == ["n1", "n2", "n4"]
-    assert {check["level"] for check in second["checks"]} <= {"ok", "note"}, second["checks"]
+    # On a busy machine one of its nodes may look slow; that is no reason to end anything.
+    found_again = [check for check in second["checks"] if check["level"] not in ("ok", "note")]
+    assert [check for check in found_again if check["level"] == "failure" or check["name"] not in SPEEDS] == []
     log = slurm_runs.job_log(name)
     assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is right: " in log
     code, output = slurm_runs.command("sync", name)

@@ -30,7 +30,7 @@ from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
 from hpcdist.preflight.probe import Request, probe_command, read_answers
 from hpcdist.rundir import Attempt, RunDir, write_atomic, write_json
-from hpcdist.schema import Config
+from hpcdist.schema import Config, DataConfig
 
 log = logging.getLogger(__name__)
 #: For starting the step and its containers, and for what a probe looks at, beyond the time in which nodes wait for
@@ -94,6 +94,10 @@ class Preflight:
         self._done = True
         began = time.monotonic()
         request, look = self._ask(attempt)
+        if attempt.request.exists():
+            # Slurm ends probes with the rest of a job: they show nothing of their nodes. The ranks leave at once.
+            log.info("preflight: cut short, since the run is asked to stop")
+            return
         # Heterogeneous steps count tasks wrongly (22.05).
         tasks = [] if self._het else expand(self._env["SLURM_JOB_NODELIST"])
         checks = judged(request, look, tasks)
@@ -102,8 +106,7 @@ class Preflight:
         for line in told(checks, seconds):
             log.info("%s", line)
         failures = [check for check in checks if check.level == "failure"]
-        # Slurm ends probes with the rest of a job: then they show nothing of their nodes.
-        if failures and not attempt.request.exists():
+        if failures:
             self.failed = True
             raise PreflightError(self._verdict(attempt, failures))
 
@@ -125,7 +128,7 @@ class Preflight:
             gpus_per_node=gpus,
             tasks_per_node=min(part.tasks_per_node for part in parts),
             cpus_per_task=min(part.cpus_per_task for part in parts),
-            num_workers=config.data.num_workers,
+            num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
         )
 
@@ -137,7 +140,7 @@ class Preflight:
             with _witness(attempt) as (witness, token):
                 request = self._request(attempt, witness, token)
                 look = self._one_step(request)
-            if look.answers.keys() >= set(request.nodes):
+            if look.answers.keys() >= set(request.nodes) or attempt.request.exists():
                 break
         return request, look
 
@@ -241,6 +244,12 @@ def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
 
 def text_file(attempt: Attempt) -> Path:
     return attempt.preflight.with_suffix(".txt")
+
+
+def loaders(data: DataConfig) -> int:
+    """Processes that load data for a rank: none where the whole set is held in memory, as all but files are."""
+    from_files = data.preload == "never" or (data.preload == "auto" and data.name == "image_folder")
+    return data.num_workers if from_files else 0
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:

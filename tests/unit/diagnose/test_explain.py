@@ -273,3 +273,22 @@ def test_what_someone_asked_for(run: RunDir) -> None:
     found = rows(run)
     assert found["cause"] == "stopped with everything saved (`hpcdist stop` by ada)"
     assert found["fix"] == "`hpcdist resume first` goes on from the newest checkpoint"
+
+
+# --- nodes that are not fit
+
+
+def test_a_node_that_is_not_fit_is_the_cause_with_the_preflights_own_fix(run: RunDir) -> None:
+    reason = "preflight: n3: disk: no space left on device; remove old runs"
+    disk = {"name": "disk", "level": "failure", "node": "n3", "text": "no space left on device", "fix": "remove old"}
+    clock = {"name": "clock", "level": "warning", "node": "n2", "text": "2 s ahead", "fix": "start chronyd"}
+    write_json(run.attempt(1).preflight, {"checks": [clock, disk]})
+    put(run, reason=reason)
+    assert rows(run) == {
+        "status": f"failed: {reason}",
+        "cause": "n3 is not fit for a run: disk: no space left on device",
+        "evidence": "attempts/001/preflight.txt, before any rank was started",
+        "fix": "remove old",
+    }
+    write_json(run.attempt(1).preflight, {"checks": [disk | {"node": "", "text": "on all 4 nodes: full"}]})
+    assert rows(run)["cause"] == "the nodes are not fit for a run: disk: on all 4 nodes: full"

@@ -13,14 +13,14 @@ import pytest
 from hpcdist.errors import PreflightError
 from hpcdist.launch.containers.command import Box
 from hpcdist.launch.job import preflight
-from hpcdist.launch.job.preflight import Preflight, newest_checkpoint_bytes
+from hpcdist.launch.job.preflight import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.job.srun import preflight_command
 from hpcdist.launch.submission.components import components
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.probe import Request
 from hpcdist.rundir import RunDir, read_json
-from hpcdist.schema import ClusterConfig, Config, PreflightConfig, RoleRequest
+from hpcdist.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
 
 NODES = ("n1", "n2", "n3")
 WELL = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
@@ -185,8 +185,10 @@ def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
 
 def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
     scene.judge([DISK])
+    scene.say("n1")
     scene.attempt.ask("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
     scene.look()
+    assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 
 
 def test_a_node_without_an_answer_is_asked_twice_and_its_error_is_told(
@@ -232,6 +234,13 @@ def test_the_newest_complete_checkpoint_tells_how_much_room_the_next_one_takes(s
         if complete:
             (folder / "manifest.json").write_text("{}")
     assert newest_checkpoint_bytes(scene.run) == 10 + 2
+
+
+def test_loader_processes_are_counted_where_there_are_any() -> None:
+    assert loaders(DataConfig(name="mnist", num_workers=3)) == 0
+    assert loaders(DataConfig(name="image_folder", num_workers=3)) == 3
+    assert loaders(DataConfig(name="image_folder", num_workers=3, preload="always")) == 0
+    assert loaders(DataConfig(name="cifar10", num_workers=3, preload="never")) == 3
 
 
 # --- the step's command line
