@@ -32,7 +32,7 @@ NODES = ["n1", "n1", "n2"]
 
 
 def teams() -> dict[str, Team]:
-    return make_teams(NODES, torch.device("cpu"), TIMEOUT, with_groups=True)
+    return make_teams(NODES, "gloo", torch.device("cpu"), TIMEOUT, with_groups=True)
 
 
 # --- operations that are wrong
@@ -174,7 +174,7 @@ def test_our_ring_is_exact_and_equal_on_all_ranks_and_times_are_the_slowest_ones
     together, one_way, largest = by_rank[0]["timed"]
     assert largest == [0.2, 0.2]
     for timing in (together, one_way):
-        assert 2 <= timing.iterations <= 1000
+        assert 3 <= timing.iterations <= 1000
         assert 0 < timing.min_s <= timing.median_s <= timing.p99_s
 
 
