@@ -110,6 +110,7 @@ def _difference(operation: Operation) -> str:
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
     what = f"{operation.title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}"
+    what += f" (root is rank {operation.group_root})" if operation.has_root else ""
     group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
     return (
         f"{what}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"

@@ -18,9 +18,9 @@ import torch
 from hpcdist.comm.operations import Operation, wait_for
 from hpcdist.comm.team import Team, Words
 
-LEAST_ITERATIONS, MOST_ITERATIONS = 2, 1000
+LEAST_ITERATIONS, MOST_ITERATIONS = 3, 1000
 #: What is cheap is tried this often before it is timed.
-_WARM_UP = 5
+WARM_UP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +112,15 @@ def measure(
         words.barrier()
         return words.largest(watch.time(run, iterations, before))
 
-    seconds(1)  # connections and memory
-    (one_s,) = seconds(1)
-    if one_s * _WARM_UP < budget_s:
-        one_s = min(seconds(_WARM_UP))
-    iterations = min(max(LEAST_ITERATIONS, int(budget_s / max(one_s, 1e-7))), MOST_ITERATIONS)
-    return Timing.of(seconds(iterations), divided_by)
+    (first_s,) = seconds(1)  # connections and memory
+    if first_s * WARM_UP < budget_s:
+        seconds(WARM_UP)
+    found = seconds(1)
+    # By what was measured so far, again and again: one iteration that was disturbed must not stand for all.
+    while len(found) < LEAST_ITERATIONS or (sum(found) < budget_s and len(found) < MOST_ITERATIONS):
+        left = int((budget_s - sum(found)) / max(Timing.of(found).median_s, 1e-7))
+        found += seconds(min(max(1, left), MOST_ITERATIONS - len(found)))
+    return Timing.of(found, divided_by)
 
 
 def caller(operations: Sequence[Operation]) -> Callable[[], None]:

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hpcdist.errors import ConfigError
+
 WORLD = "world"
 
 
@@ -93,28 +95,56 @@ class Words:
         return found
 
 
-def make_teams(nodes: Sequence[str], device: torch.device, timeout: timedelta, *, with_groups: bool) -> dict[str, Team]:
-    """This rank's team of each cut, the world first. Makes process groups: call it on every rank."""
-    rank, backend = dist.get_rank(), dist.get_backend()
-    world = dist.group.WORLD
-    assert world is not None
-    ways = {WORLD: [list(range(len(nodes)))]} | (cuts(nodes) if with_groups else {})
+def choose_backend(wanted: str, device: torch.device) -> tuple[str, torch.device]:
+    """The backend to measure, and where its tensors lie: on this rank's device for NCCL, else on the host.
+
+    Args:
+        wanted: `auto` for that of the default group.
+
+    Raises ConfigError where it is not there.
+    """
+    backend = dist.get_backend() if wanted == "auto" else wanted
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError(["comm.backend=nccl needs GPUs, and none is visible here: use comm.backend=gloo"])
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigError(
+            ["comm.backend=mpi needs a torch that was built with MPI, and this one was not: use comm.backend=gloo"]
+        )
+    return backend, device if backend == "nccl" else torch.device("cpu")
+
+
+def make_teams(
+    nodes: Sequence[str], backend: str, device: torch.device, timeout: timedelta, *, with_groups: bool
+) -> dict[str, Team]:
+    """This rank's team of each cut, the world first. Makes process groups: call it on every rank.
+
+    Raises ConfigError when MPI does not know of these ranks.
+    """
+    rank, everyone = dist.get_rank(), list(range(len(nodes)))
+
+    def make(ranks: list[int]) -> dist.ProcessGroup | None:
+        # Every rank takes part in making every group, also those that it is not in.
+        made = dist.new_group(ranks, backend=backend, timeout=timeout)
+        return made if isinstance(made, dist.ProcessGroup) else None
+
+    world = dist.group.WORLD if dist.get_backend() == backend else make(everyone)
+    if backend == "mpi" and dist.get_world_size(world) != len(everyone):
+        raise ConfigError(
+            [
+                f"comm.backend=mpi: MPI sees {dist.get_world_size(world)} of {len(everyone)} ranks: submit the run to"
+                " a Slurm whose srun starts MPI programs (srun --mpi=list), or use comm.backend=gloo"
+            ]
+        )
     teams = {}
-    for name, groups in ways.items():
-        mine = None
-        for ranks in groups:
-            # Every rank takes part in making every group, also those that it is not in.
-            made = world if name == WORLD else (dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None)
-            if rank in ranks:
-                assert made is None or isinstance(made, dist.ProcessGroup)
-                mine = Team(
-                    name=name,
-                    ranks=tuple(ranks),
-                    largest=max(map(len, groups)),
-                    group=made,
-                    device=device,
-                    backend=backend,
-                )
-        assert mine is not None
-        teams[name] = mine
+    for name, groups in ({WORLD: [everyone]} | (cuts(nodes) if with_groups else {})).items():
+        made = [world if name == WORLD else (make(ranks) if len(ranks) > 1 else None) for ranks in groups]
+        mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
+        teams[name] = Team(
+            name=name,
+            ranks=tuple(groups[mine]),
+            largest=max(map(len, groups)),
+            group=made[mine],
+            device=device,
+            backend=backend,
+        )
     return teams

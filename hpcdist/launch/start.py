@@ -58,10 +58,24 @@ def check_trainer(config: Config, cwd: Path) -> None:
             )
         if module == "hybrid" and config.hybrid.data and not Path(config.hybrid.data).is_file():
             raise ConfigError([f"hybrid.data: no such file: {config.hybrid.data}"])
+        if module == "comm" and config.comm.backend == "mpi" and config.container.runtime == "none":
+            _check_mpi()
         return
     top = module.partition(".")[0]
     if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
+
+
+def _check_mpi() -> None:
+    """Ask torch in a process of its own, since none is imported here."""
+    ask = "import sys, torch.distributed as dist; sys.exit(0 if dist.is_mpi_available() else 3)"
+    if subprocess.run([sys.executable, "-c", ask], check=False).returncode == 3:
+        raise ConfigError(
+            [
+                "comm.backend=mpi needs a torch that was built with MPI, which wheels are not: build torch from source"
+                f" beside MPI for {sys.executable}, or use comm.backend=gloo"
+            ]
+        )
 
 
 def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:

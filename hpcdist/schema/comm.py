@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hpcdist.schema.checks import above, at_least, check
 
@@ -47,12 +48,14 @@ class CommConfig:
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
     """What is checked and measured; `async`, `groups` and `overlap` concern the operations that are named beside."""
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    """What is measured: `auto` is the run's own (launch.backend); nccl has tensors on GPUs, the others on the host."""
     max_bytes: int | str = "256M"
     """Largest size; all powers of two from 1 B on are measured (K, M and G are powers of 1024)."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
     """Of reductions, each measured from one element on; what only moves is measured in bytes."""
     budget_s: float = 0.02
-    """Seconds of measuring per point after its warm-up; two iterations at least."""
+    """Seconds of measuring per point after its warm-up; three iterations at least."""
     longest_s: float = 2.0
     """No larger size of an operation follows once one iteration would take longer than this."""
 

@@ -109,6 +109,8 @@ def cross_check(config: Config) -> list[str]:
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
+        if config.trainer.target == "comm" and config.comm.backend == "nccl":
+            problems.append("comm.backend=nccl needs GPUs, but launch.device=cpu: use comm.backend=gloo")
         if config.precision.dtype == "fp16":
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from hpcdist.comm import calls, pairs
 from hpcdist.comm.checking import check
@@ -29,7 +28,7 @@ from hpcdist.comm.overlap import measure_overlap
 from hpcdist.comm.patterns import DTYPES
 from hpcdist.comm.plan import BYTES, DEPTH, Calls, Check, Hiding, Measurement, Point, Round, Series, elements, points
 from hpcdist.comm.results import ARTIFACT, Pair, Place, Results, Row
-from hpcdist.comm.team import WORLD, Words, make_teams
+from hpcdist.comm.team import WORLD, Words, choose_backend, make_teams
 from hpcdist.errors import CommError
 from hpcdist.rundir import write_atomic
 from hpcdist.runtime.context import Context
@@ -70,15 +69,16 @@ class Bench:
         everyone = [json.loads(one) for one in self.words.everyones(json.dumps([node, device, ctx.device.index]))]
         nodes = [one[0] for one in everyone]
         self.gpus: list[int | None] = [one[2] for one in everyone]
-        self.teams = make_teams(nodes, ctx.device, timeout, with_groups="groups" in self.cfg.operations)
+        backend, where = choose_backend(self.cfg.backend, ctx.device)
+        self.teams = make_teams(nodes, backend, where, timeout, with_groups="groups" in self.cfg.operations)
         self.watch = Stopwatch(self.teams[WORLD])
         self.points = points(self.cfg, nodes)
         self.done = 0
         #: Where the count of steps begins; later for a benchmark that had to begin anew.
         self.first_step = 0
         self.results = Results(
-            backend=dist.get_backend(),
-            device=ctx.device.type,
+            backend=backend,
+            device=where.type,
             world_size=ctx.world_size,
             torch=torch.__version__,
             nccl=".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,

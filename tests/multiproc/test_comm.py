@@ -32,7 +32,7 @@ NODES = ["n1", "n1", "n2"]
 
 
 def teams() -> dict[str, Team]:
-    return make_teams(NODES, torch.device("cpu"), TIMEOUT, with_groups=True)
+    return make_teams(NODES, "gloo", torch.device("cpu"), TIMEOUT, with_groups=True)
 
 
 # --- operations that are wrong
@@ -152,7 +152,10 @@ def test_operations_are_right_and_wrong_ones_are_named() -> None:
     assert swapped.startswith(
         "rank 1 on n1: all_to_all of 3 x uint8 is wrong: at index 0 expected 37, got 35 (2 of 3 differ)"
     )
-    assert idle.startswith("rank 1 on n1: broadcast of 1 x int32 is wrong: at index 0 expected 0, got 119")
+    assert idle == (
+        "rank 0 on n1: broadcast of 1 x int32 (root is rank 2) is wrong: at index 0 expected 74, got 119"
+        " (1 of 1 differ); 2 more of 3 ranks are wrong too"
+    )
     assert "barrier of 3 ranks was left when" in door
     assert [one.ok for one in wrong] == [False] * 4
     missing = by_rank[0]["missing"][0]
@@ -171,7 +174,7 @@ def test_our_ring_is_exact_and_equal_on_all_ranks_and_times_are_the_slowest_ones
     together, one_way, largest = by_rank[0]["timed"]
     assert largest == [0.2, 0.2]
     for timing in (together, one_way):
-        assert 2 <= timing.iterations <= 1000
+        assert 3 <= timing.iterations <= 1000
         assert 0 < timing.min_s <= timing.median_s <= timing.p99_s
 
 

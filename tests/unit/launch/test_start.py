@@ -21,7 +21,7 @@ from hpcdist.launch.plan import Plan
 from hpcdist.launch.start import check_trainer, create_run, supervise, with_name
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json
-from hpcdist.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.schema import CommConfig, Config, LaunchConfig, TrackingConfig, TrainerConfig
 
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
@@ -84,14 +84,20 @@ def test_a_run_is_named_after_trainer_time_and_chance(
             TrainerConfig(target="no_such_module.sub:train"),
             "trainer.target: no module 'no_such_module' in {cwd} or among the installed packages",
         ),
-        (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of ddp"),
-        (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of ddp"),
+        (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of comm, ddp"),
+        (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of comm, ddp"),
     ],
 )
 def test_a_trainer_that_is_not_there(project: Path, trainer: TrainerConfig, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_trainer(Config(trainer=trainer), project)
     assert str(caught.value).startswith(message.format(cwd=project))
+
+
+def test_a_torch_without_mpi_is_told_before_the_start(project: Path) -> None:
+    config = Config(trainer=TrainerConfig(target="comm"), comm=CommConfig(backend="mpi"))
+    with pytest.raises(ConfigError, match=r"^comm\.backend=mpi needs a torch that was built with MPI.* or use comm\.b"):
+        check_trainer(config, project)
 
 
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp:train", "json:loads"])
