@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from hpcdist.comm import plots
+from hpcdist.comm.bottleneck import bottleneck
 from hpcdist.comm.report import as_csv, as_text
 from hpcdist.comm.results import Results
 from hpcdist.rundir import write_atomic
@@ -14,7 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def leave(results: Results, folder: Path) -> None:
-    """Write `report.txt`, `results.csv` and PNGs into the folder where `results.json` is."""
+    """Write `report.txt`, `results.csv` and PNGs into the folder where `results.json` is, and log the bottleneck."""
+    for sentence in bottleneck(results):
+        log.info("bottleneck: %s", sentence)
     write_atomic(folder / "report.txt", as_text(results))
     write_atomic(folder / "results.csv", as_csv(results))
     try:

@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import torch
 
-from hpcdist.comm import calls, pairs
+from hpcdist.comm import calls, pages, pairs
 from hpcdist.comm.checking import check
 from hpcdist.comm.measuring import Stopwatch, caller, measure
 from hpcdist.comm.overlap import measure_overlap
@@ -53,6 +53,8 @@ def train(ctx: Context, cfg: Config) -> None:
             return
     bench.results.complete = True
     bench.write()
+    if ctx.is_main:
+        pages.leave(bench.results, ctx.artifact(ARTIFACT).parent)
     ctx.end_reason = bench.summary(time.monotonic() - began)
 
 

@@ -8,11 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from sample_comm import Factor, sample, with_links
+from sample_comm import Factor, row, sample, with_links
 
 from hpcdist.comm.bottleneck import bottleneck
 from hpcdist.comm.links import find_slow
-from hpcdist.comm.results import Place
+from hpcdist.comm.results import Place, Results
 
 
 def of(node: str, factor: float = 6.0) -> Factor:
@@ -173,6 +173,33 @@ def test_what_is_really_slow_is_found_in_noise(noise: float) -> None:
     found = [bottleneck(with_links(sample(seed=seed, noise=noise), slower=of("n3"))) for seed in range(50)]
     missed = [said for said in found if not said[0].startswith("n3 is ")]
     assert len(missed) <= (0 if noise < 0.2 else 2), missed
+
+
+def with_sends(results: Results, *, tail: float = 1.2, hiccup: float = 1.0) -> Results:
+    """With transfers of all sizes: how much longer the late ones take, and how much longer 64 B took than 128 B."""
+    sends = [row("send_recv", "", "blocking", 50e-6 + size / 1e9, size) for size in (2**power for power in range(20))]
+    sends = [
+        replace(one, p99_s=tail * one.median_s, median_s=one.median_s * (hiccup if one.size == 64 else 1.0))
+        for one in sends
+    ]
+    return replace(results, rows=sends)
+
+
+@pytest.mark.parametrize("busy", [{"tail": 12.0}, {"hiccup": 12.0}])
+def test_on_a_busy_machine_pairs_differ_as_transfers_do(busy: dict[str, float]) -> None:
+    """Nothing is known of a pair that another moment would not have changed by as much."""
+    slow = with_links(sample(), slower=of("n3"))
+    assert bottleneck(with_sends(slow))[0].startswith("n3 is ")
+    said = bottleneck(with_sends(slow, **busy))
+    assert said[0].startswith("no pair stands out: ")
+    assert said[1:] == ["a busy machine: transfers differ by up to 12×, and what slows one by less cannot be seen"]
+    much = with_links(sample(), slower=of("n3", 50.0))
+    assert bottleneck(with_sends(much, **busy))[0].startswith("n3 is ")
+
+
+def test_whatever_goes_on_a_dead_link_is_told() -> None:
+    dead = with_sends(with_links(sample(), slower=of("n3", 50.0)), tail=1000.0)
+    assert bottleneck(dead)[0].startswith("n3 is ")
 
 
 def test_pairs_of_a_ring_alone() -> None:

@@ -1,0 +1,43 @@
+"""`hpcdist bench comm` on this machine: a run that leaves tables and pictures, and a second one beside it."""
+
+from __future__ import annotations
+
+from hpcdist_runs import Runs
+
+from hpcdist.comm.results import read_results
+
+TINY = (
+    "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",
+    "comm.max_bytes=4K",
+    "comm.budget_s=0",
+    "launch.device=cpu",
+    "launch.ranks=2",
+    "tracking.system_interval_s=0",
+    "experiment=digits",
+)
+
+
+def test_a_benchmark_and_another_one_beside_it(runs: Runs) -> None:
+    keys = (*TINY, f"tracking.uri=sqlite:///{runs.database}")
+    code, output = runs.command("bench", "comm", *keys, "name=bench-first")
+    assert code == 0, output
+    artifacts = runs.run_dir("bench-first").artifacts
+    results = read_results(artifacts)
+    assert results.complete
+    assert {row.operation for row in results.rows} == {"send_recv", "ring_all_reduce", "all_reduce"}
+    assert all(check.ok for check in results.checked)
+    report = (artifacts / "comm" / "report.txt").read_text()
+    assert "2 ranks on 1 node (" in report
+    assert "\nbottleneck: " in report
+    # What is printed is what is left: the whole width of a page in both cases.
+    said = [line.rstrip() for line in output.splitlines()]
+    assert [line for line in report.splitlines() if line not in said] == []
+    for name in ("bandwidth", "latency", "pairs"):
+        assert (artifacts / "comm" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert len((artifacts / "comm" / "results.csv").read_text().splitlines()) == len(results.rows) + 1
+
+    code, output = runs.command("bench", "comm", *keys, "name=bench-second", "--compare", "last")
+    assert code == 0, output
+    assert "time now, as a multiple of that in bench-first" in output
+    assert "compared with bench-first: " in output
+    assert runs.mlflow_status("bench-second") == "FINISHED"
