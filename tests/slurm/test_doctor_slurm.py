@@ -22,17 +22,14 @@ def as_it_was(devcluster: DevCluster) -> Iterator[None]:
 
 def test_doctor_on_a_cluster_and_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     cluster.set_grace_time(devcluster.layout, 7)
-    name = "examined"
-    job = slurm_runs.submit_held(name)
-    devcluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=bad DIMM in slot 4")
     code, page = slurm_runs.command("doctor")
     assert (code, "FAILURE" in page) == (0, False), page
     words = " ".join(page.split())
     for said in (
         "ok controller hpcdist, Slurm 22.",
         "ok accounting root may charge devcluster, root",
-        "ok main 3 of 4 nodes up; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00 (default)",
-        "ok high 3 of 4 nodes up;",
+        "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00 (default)",
+        "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
         "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm puts the run back",
         "jobs in high are never preempted",
@@ -40,6 +37,9 @@ def test_doctor_on_a_cluster_and_of_a_run(slurm_runs: SlurmRuns, devcluster: Dev
         "ok 2 ranks, gloo import",
     ):
         assert said in words, page
+    name = "examined"
+    job = slurm_runs.submit_held(name)
+    devcluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=bad DIMM in slot 4")
     code, text = slurm_runs.command("doctor", name, "--json")
     found = {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
     assert code == 0, text
