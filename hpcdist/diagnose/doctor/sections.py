@@ -39,6 +39,7 @@ def machine_sections(request: Request) -> list[Section]:
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
     has_gpus = machine.gpu_device_files() > 0
+    inside = share.in_container()
     answers = slurm.Once(slurm.ask_slurm)
     sections = [
         Section(title="Software", look=lambda: _software(on_cluster=on_cluster)),
@@ -47,7 +48,7 @@ def machine_sections(request: Request) -> list[Section]:
         Section(title="Processors and memory", look=lambda: share.processors(share.Share.inspect())),
         Section(
             title="Folder of runs",
-            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached),
+            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached, in_container=inside),
             within_s=FOLDER_S,
             on_hang=f"its file system hangs: is its server up (`df {request.folder}`)? Choose another by --runs-dir",
         ),
@@ -57,18 +58,18 @@ def machine_sections(request: Request) -> list[Section]:
             look=lambda: _names(answers),
             within_s=names.GIVE_UP_S + SLURM_S,
         ),
-        Section(title="Slurm", look=lambda: slurm.client(answers(), user), within_s=SLURM_S),
+        Section(title="Slurm", look=lambda: slurm.client(answers(), user, in_container=inside), within_s=SLURM_S),
         Section(title="Partitions", look=lambda: slurm.partitions(answers()), within_s=SLURM_S),
         Section(title="How jobs end", look=lambda: endings.endings(answers()), within_s=SLURM_S),
         Section(
             title="Containers",
-            look=lambda: runtimes.runtimes(runtimes.Host.inspect(user, has_gpus)),
+            look=lambda: runtimes.runtimes(runtimes.Host.inspect(user, has_gpus), wanted=not inside),
             within_s=3 * runtimes.ANSWER_S,
         ),
     ]
-    if share.in_container():
-        inside = share.look_inside(image_facts(env), env)
-        sections.insert(0, Section(title="This container", look=lambda: share.container(inside)))
+    if inside:
+        found = share.look_inside(image_facts(env), env)
+        sections.insert(0, Section(title="This container", look=lambda: share.container(found)))
     return sections
 
 

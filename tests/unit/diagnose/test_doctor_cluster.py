@@ -57,6 +57,8 @@ def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_slurm_it_is_a_note_and_without_an_answer_a_failure() -> None:
     (nothing,) = client(Answers(missing=NEEDED), "ada")
     assert (nothing.level, "devcluster up" in nothing.fix) == ("note", True)
+    (inside,) = client(Answers(missing=NEEDED), "ada", in_container=True)
+    assert (inside.level, inside.fix) == ("ok", "")
     (away,) = client(Answers(away="scontrol gave no answer in 10 s"), "ada")
     assert (away.level, away.text) == ("failure", "scontrol gave no answer in 10 s: `hpcdist submit` would fail")
     (unset,) = client(Answers(away="scontrol: fatal: Could not establish a configuration source"), "ada")
