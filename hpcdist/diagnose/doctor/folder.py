@@ -55,7 +55,12 @@ def runs_folder(
     if in_container and kind == "overlay":
         text = "in the container's own layer: what is written there is gone with the container"
         checks.append(
-            Check(name="file system", level="warning", text=text, fix=f"mount a folder: -v $PWD/runs:{place}")
+            Check(
+                name="file system",
+                level="warning",
+                text=text,
+                fix=f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}",
+            )
         )
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
