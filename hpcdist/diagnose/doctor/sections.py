@@ -22,6 +22,8 @@ from hpcdist.preflight.check import Check
 SLURM_S = 45.0
 #: A network file system that wakes up takes seconds; what is tried there is small.
 FOLDER_S = 60.0
+#: A few questions to a server; looking its name up takes longest where it goes wrong.
+STORE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,12 @@ def machine_sections(request: Request) -> list[Section]:
             within_s=FOLDER_S,
             on_hang=f"its file system hangs: is its server up (`df {request.folder}`)? Choose another by --runs-dir",
         ),
-        Section(title="MLflow", look=lambda: _store(request)),
+        Section(
+            title="MLflow",
+            look=lambda: _store(request),
+            within_s=STORE_S,
+            on_hang="its host's name may not resolve, or its database hangs: points wait in the run folder meanwhile",
+        ),
         Section(
             title="Names",
             look=lambda: _names(answers),
@@ -90,7 +97,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
         return []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(trials.try_ranks, "cpu", "gloo", 2)
-        count = machine.visible_gpus(machine.gpu_device_files(), env)
+        count = machine.visible_gpus(len(machine.gpus()) or machine.gpu_device_files(), env)
         on_gpus = trials.try_ranks("cuda", "nccl", count) if count else []
         tried = on_cpus.result()
     checks = [*trials.judge_torch(tried), *trials.judge_ranks(tried, "2 ranks, gloo")]
