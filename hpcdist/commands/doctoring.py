@@ -137,9 +137,10 @@ def _waiting(out: Console) -> Iterator[Status | None]:
         yield status
 
 
-def _tell(status: Status | None, titles: str) -> None:
-    if status is not None:
-        status.update(f"still looking at: {titles}")
+def _tell(status: Status | None, titles: Sequence[str]) -> None:
+    if status is not None and titles:
+        more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+        status.update(f"looking at {titles[0]}{more}")
 
 
 def _print(out: Console, lines: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> None:

@@ -4,50 +4,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
+from hpcdist.config import load_config
 from hpcdist.devcluster import cluster
+from hpcdist.launch import start
+from hpcdist.rundir import write_json
+
+DRAINED = "bad DIMM in slot 4"
 
 
-@pytest.fixture(autouse=True)
-def as_it_was(devcluster: DevCluster) -> Iterator[None]:
-    yield
-    devcluster.cancel_all()
-    devcluster.run("scontrol", "update", "nodename=n2", "state=resume")
+@pytest.fixture
+def grace_s(devcluster: DevCluster) -> Iterator[int]:
+    cluster.set_grace_time(devcluster.layout, 7)
+    yield 7
     cluster.set_grace_time(devcluster.layout, 0)
 
 
-def test_doctor_on_a_cluster_and_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
-    cluster.set_grace_time(devcluster.layout, 7)
-    name = "examined"
-    job = slurm_runs.submit_held(name)
-    devcluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=bad DIMM in slot 4")
+def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
     code, page = slurm_runs.command("doctor")
     assert (code, "FAILURE" in page) == (0, False), page
     words = " ".join(page.split())
     for said in (
         "ok controller hpcdist, Slurm 22.",
         "ok accounting root may charge devcluster, root",
-        "ok main 3 of 4 nodes up; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00 (default)",
-        "ok high 3 of 4 nodes up;",
+        "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
+        "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
         "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm puts the run back",
         "jobs in high are never preempted",
         "(no preempt_send_user_signal)",
-        "ok 2 ranks, gloo import",
     ):
         assert said in words, page
-    code, text = slurm_runs.command("doctor", name, "--json")
-    found = {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
+
+
+@pytest.fixture
+def drained(devcluster: DevCluster) -> Iterator[str]:
+    devcluster.run("scontrol", "update", "nodename=n2", "state=drain", f"reason={DRAINED}")
+    yield "n2"
+    devcluster.cancel_all()
+    devcluster.run("scontrol", "update", "nodename=n2", "state=resume")
+
+
+def test_the_nodes_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster, request: pytest.FixtureRequest) -> None:
+    """Its job sleeps: ranks would add nothing to what is looked at."""
+    project = slurm_runs.project
+    config = load_config("ddp_digits", ["name=examined", f"runs_dir={slurm_runs.folder}", "cluster.nodes=2"])
+    run = start.create_run(config, project)
+    job = devcluster.sbatch("sleep 600", "--nodes=2", "--job-name=digits/examined", f"--chdir={project}")
+    write_json(run.path / "slurm.json", {"job_id": job, "job_name": "digits/examined", "cluster": "hpcdist"})
+    run.write_state(replace(run.read_state(), status="running"))
+    devcluster.until(lambda: devcluster.job(job)["JobState"] == "RUNNING", f"job {job} runs")
+    request.getfixturevalue("drained")
+    code, text = slurm_runs.command("doctor", "examined", "--json")
     assert code == 0, text
+    found: dict[tuple[str, str], dict[str, Any]] = {
+        (check["section"], check["name"]): check for check in json.loads(text)["checks"]
+    }
     assert found["Run", "state"]["text"].startswith(f"running; job {job} is RUNNING on n[1-2]")
-    drained = found["Nodes, by Slurm", "n2"]
-    assert drained["level"] == "warning"
-    assert drained["text"].startswith("draining, since 20")
-    assert drained["text"].endswith("'bad DIMM in slot 4' by root")
+    two = found["Nodes, by Slurm", "n2"]
+    assert (two["level"], two["node"]) == ("warning", "n2")
+    assert two["text"].startswith("draining, since 20")
+    assert two["text"].endswith(f"{DRAINED!r} by root")
     assert found["Nodes, by Slurm", "n1"]["level"] == "ok"
     assert found["Nodes, looked at", "preflight"]["text"].startswith("2 of 2 nodes answered")
-    assert found["Preflight", "result"]["text"].endswith("on 2 nodes")
+    assert not list(run.path.glob(".doctor-*"))

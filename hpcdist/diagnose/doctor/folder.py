@@ -30,23 +30,41 @@ class Tries:
     speed: Callable[[Path, int, float], float] = storage.write_speed
 
 
-def runs_folder(runs_dir: Path, *, on_cluster: bool, what: str = "runs", tries: Tries | None = None) -> list[Check]:
+def runs_folder(
+    runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False, tries: Tries | None = None
+) -> list[Check]:
     """What is wrong with a folder that runs are, or will be, in.
 
     Nothing is made: a folder that is not there yet is tried by the nearest one above it.
 
     Args:
         on_cluster: whether Slurm's nodes have to see it.
-        what: how people call it.
+        in_container: whether this process is in one, whose own layer goes with it.
     """
     tries = tries or Tries()
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
     shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (made by the first run)")
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        text = f"{place} cannot be written by this user: a run would fail at once"
-        return [Check(name=what, level="failure", text=text, fix=f"`ls -ld {place}`; {_CHOOSE}")]
-    checks = [Check(name=what, level="ok", text=shown), _shared(runs_dir, kind, source, on_cluster), _space(place)]
+        text = (
+            f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail at once"
+        )
+        fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
+        return [Check(name="runs", level="failure", text=text, fix=fix)]
+    checks = [Check(name="runs", level="ok", text=shown)]
+    if in_container and kind == "overlay":
+        text = "in the container's own layer: what is written there is gone with the container"
+        checks.append(
+            Check(
+                name="file system",
+                level="warning",
+                text=text,
+                fix=f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}",
+            )
+        )
+    else:
+        checks.append(_shared(runs_dir, kind, source, on_cluster))
+    checks.append(_space(place))
     problems = [
         ("replacing", tries.rename(place), "readers may see half a file, and a restart may find no checkpoint"),
         ("making once", tries.exclusive(place), "two supervisors could take the same run"),
@@ -64,6 +82,13 @@ def runs_folder(runs_dir: Path, *, on_cluster: bool, what: str = "runs", tries: 
         fix = "keep MLflow elsewhere (tracking.uri); Lustre: mount with -o flock; NFS: is rpc.statd up?"
         checks.append(Check(name="locks", level="warning", text=text, fix=fix))
     return [*checks, _speed(place, tries)]
+
+
+def _owner(place: Path) -> str:
+    try:
+        return f"{place.owner()} ({place.stat().st_uid})"
+    except KeyError:  # nobody whom this machine, or this image, knows by name
+        return f"user {place.stat().st_uid}"
 
 
 def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:

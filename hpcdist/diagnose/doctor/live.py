@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import subprocess
@@ -46,6 +47,8 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
         try:
             done = subprocess.run(
                 step_command(job_id, nodes, request),
+                # Of a job around this process srun would take what it is not told.
+                env={k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

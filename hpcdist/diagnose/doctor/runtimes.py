@@ -82,8 +82,10 @@ class Host:
         )
 
 
-def runtimes(host: Host, *, which: Callable[[str], object] = shutil.which, ask: Ask = ask) -> list[Check]:
-    """A line for each runtime that is here; a note where there is none."""
+def runtimes(
+    host: Host, *, wanted: bool = True, which: Callable[[str], object] = shutil.which, ask: Ask = ask
+) -> list[Check]:
+    """A line for each runtime that is here; a note where there is none, though one is `wanted`."""
     looks: dict[str, Callable[[Host, Ask], Check]] = {
         "docker": _docker,
         "podman": _podman,
@@ -100,7 +102,7 @@ def runtimes(host: Host, *, which: Callable[[str], object] = shutil.which, ask: 
     if any(check.level == "ok" for check in checks):
         # One that works is enough: another that does not is no alarm.
         return [replace(check, level="note") if check.level == "warning" else check for check in checks]
-    if not checks:
+    if not checks and wanted:
         text = "none is here: runs are trained without a container"
         fix = "to use one: podman or docker on one machine; apptainer, enroot or charliecloud where nodes have no root"
         return [Check(name="runtimes", level="note", text=text, fix=fix)]

@@ -43,7 +43,7 @@ class _Looking:
 
 
 def examine(
-    sections: Sequence[Section], waiting: Callable[[str], None] = lambda titles: None
+    sections: Sequence[Section], waiting: Callable[[Sequence[str]], None] = lambda titles: None
 ) -> Iterator[tuple[str, list[Check]]]:
     """Look at all sections at once; gives title and findings of each, in their order, as soon as they are there.
 
@@ -58,7 +58,7 @@ def examine(
     for number, one in enumerate(looking):
         left = one.section.within_s - (time.monotonic() - begun)
         if not one.done.is_set():
-            waiting(", ".join(late.section.title for late in looking[number:] if not late.done.is_set()))
+            waiting([late.section.title for late in looking[number:] if not late.done.is_set()])
         if one.done.wait(max(0.0, left)):
             yield one.section.title, one.checks
         else:

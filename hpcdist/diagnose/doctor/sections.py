@@ -22,6 +22,8 @@ from hpcdist.preflight.check import Check
 SLURM_S = 45.0
 #: A network file system that wakes up takes seconds; what is tried there is small.
 FOLDER_S = 60.0
+#: A few questions to a server; looking its name up takes longest where it goes wrong.
+STORE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ def machine_sections(request: Request) -> list[Section]:
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
     has_gpus = machine.gpu_device_files() > 0
+    inside = share.in_container()
     answers = slurm.Once(slurm.ask_slurm)
     sections = [
         Section(title="Software", look=lambda: _software(on_cluster=on_cluster)),
@@ -47,28 +50,33 @@ def machine_sections(request: Request) -> list[Section]:
         Section(title="Processors and memory", look=lambda: share.processors(share.Share.inspect())),
         Section(
             title="Folder of runs",
-            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached),
+            look=lambda: folder.runs_folder(request.folder, on_cluster=answers().reached, in_container=inside),
             within_s=FOLDER_S,
             on_hang=f"its file system hangs: is its server up (`df {request.folder}`)? Choose another by --runs-dir",
         ),
-        Section(title="MLflow", look=lambda: _store(request)),
+        Section(
+            title="MLflow",
+            look=lambda: _store(request),
+            within_s=STORE_S,
+            on_hang="its host's name may not resolve, or its database hangs: points wait in the run folder meanwhile",
+        ),
         Section(
             title="Names",
             look=lambda: _names(answers),
             within_s=names.GIVE_UP_S + SLURM_S,
         ),
-        Section(title="Slurm", look=lambda: slurm.client(answers(), user), within_s=SLURM_S),
+        Section(title="Slurm", look=lambda: slurm.client(answers(), user, in_container=inside), within_s=SLURM_S),
         Section(title="Partitions", look=lambda: slurm.partitions(answers()), within_s=SLURM_S),
         Section(title="How jobs end", look=lambda: endings.endings(answers()), within_s=SLURM_S),
         Section(
             title="Containers",
-            look=lambda: runtimes.runtimes(runtimes.Host.inspect(user, has_gpus)),
+            look=lambda: runtimes.runtimes(runtimes.Host.inspect(user, has_gpus), wanted=not inside),
             within_s=3 * runtimes.ANSWER_S,
         ),
     ]
-    if share.in_container():
-        inside = share.look_inside(image_facts(env), env)
-        sections.insert(0, Section(title="This container", look=lambda: share.container(inside)))
+    if inside:
+        found = share.look_inside(image_facts(env), env)
+        sections.insert(0, Section(title="This container", look=lambda: share.container(found)))
     return sections
 
 
@@ -89,7 +97,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
         return []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(trials.try_ranks, "cpu", "gloo", 2)
-        count = machine.visible_gpus(machine.gpu_device_files(), env)
+        count = machine.visible_gpus(len(machine.gpus()) or machine.gpu_device_files(), env)
         on_gpus = trials.try_ranks("cuda", "nccl", count) if count else []
         tried = on_cpus.result()
     checks = [*trials.judge_torch(tried), *trials.judge_ranks(tried, "2 ranks, gloo")]

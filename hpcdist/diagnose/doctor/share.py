@@ -136,12 +136,16 @@ def _memory(share: Share) -> Check:
     return Check(name="memory", level="ok", text=text)
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+
+
 def _shm(share: Share) -> list[Check]:
     if share.shm_bytes is None:
         text = "there is no /dev/shm: data workers and NCCL would fail"
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
         return [Check(name="shared memory", level="failure", text=text, fix=fix)]
-    text = f"{share.shm_free_bytes / GIB:.2g} of {share.shm_bytes / GIB:.2g} GiB free in /dev/shm"
+    text = f"{_size(share.shm_free_bytes)} of {_size(share.shm_bytes)} free in /dev/shm"
     if share.shm_free_bytes < _LITTLE_SHM:
         fix = "start the container with --ipc=host or --shm-size=8g; on a machine remove what is left in /dev/shm"
         text += ": data workers and NCCL need some hundred MiB"
@@ -195,7 +199,7 @@ def look_inside(image: Mapping[str, str], env: Mapping[str, str], root: Path = P
     except KeyError:
         named = False
     home = env.get("HOME", "")
-    build = image.get("image_build", "")
+    build = image.get("image_build", "")[:12]
     return Inside(
         image=" ".join(filter(None, [image.get("image", ""), f"build {build}" if build else ""])),
         driver=(root / "proc/driver/nvidia/version").is_file(),

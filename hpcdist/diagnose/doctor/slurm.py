@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -74,8 +75,11 @@ class Once:
 # --- the client and its controller
 
 
-def client(found: Answers, user: str) -> list[Check]:
+def client(found: Answers, user: str, *, in_container: bool = False) -> list[Check]:
     """Whether jobs can be submitted from here, and followed."""
+    if not found.installed and in_container:
+        text = "none of Slurm's in here, as it should be: what stands outside submits and supervises"
+        return [Check(name="commands", level="ok", text=text)]
     if not found.installed:
         return [
             Check(
@@ -213,14 +217,25 @@ def _span(values: list[int]) -> str:
 
 
 def _limits(partition: Partition) -> str:
-    longest = partition.facts.get("MaxTime", "UNLIMITED")
-    words = ["no time limit" if longest in ("UNLIMITED", "INFINITE") else f"at most {longest}"]
+    words = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
     if (most := partition.limit("MaxNodes")) is not None:
         words.append(f"{most} nodes a job")
     for what in ("Accounts", "Qos", "Groups"):
         if (allowed := partition.allowed(what)) is not None:
             words.append(f"{what.lower()} {few(list(allowed), 3)} only")
     return ", ".join(words)
+
+
+def _duration(text: str) -> str:
+    """`1-12:00:00`, or minutes, as people say it."""
+    if text in ("UNLIMITED", "INFINITE"):
+        return "no time limit"
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return f"at most {text}"
+    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
+    units = ((days, "day" + "s" * (days != 1)), (hours, "h"), (minutes, "min"))
+    return "at most " + " ".join(f"{value} {unit}" for value, unit in units if value)
 
 
 def _count(groups: tuple[NodeGroup, ...] | list[NodeGroup]) -> int:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from hpcdist.preflight import storage
 from hpcdist.preflight.check import Check
 
 #: A server on the same continent answers in less.
@@ -154,13 +155,13 @@ def _sqlite(found: Store, path: Path, file_system: str) -> list[Check]:
         )
         fix = "name a server (tracking.uri) where several people or jobs ship at a time"
         checks.append(Check(name="database", level="note", text=text, fix=fix))
-    if not path.exists():
+    folder = storage.existing(path.parent)
+    if not path.exists() and os.access(folder, os.W_OK):
         text = f"{path} is made by the first run"
         return [*checks, Check(name="database", level="ok", text=text)]
-    folder = path.parent
     if not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
-        fix = f"`ls -ld {folder} {path}`; or set tracking.uri to a place of your own"
+        fix = f"`ls -ld {folder} {path}`; set tracking.uri to a place of your own"
         return [*checks, Check(name="database", level="warning", text=text, fix=fix)]
     try:
         revision = _sqlite_revision(path)

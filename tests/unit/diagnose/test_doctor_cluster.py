@@ -57,6 +57,8 @@ def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_slurm_it_is_a_note_and_without_an_answer_a_failure() -> None:
     (nothing,) = client(Answers(missing=NEEDED), "ada")
     assert (nothing.level, "devcluster up" in nothing.fix) == ("note", True)
+    (inside,) = client(Answers(missing=NEEDED), "ada", in_container=True)
+    assert (inside.level, inside.fix) == ("ok", "")
     (away,) = client(Answers(away="scontrol gave no answer in 10 s"), "ada")
     assert (away.level, away.text) == ("failure", "scontrol gave no answer in 10 s: `hpcdist submit` would fail")
     (unset,) = client(Answers(away="scontrol: fatal: Could not establish a configuration source"), "ada")
@@ -113,7 +115,7 @@ def test_sections_share_one_question() -> None:
 
 
 def test_partitions_as_they_are() -> None:
-    text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1-00:00:00"
+    text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day"
     assert partitions(answers()) == [
         Check(name="main", level="ok", text=f"{text} (default)"),
         Check(name="high", level="ok", text=text),
@@ -134,6 +136,16 @@ def test_partitions_with_less_to_offer() -> None:
     assert found["ill"].text == "no node takes jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
     assert found["more"].text == "4 partitions: p10, p11, p12, p13"
     assert found["default"].text == "no partition is the default: a run has to say cluster.partition"
+
+
+@pytest.mark.parametrize(
+    ("longest", "said"),
+    [("2-12:00:00", "at most 2 days 12 h"), ("01:30:00", "at most 1 h 30 min"), ("60", "at most 60")],
+)
+def test_time_limits_as_people_say_them(longest: str, said: str) -> None:
+    listed = f"PartitionName=p MaxTime={longest} State=UP"
+    check, _ = partitions(answers(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
+    assert check.text.endswith(said)
 
 
 def test_partitions_that_nobody_tells() -> None:

@@ -51,7 +51,7 @@ def test_a_machine_with_plenty() -> None:
     assert [check.sentence() for check in processors(PLENTY)] == [
         "cores: 16",
         "memory: 64.0 GiB",
-        "shared memory: 32 of 32 GiB free in /dev/shm",
+        "shared memory: 32.0 GiB of 32.0 GiB free in /dev/shm",
         "limits: 65536 open files",
     ]
 
@@ -256,6 +256,7 @@ def test_every_runtime_that_is_here_has_a_line() -> None:
 def test_none_is_a_note_and_a_slurm_without_pyxis_no_word() -> None:
     (none,) = runtimes_of(ADA, "srun", srun=Said(code=0, out="--help"))
     assert (none.name, none.level) == ("runtimes", "note")
+    assert runtimes.runtimes(ADA, wanted=False, which=lambda name: None) == []
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def fails(message: str) -> Callable[[Path], str]:
 
 
 def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
-    found = runs_folder(tmp_path / "runs", on_cluster=False)
+    found = runs_folder(tmp_path / "runs")
     assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
         "writing": found[-1].level
     }
@@ -335,19 +336,31 @@ def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.os, "access", lambda path, mode: False)  # root may write everywhere
-    (check,) = runs_folder(tmp_path, on_cluster=False)
-    assert (check.level, check.text) == (
-        "failure",
-        f"{tmp_path} cannot be written by this user: a run would fail at once",
+    (check,) = runs_folder(tmp_path)
+    me = os.getuid()
+    assert check.level == "failure"
+    assert check.text == (
+        f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail at once"
     )
-    assert "HPCDIST_RUNS_DIR" in check.fix
+    assert check.fix == "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
+    (check,) = runs_folder(tmp_path, in_container=True)
+    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or choose another")
+
+
+def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    check = runs_folder(tmp_path, in_container=True, tries=QUICK)[1]
+    assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
+    assert runs_folder(tmp_path, tries=QUICK)[1].level == "ok"
 
 
 def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
     def read_only(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    found = runs_folder(tmp_path, on_cluster=False, tries=Tries(speed=read_only))
+    found = runs_folder(tmp_path, tries=Tries(speed=read_only))
     assert levels(found)["writing"] == "failure"
     assert "could not be written (Read-only file system)" in found[-1].text
 
@@ -363,7 +376,7 @@ def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
 )
 def test_space(space: dict[str, int], level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.storage, "space", lambda path: space)
-    check = next(check for check in runs_folder(tmp_path, on_cluster=False, tries=QUICK) if check.name == "space")
+    check = next(check for check in runs_folder(tmp_path, tries=QUICK) if check.name == "space")
     assert (check.level, said in check.text) == (level, True)
 
 
@@ -374,9 +387,9 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
         tries=replace(QUICK, rename=fails("a reader saw no file"), exclusive=fails("made twice")),
     )
     assert levels(found)["replacing"] == levels(found)["making once"] == "failure"
-    found = runs_folder(tmp_path, on_cluster=False, tries=replace(QUICK, lock=fails("No locks available")))
+    found = runs_folder(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
     assert levels(found)["locks"] == "warning"
-    slow = runs_folder(tmp_path, on_cluster=False, tries=Tries(speed=lambda *_: 2.0**20))
+    slow = runs_folder(tmp_path, tries=Tries(speed=lambda *_: 2.0**20))
     assert (slow[-1].level, "1 MiB/s" in slow[-1].text) == ("note", True)
 
 
