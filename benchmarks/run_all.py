@@ -101,6 +101,14 @@ BENCHMARKS = (
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
         ),
     ),
+    Benchmark(
+        "timing",
+        (),
+        (
+            Figure("step timer, of a DDP step at batch 8 (one rank)", ("batch_8", "percent"), "%", 0.5),
+            Figure("step timer, a step", ("batch_8", "cost_us"), "µs"),
+        ),
+    ),
     Benchmark("pipeline", ("--rounds", "3"), ()),
     Benchmark(
         "scale",

@@ -36,7 +36,7 @@ from hpcdist.launch.policy import first_failure
 from hpcdist.launch.submission.sbatch import render
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
-from hpcdist.pace import system_interval_s
+from hpcdist.pace import system_interval_s, times_interval_s
 from hpcdist.rundir import RunDir, write_json
 from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
@@ -47,7 +47,8 @@ STEP_S = 0.5
 #: A power up to which a cost counts as linear. Sorting, N log N, has 1.17 from 64 ranks to 4,096, and a loop whose data
 #: outgrow a processor's cache on the way looks like it; what is told apart from those is a loop within a loop, 2.
 LINEAR_UP_TO = 1.2
-#: Points of one node's system metrics.
+#: One node's step times, and its system metrics.
+TIMES = {f"time/n1/{what}_s": 0.5 for what in ("step", "data", "compute")}
 POINT = {f"system/metric_{index}": 0.5 for index in range(8)}
 STUB_SRUN = """\
 #!/bin/sh
@@ -161,15 +162,25 @@ def be_ranks(root: Path, num_ranks: int, seconds: float) -> None:
     journals = [JournalWriter(run.journal, 1, node * RANKS_PER_NODE) for node in range(num_nodes)]
     interval_s = system_interval_s(config.tracking.system_interval_s, num_nodes)
     due = [interval_s * node / num_nodes for node in range(num_nodes)]
+    # Not more often than every fifth step, as a logging interval would have it.
+    times_s = max(times_interval_s(num_nodes), 5 * STEP_S)
+    times_due = [times_s * node / num_nodes for node in range(num_nodes)]
     ended = threading.Event()
 
+    def totals() -> dict[str, float]:
+        passed = time.monotonic() - began
+        sums = {"step_s": passed, "data_s": 0.1 * passed, "compute_s": 0.5 * passed}
+        return {"steps": passed / STEP_S, "own_steps": passed / STEP_S, **sums}
+
+    began = time.monotonic()
+
     def train() -> None:
-        began = time.monotonic()
         step = 0
         while not ended.wait(max(0.0, began + STEP_S * step - time.monotonic())):
             step += 1
             for beat in beats:
                 beat.step = step
+                beat.timing = totals
                 beat.beat()
             if step % round(1 / STEP_S) == 0:
                 attempt.request.exists()  # rank 0's look, once a second
@@ -178,6 +189,10 @@ def be_ranks(root: Path, num_ranks: int, seconds: float) -> None:
                 if time.monotonic() - began >= then:
                     journals[node].log(POINT, step)
                     due[node] += interval_s
+            for node, then in enumerate(times_due):
+                if time.monotonic() - began >= then:
+                    journals[node].log(TIMES, step)
+                    times_due[node] += times_s
 
     trainer = threading.Thread(target=train)
     trainer.start()

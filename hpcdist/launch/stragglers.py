@@ -162,16 +162,18 @@ class Stragglers:
         slowest: dict[str, int] = {}
         for rank in sorted(parts, key=lambda rank: parts[rank].own_s):
             slowest[self._hosts[rank] if are_nodes else f"rank {rank}"] = rank
+        if len(slowest) < 2:
+            return []
+        middle = Part(*map(median, zip(*(parts[rank] for rank in slowest.values()), strict=True)))
         told = []
-        for name, rank in slowest.items() if len(slowest) > 1 else ():
-            # The median of two is no judge between them. Of more, the one itself counts too.
-            compared = [parts[one] for other, one in slowest.items() if len(slowest) > 2 or other != name]
-            look = Look(since, now, rank, parts[rank], Part(*map(median, zip(*compared, strict=True))))
-            which = "other" if len(slowest) == 2 else "median"
+        for name, rank in slowest.items():
+            others, which = middle, "median"
+            if len(slowest) == 2:  # their median is no judge between them
+                (others,), which = [parts[one] for one in slowest.values() if one != rank], "other"
             course = self._courses.setdefault((role, name), _Course())
-            if (event := self._event(course, look)) is not None:
-                others = f"the {which} {'node' if are_nodes else 'rank'}"
-                told.append(self._tell(event, name, others, role, list(course.looks)))
+            if (event := self._event(course, Look(since, now, rank, parts[rank], others))) is not None:
+                compared_with = f"the {which} {'node' if are_nodes else 'rank'}"
+                told.append(self._tell(event, name, compared_with, role, list(course.looks)))
         return told
 
     def _event(self, course: _Course, look: Look) -> str | None:

@@ -20,6 +20,8 @@ def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRu
         "cluster.nodes=4",
         "cluster.tasks_per_node=1",
         "tracking.log_every=50",
+        # Who submits it ships until there is nothing new.
+        "tracking.system_interval_s=10",
     )
     attempt = slurm_runs.attempt(name)
     wait_for(attempt.straggler_lines, "the straggler's line", timeout_s=180)
