@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,17 @@ _FEW_FILES = 10_000
 _TRIED_BYTES, _TRIED_S = 32 * 2**20, 2.0
 #: A checkpoint of a gigabyte takes a minute below this.
 _SLOW = 16 * 2**20
+#: A clock that is further off misleads; mount options that round times do not come near.
+_CLOCK_S = 10.0
 _CHOOSE = "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
+
+
+def clock_offset(folder: Path) -> float:
+    """Seconds that a folder's file server is ahead of this machine, by the time of a file that is made there."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+        before = time.time()
+        os.utime(file.name)
+        return os.stat(file.name).st_mtime - before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +40,7 @@ class Tries:
     exclusive: Callable[[Path], str] = storage.exclusive_problem
     lock: Callable[[Path], str] = storage.lock_problem
     speed: Callable[[Path, int, float], float] = storage.write_speed
+    clock: Callable[[Path], float] = clock_offset
 
 
 def runs_folder(
@@ -45,6 +58,9 @@ def runs_folder(
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
     shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (made by the first run)")
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
+        return [Check(name="runs", level="failure", text=text, fix=f"`mount | grep {kind}` shows why; {_CHOOSE}")]
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         text = (
             f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail at once"
@@ -64,7 +80,15 @@ def runs_folder(
         )
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
-    checks.append(_space(place))
+    for look in (lambda: _space(place), lambda: _speed(place, tries)):
+        checks.append(look())
+        if checks[-1].level == "failure":
+            return checks  # where nothing can be written the rest cannot be tried
+    return [*checks, *_promises(place, tries), *_clock(tries.clock(place))]
+
+
+def _promises(place: Path, tries: Tries) -> list[Check]:
+    """What the run folder relies on."""
     problems = [
         ("replacing", tries.rename(place), "readers may see half a file, and a restart may find no checkpoint"),
         ("making once", tries.exclusive(place), "two supervisors could take the same run"),
@@ -75,13 +99,21 @@ def runs_folder(
         if problem
     ]
     if broken:
-        return [*checks, *broken]
-    checks.append(Check(name="files", level="ok", text="are replaced in one piece, and made once only"))
+        return broken
+    checks = [Check(name="files", level="ok", text="are replaced in one piece, and made once only")]
     if problem := tries.lock(place):
         text = f"locks do not work ({problem}): sqlite's database needs them, and `hpcdist` where two commands meet"
         fix = "keep MLflow elsewhere (tracking.uri); Lustre: mount with -o flock; NFS: is rpc.statd up?"
         checks.append(Check(name="locks", level="warning", text=text, fix=fix))
-    return [*checks, _speed(place, tries)]
+    return checks
+
+
+def _clock(offset_s: float) -> list[Check]:
+    if abs(offset_s) < _CLOCK_S:
+        return []
+    text = f"the file server's is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
+    fix = "times of files mislead (`status`, `explain`): set both clocks by one time server (chronyc, timedatectl)"
+    return [Check(name="clock", level="warning", text=text, fix=fix)]
 
 
 def _owner(place: Path) -> str:

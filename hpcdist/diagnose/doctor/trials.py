@@ -89,6 +89,8 @@ def judge_ranks(trials: Sequence[Trial], what: str, *, within_s: float = TRIAL_S
             return [Check(name=what, level=level, text=f"rank {rank}: {text}", fix=fix)]
     took = {name: max(trial.stage(name).get("seconds", 0.0) for trial in trials) for name in _STAGES}
     text = f"import {took['torch']:.1f} s, rendezvous {took['meet']:.1f} s, all-reduce right"
+    if nccl := trials[0].stage("compute").get("nccl"):
+        text += f", NCCL {nccl}"
     return [Check(name=what, level="ok", text=text)]
 
 

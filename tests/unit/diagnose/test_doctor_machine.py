@@ -328,7 +328,7 @@ def fails(message: str) -> Callable[[Path], str]:
 def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
     found = runs_folder(tmp_path / "runs")
     assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
-        "writing": found[-1].level
+        "writing": found[3].level
     }
     assert found[0].text == f"{tmp_path}/runs (made by the first run)"
     assert list(tmp_path.iterdir()) == [], "nothing is made by looking"
@@ -389,8 +389,11 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     assert levels(found)["replacing"] == levels(found)["making once"] == "failure"
     found = runs_folder(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
     assert levels(found)["locks"] == "warning"
+    for offset_s, said in ((40.0, "40 s ahead of this"), (-40.0, "40 s behind this")):
+        clock = runs_folder(tmp_path, tries=replace(QUICK, clock=lambda path, by=offset_s: by))[-1]
+        assert (clock.name, clock.level, said in clock.text) == ("clock", "warning", True)
     slow = runs_folder(tmp_path, tries=Tries(speed=lambda *_: 2.0**20))
-    assert (slow[-1].level, "1 MiB/s" in slow[-1].text) == ("note", True)
+    assert (slow[3].level, "1 MiB/s" in slow[3].text) == ("note", True)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,12 @@ def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -
     assert fix in check.fix
 
 
+def test_ranks_on_gpus_tell_which_nccl_they_have() -> None:
+    gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in WELL)
+    (check,) = judge_ranks([Trial(stages=gpu, code=0)], "1 rank, nccl")
+    assert (check.level, check.text.endswith("all-reduce right, NCCL 2.29.3")) == ("ok", True)
+
+
 def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
     (check,) = judge_ranks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
     assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not end within 90 s")
