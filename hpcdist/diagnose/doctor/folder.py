@@ -62,28 +62,21 @@ def runs_folder(
         text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
         return [Check(name="runs", level="failure", text=text, fix=f"`mount | grep {kind}` shows why; {_CHOOSE}")]
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        text = (
-            f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail at once"
-        )
+        text = f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail"
         fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
         return [Check(name="runs", level="failure", text=text, fix=fix)]
     checks = [Check(name="runs", level="ok", text=shown)]
     if in_container and kind == "overlay":
         text = "in the container's own layer: what is written there is gone with the container"
-        checks.append(
-            Check(
-                name="file system",
-                level="warning",
-                text=text,
-                fix=f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}",
-            )
-        )
+        fix = f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"
+        checks.append(Check(name="file system", level="warning", text=text, fix=fix))
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
-    for look in (lambda: _space(place), lambda: _speed(place, tries)):
-        checks.append(look())
-        if checks[-1].level == "failure":
-            return checks  # where nothing can be written the rest cannot be tried
+    checks.append(_space(place))
+    if checks[-1].level != "failure":
+        checks.append(_speed(place, tries))
+    if checks[-1].level == "failure":
+        return checks  # where nothing can be written the rest cannot be tried
     return [*checks, *_promises(place, tries), *_clock(tries.clock(place))]
 
 

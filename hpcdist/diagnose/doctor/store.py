@@ -23,7 +23,7 @@ from hpcdist.preflight.check import Check
 #: A server on the same continent answers in less.
 ANSWER_S = 3.0
 DATABASE_S = 15.0
-_LATER = "training does not wait for it: points stay in the run folder until `hpcdist sync` ships them"
+_LATER = "training goes on, and `hpcdist sync` ships its points later"
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
 #: Executed by this Python: it alone has the database's driver. The URI comes by a variable: it may hold a password.
 _ASK_DATABASE = """

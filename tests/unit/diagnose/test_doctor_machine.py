@@ -340,7 +340,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     me = os.getuid()
     assert check.level == "failure"
     assert check.text == (
-        f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail at once"
+        f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail"
     )
     assert check.fix == "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
     (check,) = runs_folder(tmp_path, in_container=True)
