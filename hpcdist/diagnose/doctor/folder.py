@@ -66,7 +66,7 @@ def runs_folder(
         fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
         return [Check(name="runs", level="failure", text=text, fix=fix)]
     checks = [Check(name="runs", level="ok", text=shown)]
-    if in_container and kind == "overlay":
+    if in_container and kind == "overlay" and is_with_the_root(place):
         text = "in the container's own layer: what is written there is gone with the container"
         fix = f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"
         checks.append(Check(name="file system", level="warning", text=text, fix=fix))
@@ -78,6 +78,11 @@ def runs_folder(
     if checks[-1].level == "failure":
         return checks  # where nothing can be written the rest cannot be tried
     return [*checks, *_promises(place, tries), *_clock(tries.clock(place))]
+
+
+def is_with_the_root(place: Path) -> bool:
+    """Whether nothing of its own is mounted there."""
+    return place.stat().st_dev == Path("/").stat().st_dev
 
 
 def _promises(place: Path, tries: Tries) -> list[Check]:

@@ -351,9 +351,12 @@ def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
+    monkeypatch.setattr(folder, "is_with_the_root", lambda place: True)
     check = runs_folder(tmp_path, in_container=True, tries=QUICK)[1]
     assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
     assert runs_folder(tmp_path, tries=QUICK)[1].level == "ok"
+    monkeypatch.setattr(folder, "is_with_the_root", lambda place: False)
+    assert runs_folder(tmp_path, in_container=True, tries=QUICK)[1].level == "ok"
 
 
 def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
