@@ -104,7 +104,9 @@ def _share(node: str, end: int, ways: Mapping[Pair, str], bad: Mapping[Pair, str
 def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: bool) -> Check:
     what, fix = _words(request, problem, node)
     name = "names" if problem.startswith("unresolved") else "port"
-    if inward:
+    if problem.startswith("ephemeral"):
+        text = what
+    elif inward:
         text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {what}"
     else:
         text = f"it cannot reach {others or 'any other node'}: {what}"

@@ -194,7 +194,9 @@ class Mesh:
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
             unheard = known == float("inf")
-            hopeless = (unheard or tried > known) and time.monotonic() > min(known + GRACE_S, self._until)
+            # What began before the peer did says nothing, unless somebody else has answered.
+            telling = unheard or tried > known or status in ("stranger", "mute")
+            hopeless = telling and time.monotonic() > min(known + GRACE_S, self._until)
             if link is not None or hopeless:
                 # A refusal only means something from a node that is there.
                 peer.status = "absent" if status == "refused" and unheard else status

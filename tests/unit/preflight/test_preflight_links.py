@@ -110,8 +110,8 @@ def test_ephemeral_ports_that_are_closed() -> None:
         answers[other]["network"]["peers"]["n3"]["ephemeral"] = "silent"
     (found,) = sentences(request(), answers)
     assert found.startswith(
-        "failure n3: port: no other node can reach it: port 23456 is open, but no port of the ephemeral range, as gloo,"
-        " NCCL and RPC use them: packets to it vanish; let"
+        "failure n3: port: port 23456 is open, but no port of the ephemeral range, as gloo, NCCL"
+        " and RPC use them: packets to it vanish; let"
     )
 
 
