@@ -58,7 +58,7 @@ def _over_size(
 
     modes = [mode for mode in ("blocking", "async") if any(row.mode == mode for row in rows)]
     operations = list(dict.fromkeys(row.operation for row in rows))
-    figure = Figure(figsize=(6.4 * len(modes) + 2.4, 6), layout="constrained", dpi=DPI)
+    figure = Figure(figsize=(6 * len(modes) + 2.2, 5.8), layout="constrained", dpi=DPI)
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for panel, mode in zip(panels, modes, strict=True):
         for number, operation in enumerate(operations):
@@ -70,12 +70,12 @@ def _over_size(
                 label=_label(line[0]) if line else None,
             )
         depth = max(row.depth for row in rows if row.mode == mode)
-        panel.set_title("one after the other" if mode == "blocking" else f"{depth} under way at once", fontsize=13)
+        panel.set_title("one after the other" if mode == "blocking" else f"{depth} under way at once", fontsize=14)
         _axes(panel, [row.size for row in rows], words)
-    figure.supylabel(title, fontsize=13)
+    figure.supylabel(title, fontsize=14)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=11, frameon=False)
-    figure.suptitle(heading(results), fontsize=13)
+    figure.legend(handles, labels, loc="outside right center", fontsize=12, frameon=False)
+    figure.suptitle(heading(results), fontsize=14)
     return _png(figure)
 
 
@@ -104,12 +104,12 @@ def _axes(panel: Axes, sizes: list[int], words: Callable[[float], str]) -> None:
     panel.set_yscale("log")
     low, high = (int(math.log2(size)) for size in (min(sizes), max(sizes)))
     ticks = [2**power for power in range(low, high + 1, max(1, -(-(high - low) // 7)))]
-    panel.set_xticks(ticks, [amount(size) for size in ticks], fontsize=11, rotation=30)
+    panel.set_xticks(ticks, [amount(size) for size in ticks], fontsize=12, rotation=30)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(words(value))))
-    panel.tick_params(axis="y", labelsize=11, labelleft=True)
+    panel.tick_params(axis="y", labelsize=12, labelleft=True)
     panel.grid(True, which="major", alpha=0.3)
-    panel.set_xlabel("size", fontsize=12)
+    panel.set_xlabel("size", fontsize=13)
 
 
 def pair_map(results: Results) -> bytes:
