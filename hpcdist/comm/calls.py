@@ -16,12 +16,16 @@ from hpcdist.comm.results import Place, Rpc
 from hpcdist.errors import HpcdistError
 from hpcdist.runtime.context import Context
 from hpcdist.runtime.rpc import remote, rpc_group
+from hpcdist.schema import CommConfig
+from hpcdist.schema.comm import parse_bytes
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
 #: Ranks that are called: one of each node first, then others.
 MOST_TARGETS = 8
 IN_FLIGHT = 8
 _MOST_CALLS = 200
+#: Calls that take a time in proportion to their size.
+_LONG = 1 << 20
 
 
 @remote
@@ -36,9 +40,7 @@ def targets(nodes: Sequence[str]) -> list[int]:
     return sorted(sorted(others, key=lambda rank: (nodes.index(nodes[rank]) != rank, rank))[:MOST_TARGETS])
 
 
-def measure_calls(
-    ctx: Context, places: Sequence[Place], gpus: Sequence[int | None], *, max_bytes: int, budget_s: float
-) -> list[Rpc]:
+def measure_calls(ctx: Context, places: Sequence[Place], gpus: Sequence[int | None], *, cfg: CommConfig) -> list[Rpc]:
     """Time calls to some ranks; call it on every rank, the result is rank 0's. Raises HpcdistError for a wrong answer.
 
     Args:
@@ -58,12 +60,13 @@ def measure_calls(
         for rank in targets([place.node for place in places]):
             devices = [torch.device("cpu"), ctx.device] if ctx.roles.name_of(rank) in maps else [torch.device("cpu")]
             for device in devices:
+                byte_s = 0.0
                 for size in SIZES:
-                    if size > max_bytes:
-                        continue
+                    if size > parse_bytes(cfg.max_bytes) or size * byte_s > cfg.longest_s:
+                        break
                     ctx.alive()
-                    name = ctx.roles.name_of(rank)
-                    timing, calls_s = _measure(name, size, device, budget_s)
+                    timing, calls_s = _measure(ctx.roles.name_of(rank), size, device, cfg.budget_s)
+                    byte_s = timing.median_s / size if size >= _LONG else 0.0
                     found.append(
                         Rpc(
                             source=f"{places[0].node}/0",

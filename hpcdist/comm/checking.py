@@ -94,7 +94,7 @@ def _compare(operation: Operation, store: Store) -> str:
     if isinstance(operation, Barrier):
         return _compare_barrier(operation, store)
     found = []
-    for async_op in (False, True):
+    for async_op in (False, True) if operation.can_overlap else (False,):
         operation.fill()
         wait_for(operation.call(async_op=async_op))
         found.append(_difference(operation))

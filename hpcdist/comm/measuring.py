@@ -96,13 +96,15 @@ def measure(
     words: Words,
     *,
     budget_s: float,
+    longest_s: float,
     after_barrier: bool = False,
     divided_by: int = 1,
 ) -> Timing:
     """Time a call; every rank makes as many, a number that follows from the slowest rank's warm-up.
 
     Args:
-        budget_s: about how long to measure.
+        budget_s: about how long to measure, for three iterations at least.
+        longest_s: where three take longer than this, so many as begin before it is over.
         after_barrier: begin each iteration together.
         divided_by: operations in one call.
     """
@@ -117,7 +119,7 @@ def measure(
         seconds(WARM_UP)
     found = seconds(1)
     # By what was measured so far, again and again: one iteration that was disturbed must not stand for all.
-    while len(found) < LEAST_ITERATIONS or (sum(found) < budget_s and len(found) < MOST_ITERATIONS):
+    while sum(found) < (longest_s if len(found) < LEAST_ITERATIONS else budget_s) and len(found) < MOST_ITERATIONS:
         left = int((budget_s - sum(found)) / max(Timing.of(found).median_s, 1e-7))
         found += seconds(min(max(1, left), MOST_ITERATIONS - len(found)))
     return Timing.of(found, divided_by)

@@ -86,7 +86,7 @@ Point = Check | Measurement | Round | Hiding | Calls
 
 
 def points(cfg: CommConfig, nodes: Sequence[str]) -> list[Point]:
-    """All that is to be done, in order: first everything is checked, then measured.
+    """All that is to be done, in order: everything is checked, then measured, the ways between ranks first.
 
     Args:
         nodes: each rank's.
@@ -94,12 +94,12 @@ def points(cfg: CommConfig, nodes: Sequence[str]) -> list[Point]:
     named = [name for name in COMM_OPERATIONS if name in cfg.operations]
     teams = [WORLD, *cuts(nodes)] if "groups" in cfg.operations else [WORLD]
     found: list[Point] = [*_checks(cfg, named, teams)]
-    for series, sizes in _all_series(cfg, named, teams):
-        found += [Measurement(series=series, size=size, is_last=size == sizes[-1]) for size in sizes]
     several = len(nodes) > 1
     if "pairs" in cfg.operations and several:
         ways = pairs.rounds(nodes)
         found += [Round(ways=tuple(one), is_last=index == len(ways) - 1) for index, one in enumerate(ways)]
+    for series, sizes in _all_series(cfg, named, teams):
+        found += [Measurement(series=series, size=size, is_last=size == sizes[-1]) for size in sizes]
     if "overlap" in cfg.operations and several:
         found += [
             Hiding(variety=variety, size=size)

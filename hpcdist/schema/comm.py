@@ -55,8 +55,8 @@ class CommConfig:
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
     """Of reductions, each measured from one element on; what only moves is measured in bytes."""
     budget_s: float = 0.02
-    """Seconds of measuring per point after its warm-up; three iterations at least."""
-    longest_s: float = 2.0
+    """Seconds of measuring per point after its warm-up; three iterations at least, if longest_s allows."""
+    longest_s: float = 1.0
     """No larger size of an operation follows once one iteration would take longer than this."""
 
     def __post_init__(self) -> None:

@@ -33,7 +33,6 @@ from hpcdist.errors import CommError
 from hpcdist.rundir import write_atomic
 from hpcdist.runtime.context import Context
 from hpcdist.schema import Config
-from hpcdist.schema.comm import parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -134,10 +133,7 @@ class Bench:
         elif isinstance(point, Hiding):
             self._measure_overlap(point)
         elif isinstance(point, Calls):
-            limit = parse_bytes(self.cfg.max_bytes)
-            budget_s = self.cfg.budget_s
-            ranks = self.results.ranks
-            self.results.rpc += calls.measure_calls(self.ctx, ranks, self.gpus, max_bytes=limit, budget_s=budget_s)
+            self.results.rpc += calls.measure_calls(self.ctx, self.results.ranks, self.gpus, cfg=self.cfg)
             self.write()
 
     def _check(self, point: Check) -> None:
@@ -183,6 +179,7 @@ class Bench:
             self.watch,
             self.words,
             budget_s=self.cfg.budget_s,
+            longest_s=self.cfg.longest_s,
             after_barrier=kind.is_one_way,
             divided_by=depth * kind.hops(team.largest),
         )
@@ -253,9 +250,10 @@ class Bench:
             self.write()
 
     def _measure_overlap(self, point: Hiding) -> None:
-        team, dtype = self.teams[WORLD], "float32" if point.variety.kind.reduces else BYTES
-        if not self._is_there(point.variety.title, WORLD, dtype):
-            return
+        team, dtype = self.teams[WORLD], self.cfg.dtypes[0] if point.variety.kind.reduces else BYTES
+        series = Series(variety=point.variety, mode="blocking", team=WORLD, dtype=dtype)
+        if not any(row.size >= point.size for row in self._rows_of(series)):
+            return  # not there, or so slow that it was cut off before
         count = elements(point.size, dtype, team.size if point.variety.kind.has_parts else 1)
         self.results.overlap.append(measure_overlap(point.variety.make(team, count, DTYPES[dtype]), self.words))
         self.write()
