@@ -172,7 +172,8 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, how to open the UI, and, last, why the run is over in one sentence."""
     metrics = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("metrics", {}) if state.attempt else {}
-    if metrics:
+    is_benchmark = config.trainer.target == "comm"  # the last points of its metrics are of the largest sizes alone
+    if metrics and not is_benchmark:
         table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
         for key, value in sorted(metrics.items()):
             table.add_row(escape(key), f"{value:.6g}")
@@ -183,6 +184,8 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
     lines = [f"look at it: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
     if config.tracking.uri:
         lines = [f"look at it: {program} ui --uri {escape(shlex.quote(redact_uri(config.tracking.uri)))}"]
+    if is_benchmark and run.artifacts.is_dir():
+        lines.append(f"its report: {program} bench show {escape(shlex.quote(str(run.path)))}")
     if state.status != "finished":
         lines.append(f"go on with: {program} resume {escape(shlex.quote(str(run.path)))}")
     lines.append(f"[bold {_COLOURS[state.status]}]{state.status}[/]: {escape(state.reason)}")

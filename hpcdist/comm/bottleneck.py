@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import combinations
 from statistics import median
 
 from hpcdist.comm.links import Link, Slow, find_slow
-from hpcdist.comm.results import Results, Row
+from hpcdist.comm.noise import BUSY, disturbance
+from hpcdist.comm.results import Results
 from hpcdist.comm.units import rate, seconds, times
 
 #: From which factor on a pair is slow, or late; and a delay below this is nobody's loss.
 SLOWER, LATER, LATER_S = 1.5, 3.0, 20e-6
-#: From which factor between transfers on a machine is busy; and more than this is a fault whatever else goes on.
-BUSY, MOST_DISTURBED = 4.0, 20.0
 #: Pairs that are told one by one.
 TOLD = 4
 #: Pairs that differ by no more than this are alike.
@@ -52,25 +50,6 @@ def bottleneck(results: Results) -> list[str]:
 def link_speeds(results: Results) -> dict[Link, float]:
     """Bandwidth of each pair of ranks in bytes/s."""
     return {(pair.source, pair.target): pair.bandwidth for pair in results.pairs if pair.bandwidth}
-
-
-def disturbance(results: Results) -> float:
-    """By which factor transfers differ from each other with nothing being wrong, 1 where that was not seen.
-
-    On machines that do something else besides, this is a lot, and pairs, each measured in some moment, differ by as
-    much. It shows in how much longer than mostly a transfer takes now and then (p99 of the upper quartile of sizes),
-    and in small transfers that took longer than large ones.
-    """
-    series: dict[str, list[Row]] = defaultdict(list)
-    for row in results.rows:
-        if row.operation in ("send_recv", "isend_irecv") and row.mode == "blocking" and row.group == "world":
-            series[row.operation].append(row)
-    tails = sorted(row.p99_s / row.median_s for rows in series.values() for row in rows)
-    found = tails[len(tails) * 3 // 4 :][:1]
-    for rows in series.values():
-        ordered = sorted(rows, key=lambda row: row.size)
-        found += [before.median_s / row.median_s for before, row in combinations(ordered, 2)]
-    return min(max(found, default=1.0), MOST_DISTURBED)
 
 
 class Places:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from hpcdist.comm.noise import roughness
 from hpcdist.comm.results import Results, Row
 from hpcdist.comm.units import amount, seconds, times
 
@@ -30,12 +31,13 @@ class Change:
 
     @property
     def beyond_noise(self) -> bool:
-        """Slower by more than 20 %, slower than 99 of 100 earlier iterations, and faster ones are rare now, too.
+        """Slower by more than 20 %, slower than 99 of 100 earlier iterations, and the fastest one slower by 20 %, too.
 
         The tail of what was measured before (p99) says how late an iteration is now and then without anything being
-        wrong; the fastest iteration now says whether the machine still reaches what was usual.
+        wrong; the fastest iteration now says whether the machine still reaches what it did.
         """
-        return self.ratio > SLOWER and self.now.median_s > self.before.p99_s and self.now.min_s > self.before.min_s
+        least_s = SLOWER * self.before.min_s
+        return self.ratio > SLOWER and self.now.median_s > self.before.p99_s and self.now.min_s > least_s
 
 
 def facts(results: Results) -> dict[str, str]:
@@ -69,8 +71,12 @@ def slower(found: list[Change]) -> list[Change]:
     """Those of one operation's sizes that are slower beyond noise, and a neighbouring size with them.
 
     Of hundreds of operations and sizes some are slower by chance; what slows a network does not stop at one size.
+    And where a benchmark's own sizes differ by a factor, without an order, that factor is no change either.
     """
-    marks = [change.beyond_noise for change in found]
+    noise = max(roughness(change.now for change in found), roughness(change.before for change in found))
+    marks = [change.beyond_noise and change.ratio > noise for change in found]
+    if len(found) == 1:  # no other size to learn from, so even its best has to be late
+        marks = [marks[0] and found[0].now.min_s > found[0].before.median_s]
     return [
         change
         for index, change in enumerate(found)

@@ -10,12 +10,13 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.comm.bottleneck import Places, bottleneck, link_speeds
 from hpcdist.comm.report import heading, is_ring, main_rows
 from hpcdist.comm.results import Results, Row
-from hpcdist.comm.units import amount, rate, rate_unit, seconds
+from hpcdist.comm.units import amount, rate, seconds
 from hpcdist.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def _over_size(
 
     modes = [mode for mode in ("blocking", "async") if any(row.mode == mode for row in rows)]
     operations = list(dict.fromkeys(row.operation for row in rows))
-    figure = Figure(figsize=(6.4 * len(modes) + 2.4, 6), layout="constrained", dpi=DPI)
+    width = 6 * len(modes) + 2.2
+    figure = Figure(figsize=(width, 5.8), layout="constrained", dpi=DPI)
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     for panel, mode in zip(panels, modes, strict=True):
         for number, operation in enumerate(operations):
@@ -70,12 +72,12 @@ def _over_size(
                 label=_label(line[0]) if line else None,
             )
         depth = max(row.depth for row in rows if row.mode == mode)
-        panel.set_title("one after the other" if mode == "blocking" else f"{depth} under way at once", fontsize=13)
+        panel.set_title("one after the other" if mode == "blocking" else f"{depth} under way at once", fontsize=14)
         _axes(panel, [row.size for row in rows], words)
-    figure.supylabel(title, fontsize=13)
+    figure.supylabel(title, fontsize=14)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=11, frameon=False)
-    figure.suptitle(heading(results), fontsize=13)
+    figure.legend(handles, labels, loc="outside right center", fontsize=12, frameon=False)
+    figure.suptitle("\n".join(wrap(heading(results), int(8.5 * width))), fontsize=14)
     return _png(figure)
 
 
@@ -104,29 +106,27 @@ def _axes(panel: Axes, sizes: list[int], words: Callable[[float], str]) -> None:
     panel.set_yscale("log")
     low, high = (int(math.log2(size)) for size in (min(sizes), max(sizes)))
     ticks = [2**power for power in range(low, high + 1, max(1, -(-(high - low) // 7)))]
-    panel.set_xticks(ticks, [amount(size) for size in ticks], fontsize=11, rotation=30)
+    panel.set_xticks(ticks, [amount(size) for size in ticks], fontsize=12, rotation=30)
     panel.xaxis.set_minor_locator(NullLocator())
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(words(value))))
-    panel.tick_params(axis="y", labelsize=11, labelleft=True)
+    panel.tick_params(axis="y", labelsize=12, labelleft=True)
     panel.grid(True, which="major", alpha=0.3)
-    panel.set_xlabel("size", fontsize=12)
+    panel.set_xlabel("size", fontsize=13)
 
 
 def pair_map(results: Results) -> bytes:
     """Bandwidth from each rank (row) to each other (column), as a PNG; what is slow is dark."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     speeds, places = link_speeds(results), Places(results)
     ranks = sorted({rank for link in speeds for rank in link})
-    unit, unit_name = rate_unit(max(speeds.values()))
-    table = [[speeds.get((source, target), math.nan) / unit for target in ranks] for source in ranks]
-    low, high = min(speeds.values()) / unit, max(speeds.values()) / unit
+    table = [[speeds.get((source, target), math.nan) for target in ranks] for source in ranks]
+    low, high = min(speeds.values()), max(speeds.values())
     # From zero, so that a small difference looks small; where it is large, by factors.
     scale = LogNorm(low, high) if high > 4 * low else Normalize(0, high)
-    side = min(12.0, max(5.0, 1.2 + 0.62 * len(ranks)))
-    figure = Figure(figsize=(side + 2.2, side + 0.6), layout="constrained", dpi=DPI)
+    side = min(12.0, max(6.0, 1.2 + 0.66 * len(ranks)))
+    figure = Figure(figsize=(side + 2.6, side + 0.6), layout="constrained", dpi=DPI)
     panel = figure.subplots()
     panel.set_facecolor("#dddddd")
     image = panel.imshow(table, norm=scale, cmap="cividis")
@@ -137,14 +137,16 @@ def pair_map(results: Results) -> bytes:
     panel.set_yticks(shown, names[::every], fontsize=11)
     panel.set(xlabel="to", ylabel="from")
     if len(ranks) <= NUMBERED:
-        for row, values in enumerate(table):
-            for column, speed in enumerate(values):
-                if not math.isnan(speed):
-                    colour = "black" if scale(speed) > 0.55 else "white"
-                    panel.text(column, row, f"{speed:.3g}", ha="center", va="center", color=colour, fontsize=11)
-    bar = figure.colorbar(image, ax=panel, label=f"{unit_name}, {amount(results.pairs[0].bytes)} at a time")
-    bar.formatter = bar.minorformatter = FuncFormatter(lambda value, _: f"{value:g}")  # not 3 × 10⁻¹
-    figure.suptitle(f"{heading(results)}\n" + "\n".join(bottleneck(results)[:2]), fontsize=12, wrap=True)
+        for (source, target), speed in speeds.items():
+            colour = "black" if scale(speed) > 0.55 else "white"
+            place: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "fontsize": 11}
+            panel.text(ranks.index(target), ranks.index(source), rate(speed).replace(" ", "\n"), **place)
+    bar = figure.colorbar(image, ax=panel, label="bandwidth")
+    marks = [scale.inverse(part / 5) for part in range(6)]  # LogNorm's own would overlap
+    bar.set_ticks(marks, labels=[rate(max(mark, 0.0)) for mark in marks])
+    bar.minorticks_off()
+    lines = [heading(results), *bottleneck(results)[:2]]
+    figure.suptitle("\n".join(line for text in lines for line in wrap(text, int(9.5 * (side + 2.6)))), fontsize=12)
     return _png(figure)
 
 

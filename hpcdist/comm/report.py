@@ -41,11 +41,10 @@ def report(results: Results, width: int) -> RenderableType:
         of_group = [row for row in rows if row.group == group]
         sizes = _choose(sorted({row.size for row in of_group if row.busbw is not None}), (width - 34) // 21)
         name = "" if group == "world" else f" in groups of {of_group[0].group_size} ({group})"
+        convention = "" if name else f", as nccl-tests count ({CONVENTION})"
         parts += [
             _by_size(f"time of one operation{name}: median / p99", of_group, sizes, _time),
-            _by_size(
-                f"bandwidth{name}: algorithm / bus, as nccl-tests count ({CONVENTION})", of_group, sizes, _bandwidth
-            ),
+            _by_size(f"bandwidth{name}: algorithm / bus{convention}", of_group, sizes, _bandwidth),
             *map(Text, _without_size(of_group)),
         ]
     parts += [*_overlap(results), *_rpc(results), *_pairs(results)]
@@ -153,7 +152,7 @@ def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Cell) 
     operations: dict[str, dict[int, Row]] = {}
     for row in rows:
         if row.busbw is not None:
-            operations.setdefault(label(row), {})[row.size] = row
+            operations.setdefault(label(replace(row, group="world")), {})[row.size] = row
     rival: dict[int, Row] = {}
     for name, by_size in operations.items():
         first = next(iter(by_size.values()))

@@ -22,15 +22,10 @@ def seconds(time_s: float) -> str:
 
 
 def rate(*bytes_per_s: float) -> str:
-    """`1.30 GB/s`, `25.1 MB/s`; of several in the unit of the greatest: `0.98 / 1.30 GB/s`."""
-    factor, unit = rate_unit(max(bytes_per_s))
-    return f"{' / '.join(_short(value / factor) for value in bytes_per_s)} {unit}"
-
-
-def rate_unit(bytes_per_s: float) -> tuple[float, str]:
-    """The unit in which a rate is a number from 1 to 1,000, as bytes/s and by name."""
+    """`1.30 GB/s`, `25.1 MB/s`; of several in the unit of the greatest: `0.980 / 1.30 GB/s`."""
     units = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
-    return next((unit for unit in units if bytes_per_s >= 0.9995 * unit[0]), units[-1])
+    factor, unit = next((unit for unit in units if max(bytes_per_s) >= 0.9995 * unit[0]), units[-1])
+    return f"{' / '.join(_short(value / factor) for value in bytes_per_s)} {unit}"
 
 
 def times(factor: float) -> str:

@@ -61,6 +61,8 @@ ROOMS = (
     "preflight",
     "comm",
 )
+#: What shows a benchmark, wherever it has run.
+REPORTS = ("comm.results", "comm.report", "comm.compare", "comm.bottleneck", "comm.plots")
 GROUND_FLOOR = (
     "errors",
     "schema",
@@ -154,6 +156,7 @@ def test_a_login_node_needs_no_torch() -> None:
         "tracking",
         "devcluster",
         "images",
+        *REPORTS,
     )
     found = {module for module in users_of("torch", "torchvision") if within(module, *rooms, *ground)}
     assert found == {"images.probe"}, "which is piped into a container, and runs there"
@@ -174,6 +177,7 @@ def test_what_a_login_node_imports_brings_no_torch_along() -> None:
             "rundir",
             "lease",
             "config",
+            *REPORTS,
         )
     )
     code = (

@@ -227,6 +227,18 @@ def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]
     assert "old" not in table
 
 
+def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Callable[..., RunDir]) -> None:
+    """Its metrics are points over sizes, of which the last ones say little."""
+    run = make(attempt=1, status="finished", reason="measured")
+    beat(run, 1, 0, metrics=METRICS)
+    run.artifacts.mkdir()
+    assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
+        "look at it: hpcdist ui --runs-dir '/my runs'",
+        f"its report: hpcdist bench show {run.path}",
+        "finished: measured",
+    ]
+
+
 @pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
 def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., RunDir], status: str) -> None:
     run = make(status=status, reason="so it is")

@@ -57,6 +57,26 @@ def test_slower_within_what_was_usual_before_is_noise() -> None:
     assert "is slower at 10 of 29 sizes" in said(sized(1.8, range(10, 20)), steady)[0]
 
 
+def test_sizes_that_differ_without_an_order_differ_by_chance() -> None:
+    """Where 16 B took five times as long as 32 B, three times is no change."""
+    slow = sized(3.0, range(10, 20))
+    rows = [
+        replace(one, median_s=5 * one.median_s) if (one.operation, one.size) == ("all_reduce", 2**4) else one
+        for one in slow.rows
+    ]
+    assert said(replace(slow, rows=rows), sample())[0].startswith("nothing got slower")
+    assert said(
+        slow,
+        replace(
+            sample(),
+            rows=[
+                replace(one, median_s=5 * one.median_s) if (one.operation, one.size) == ("all_reduce", 2**4) else one
+                for one in sample().rows
+            ],
+        ),
+    )[0].startswith("nothing got slower")
+
+
 def test_by_less_than_a_fifth_is_not_worth_a_word() -> None:
     steady = replace(sample(), rows=[replace(one, p99_s=1.01 * one.median_s) for one in sample().rows])
     assert said(sized(1.15, range(10, 20)), steady)[0].startswith("nothing got slower")
