@@ -343,3 +343,22 @@ def test_nodes_that_are_not_fit_need_no_roll_call(
         launcher.start(run.new_attempt())
     # Nobody would answer: there is no file with nodes.
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
+
+
+def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
+    (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (slurm / "steps").write_text("7.batch batch\n")
+    run = RunDir.create(runs_dir / "exp" / "first")
+    attempt = run.new_attempt()
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
+    config = Config(cluster=ClusterConfig(nodes=2))
+    with StepLauncher(run, config, cast(Job, FakeJob("")), env=env, import_path=[], cwd=slurm) as launcher:
+        ranks = launcher.start(attempt)
+        said = attempt.path / "stacks.log"
+        ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)
+        ranks.close()
+    each = "--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    assert said.read_text() == f"{each} python -m look\n"
