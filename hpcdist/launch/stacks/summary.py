@@ -9,8 +9,9 @@ from hpcdist.launch.stacks.flights import absences, mismatches, ranks_text
 from hpcdist.launch.stacks.frames import Place
 from hpcdist.launch.stacks.look import Look
 
-#: Lines of the table of ranks, and groups that are named in the sentence.
+#: Lines of the tables of ranks and of places, and files that are kept.
 MAX_RANKS = 64
+#: Places that the sentence names, and hosts.
 _NAMED = 3
 #: A process that could run all the time has had less than this share of it.
 _STARVED = 0.5
@@ -115,7 +116,7 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int]) -> s
     suspected = [item for item in groups.items() if set(item[1]) & set(suspects)]
     others = [item for item in groups.items() if item not in suspected]
     named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]
-    more = [f"{len(named) - _NAMED} more groups"] if len(named) > _NAMED else []
+    more = [f"and {len(named) - _NAMED} places more"] if len(named) > _NAMED else []
     said = "; ".join([*named[:_NAMED], *more])
     if len(suspected) != 1 or suspected[0][1] != list(suspects):
         return said
@@ -136,7 +137,8 @@ def _text(
     sentence: str, groups: Mapping[str, Sequence[int]], told: Sequence[str], apart: str, looks: Sequence[Look]
 ) -> str:
     lines = [sentence, "", "where the ranks stand:"]
-    lines += [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
+    rows = [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
+    lines += rows[:MAX_RANKS] + ([f"  and {len(rows) - MAX_RANKS} more places"] if len(rows) > MAX_RANKS else [])
     if told:
         lines += ["", "collectives, by the flight recorders:", *(f"  {text}" for text in told)]
     if apart:
