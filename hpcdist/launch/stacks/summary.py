@@ -43,7 +43,7 @@ def summarize(looks: Sequence[Look], unseen: Mapping[int, str]) -> Summary:
     suspects = _suspects(by_rank, groups, {rank for absence in missing for rank in absence.absent})
     told = list(dict.fromkeys([*(item.text() for item in torn), *(item.text() for item in missing)]))
     apart = "; ".join(filter(None, [_starved(by_rank), _unseen(unseen)]))
-    sentence = "; ".join(filter(None, [_sentence(groups, suspects), *told[:1], apart]))
+    sentence = "; ".join(filter(None, [_sentence(groups, suspects, all_seen=not unseen), *told[:1], apart]))
     place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -place[rank], rank)))
     return Summary(
@@ -107,12 +107,13 @@ def _suspects(
     return tuple(few) if len(most) > 2 * len(few) or (len(most) > 1 and len(few) == 1) else ()
 
 
-def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int]) -> str:
+def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, all_seen: bool) -> str:
     if not groups:
         return ""
     if len(groups) == 1:
         ((at, ranks),) = groups.items()
-        return f"{'all ranks stand' if len(ranks) > 1 else f'rank {ranks[0]} stands'} {at}"
+        who = "all ranks" if all_seen and len(ranks) > 1 else ranks_text(ranks)
+        return f"{who} stand{'s' * (len(ranks) == 1)} {at}"
     suspected = [item for item in groups.items() if set(item[1]) & set(suspects)]
     others = [item for item in groups.items() if item not in suspected]
     named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]

@@ -129,6 +129,7 @@ def test_who_has_not_come_to_the_collective_is_told_also_of_two() -> None:
 
 def test_what_was_not_seen_is_said() -> None:
     summary = summarize([look(rank) for rank in range(4)], {rank: f"n{rank // 2}" for rank in range(4, 12)})
+    assert summary.sentence.startswith("ranks 0-3 stand in all_reduce (torch/c10d.py:41), "), "not all of them"
     assert summary.sentence.endswith("; nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)")
     assert "nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
 
