@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hpcdist.launch.launcher import Ranks
 from hpcdist.launch.stacks.look import Look
@@ -27,26 +28,28 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
         limit_s: nodes that have not answered by then are left out.
         interrupted: asked again and again; true ends the wait.
     """
-    until = time.monotonic() + PRINT_S
-    command = [sys.executable, "-P", "-m", "hpcdist.launch.stacks.node", str(attempt.path)]
-    messages = attempt.path / "stacks.log"
+    began = time.monotonic()
     # faulthandler prints the stacks into the logs, `runtime/flight.py` writes down the collectives.
     ranks.signal(signal.SIGUSR1)
-    ranks.examine(
-        [*command, f"{limit_s * (1 - _START_SHARE):.1f}"], output=messages, limit_s=limit_s, interrupted=interrupted
-    )
-    while ranks.running and (left := until - time.monotonic()) > 0 and not interrupted():
-        ranks.wait(left)
+    printed_at = time.monotonic() + PRINT_S
+    # With Slurm's controller away the signal has taken a while.
+    left_s = max(0.0, began + limit_s - time.monotonic())
+    command = [sys.executable, "-P", "-m", "hpcdist.launch.stacks.node", str(attempt.path)]
+    command.append(f"{left_s * (1 - _START_SHARE):.1f}")
+    messages = attempt.path / "stacks.log"
     try:
-        return _write_down(attempt, ranks)
+        ranks.examine(command, output=messages, limit_s=left_s, interrupted=interrupted)
+        while ranks.running and (left_s := printed_at - time.monotonic()) > 0 and not interrupted():
+            ranks.wait(left_s)
+        return _write_down(attempt, ranks, messages)
     except OSError as error:
-        log.warning("stacks cannot be written to %s: %s", attempt.path, error.strerror)
+        # A full disk, most likely: it must not keep anyone from ending the ranks.
+        log.warning("stacks cannot be collected in %s: %s", attempt.path, error)
         return None
 
 
-def _write_down(attempt: Attempt, ranks: Ranks) -> Summary | None:
+def _write_down(attempt: Attempt, ranks: Ranks, messages: Path) -> Summary | None:
     looks = {look.rank: look for look in _answers(attempt)}
-    messages = attempt.path / "stacks.log"
     if messages.exists() and not messages.stat().st_size:
         messages.unlink()
     if not looks:

@@ -9,8 +9,9 @@ from hpcdist.launch.stacks.flights import absences, mismatches, ranks_text
 from hpcdist.launch.stacks.frames import Place
 from hpcdist.launch.stacks.look import Look
 
-#: Lines of the table of ranks, and groups that are named in the sentence.
+#: Lines of the tables of ranks and of places, and files that are kept.
 MAX_RANKS = 64
+#: Places that the sentence names, and hosts.
 _NAMED = 3
 #: A process that could run all the time has had less than this share of it.
 _STARVED = 0.5
@@ -42,7 +43,7 @@ def summarize(looks: Sequence[Look], unseen: Mapping[int, str]) -> Summary:
     suspects = _suspects(by_rank, groups, {rank for absence in missing for rank in absence.absent})
     told = list(dict.fromkeys([*(item.text() for item in torn), *(item.text() for item in missing)]))
     apart = "; ".join(filter(None, [_starved(by_rank), _unseen(unseen)]))
-    sentence = "; ".join(filter(None, [_sentence(groups, suspects), *told[:1], apart]))
+    sentence = "; ".join(filter(None, [_sentence(groups, suspects, all_seen=not unseen), *told[:1], apart]))
     place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -place[rank], rank)))
     return Summary(
@@ -106,16 +107,17 @@ def _suspects(
     return tuple(few) if len(most) > 2 * len(few) or (len(most) > 1 and len(few) == 1) else ()
 
 
-def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int]) -> str:
+def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, all_seen: bool) -> str:
     if not groups:
         return ""
     if len(groups) == 1:
         ((at, ranks),) = groups.items()
-        return f"{'all ranks stand' if len(ranks) > 1 else f'rank {ranks[0]} stands'} {at}"
+        who = "all ranks" if all_seen and len(ranks) > 1 else ranks_text(ranks)
+        return f"{who} stand{'s' * (len(ranks) == 1)} {at}"
     suspected = [item for item in groups.items() if set(item[1]) & set(suspects)]
     others = [item for item in groups.items() if item not in suspected]
     named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]
-    more = [f"{len(named) - _NAMED} more groups"] if len(named) > _NAMED else []
+    more = [f"and {len(named) - _NAMED} places more"] if len(named) > _NAMED else []
     said = "; ".join([*named[:_NAMED], *more])
     if len(suspected) != 1 or suspected[0][1] != list(suspects):
         return said
@@ -136,7 +138,8 @@ def _text(
     sentence: str, groups: Mapping[str, Sequence[int]], told: Sequence[str], apart: str, looks: Sequence[Look]
 ) -> str:
     lines = [sentence, "", "where the ranks stand:"]
-    lines += [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
+    rows = [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
+    lines += rows[:MAX_RANKS] + ([f"  and {len(rows) - MAX_RANKS} more places"] if len(rows) > MAX_RANKS else [])
     if told:
         lines += ["", "collectives, by the flight recorders:", *(f"  {text}" for text in told)]
     if apart:

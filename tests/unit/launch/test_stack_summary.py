@@ -47,6 +47,16 @@ def test_one_rank_among_many_is_seen_at_once() -> None:
     assert len(lines) < MAX_RANKS + 20, "also a summary of 512 ranks is read to its end"
 
 
+def test_all_at_places_of_their_own() -> None:
+    looks = [look(rank, (Frame("f", f"/me/a{rank}.py", 1),)) for rank in range(500)]
+    summary = summarize(looks, {})
+    assert summary.suspects == ()
+    assert summary.sentence == (
+        "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 places more"
+    )
+    assert f"  and {500 - MAX_RANKS} more places" in summary.text.splitlines()
+
+
 def test_all_at_the_same_place() -> None:
     summary = summarize([look(rank) for rank in range(4)], {})
     assert summary.sentence == "all ranks stand in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
@@ -119,6 +129,7 @@ def test_who_has_not_come_to_the_collective_is_told_also_of_two() -> None:
 
 def test_what_was_not_seen_is_said() -> None:
     summary = summarize([look(rank) for rank in range(4)], {rank: f"n{rank // 2}" for rank in range(4, 12)})
+    assert summary.sentence.startswith("ranks 0-3 stand in all_reduce (torch/c10d.py:41), "), "not all of them"
     assert summary.sentence.endswith("; nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)")
     assert "nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
 

@@ -128,6 +128,20 @@ def test_without_an_answer_of_any_node_the_logs_have_the_stacks(attempt: Attempt
     assert not attempt.stacks_summary.exists()
 
 
+def test_a_full_disk_keeps_nobody_from_ending_the_ranks(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        running = (0,)
+
+        def signal(self, number: int) -> None: ...
+
+        def examine(self, command: list[str], **_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    assert collect(attempt, Full(), limit_s=5, interrupted=never) is None  # type: ignore[arg-type]
+    assert "stacks cannot be collected in " in caplog.text
+    assert "No space left on device" in caplog.text
+
+
 def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as MLflow gets; the summary is of all."""
 
