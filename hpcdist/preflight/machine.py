@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,9 @@ def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
-    return min(num_gpus, len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
+    chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1")]
+    # A GPU may have several slices.
+    return len(chosen) if any(item.startswith("MIG-") for item in chosen) else min(num_gpus, len(chosen))
 
 
 def gpu_device_files() -> int:
@@ -229,8 +232,7 @@ class Lookups:
         self._began = time.monotonic()
         wanted = set(reverse)
         self._running: dict[str, Future[dict[str, Any]]] = {
-            name: start(lambda name=name: _look_up(name, name in wanted))  # type: ignore[misc]
-            for name in names
+            name: start(partial(_look_up, name, name in wanted)) for name in names
         }
 
     def result(self, limit_s: float) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ FAST_BYTES_S = 125e6
 
 _HEAD = struct.Struct(">4sH")
 _FRAME = struct.Struct(">BQd")
-_MAGIC = b"hpf1"
+_MAGIC = b"hpf1"  # another number for another form of what follows
 _BUFFER_BYTES = 2**20
 
 
@@ -130,7 +130,10 @@ class Link:
 
     async def hear(self) -> tuple[Ask, int, float]:
         what, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
-        return Ask(what), number, moment
+        try:
+            return Ask(what), number, moment
+        except ValueError as error:
+            raise ConnectionError(f"{what} is nothing that a probe says") from error
 
     async def send(self, count: int) -> None:
         while count > 0:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from hpcdist.preflight.judge import judge
-from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS
+from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh
 from hpcdist.preflight.peers import tournament
 from hpcdist.preflight.probe import Request, answer_lines, probe_command, read_answers
 from hpcdist.preflight.wire import connected
@@ -130,9 +130,11 @@ def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
 
         thread = threading.Thread(target=greet)
         thread.start()
-        yield
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes) -> None:
@@ -203,6 +205,22 @@ def test_in_each_round_a_node_meets_one_other_and_never_the_same_again(num_nodes
     for node in range(num_nodes):
         met = [partners[node] for partners in rounds if partners[node] is not None]
         assert len(met) == len(set(met))
+
+
+async def nowhere(name: str) -> str:
+    raise OSError(name)
+
+
+def test_in_large_runs_each_node_meets_some_that_are_spread_evenly_and_meet_it_too() -> None:
+    nodes = [f"n{number}" for number in range(151)]
+    met = {
+        node: set(Mesh(nodes, node, port=1, token="t", resolve=nowhere, mark=lambda: None, marks=list).peers)
+        for node in nodes
+    }
+    assert all(node in met[other] for node in nodes for other in met[node])
+    assert all(MEASURED_ROUNDS < len(others) < ALL_PAIRS for others in met.values())
+    near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in met[node]) for node in nodes]
+    assert max(near) < ALL_PAIRS / 2, "not its neighbours alone, which may share a switch"
 
 
 def test_an_answer_survives_srun_labels_and_other_output() -> None:
