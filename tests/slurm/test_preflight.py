@@ -71,8 +71,10 @@ class Faults:
 def faults(devcluster: DevCluster) -> Iterator[Faults]:
     """The cluster is whole again afterwards, and free."""
     with ExitStack() as undo:
-        undo.callback(devcluster.cancel_all)
-        yield Faults(devcluster, undo)
+        try:
+            yield Faults(devcluster, undo)
+        finally:
+            devcluster.cancel_all()
 
 
 def found(runs: SlurmRuns, name: str, attempt: int = 1) -> dict[str, Any]:
