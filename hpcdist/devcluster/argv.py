@@ -37,6 +37,8 @@ class Daemon:
     node: str
     """Whose network namespace and host name it has."""
     argv: tuple[str, ...]
+    own_mounts: bool = False
+    """Whether what is mounted where it runs is seen there alone."""
 
 
 def namespace(path: Path) -> list[str]:
@@ -55,14 +57,10 @@ def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
 
 
 def daemon(layout: Layout, what: Daemon) -> list[str]:
-    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file.
-
-    It has mounts of its own, so that a folder can be another one, or full, on one node alone. What is mounted on this
-    machine later is seen there as well, unless the machine's root is a private mount, as in a container.
-    """
+    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file."""
     shell = ["sh", "-c", _DAEMON, what.node, str(layout.pid_file(what.name)), *what.argv]
-    own = ["unshare", "--uts", "--mount", "--propagation=slave"]
-    return ["setsid", "--fork", *inside(layout, what.node, [*own, *shell])]
+    mounts = ["--mount", "--propagation=slave"] if what.own_mounts else []
+    return ["setsid", "--fork", *inside(layout, what.node, ["unshare", "--uts", *mounts, *shell])]
 
 
 def munged(layout: Layout) -> Daemon:
@@ -96,8 +94,8 @@ def slurmctld() -> Daemon:
     return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
 
 
-def slurmd(node: str) -> Daemon:
-    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", "-N", node))
+def slurmd(node: str, *, own_mounts: bool = False) -> Daemon:
+    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", "-N", node), own_mounts)
 
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:

@@ -129,15 +129,23 @@ def kill(
 
 
 @node_app.command("start")
-def start(name: Node, state: State = DEFAULT_STATE) -> None:
+def start(
+    name: Node,
+    own_mounts: Annotated[
+        bool, typer.Option("--own-mounts", help="What is mounted among its processes is seen there alone.")
+    ] = False,
+    state: State = DEFAULT_STATE,
+) -> None:
     """Bring a dead node back.
 
     Example:  sudo hpcdist devcluster node start n2
     """
-    from hpcdist.devcluster import nodes
+    from hpcdist.devcluster import argv, nodes, processes
 
-    nodes.start_node(Layout(state), name)
-    print(f"{name} is back")
+    layout = Layout(state)
+    nodes.start_node(layout, name, own_mounts=own_mounts)
+    pid = processes.pid_of(layout, argv.slurmd(name))
+    print(f"{name} is back" + (f": mount things on it by `nsenter --target {pid} --mount mount …`" * own_mounts))
 
 
 @node_app.command("slow")

@@ -24,15 +24,21 @@ def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
         return processes.kill_members([processes.mounted_namespaces(layout)[node]])
 
 
-def start_node(layout: Layout, node: str) -> None:
-    """Bring a node back, with its link at full speed; returns once Slurm counts on it."""
+def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
+    """Bring a node back, with its link at full speed; returns once Slurm counts on it.
+
+    With `own_mounts` a folder can be full, or another one, on this node alone: what is mounted among its processes is
+    seen there only, until it dies. Nor need it see what is mounted elsewhere later (podman's images, for one), so it
+    is not how nodes are as a rule.
+    """
     require_root("node start")
     with exclusive():
         settings = _require_node(layout, node)
         _set_link(layout, node, "up")
         _full_speed(layout, node)
-        start(layout, argv.slurmd(node))
-        wait_for_node(settings, layout, node, argv.slurmd(node))
+        slurmd = argv.slurmd(node, own_mounts=own_mounts)
+        start(layout, slurmd)
+        wait_for_node(settings, layout, node, slurmd)
 
 
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:

@@ -41,6 +41,10 @@ class Faults:
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
+    def _start_again(self, *, own_mounts: bool = False) -> None:
+        nodes.kill_node(self._layout, BAD, keep_link=True)
+        nodes.start_node(self._layout, BAD, own_mounts=own_mounts)
+
     def slow_link(self, rate_mbit: float) -> None:
         self._undo.callback(nodes.slow_node, self._layout, BAD)
         nodes.slow_node(self._layout, BAD, rate_mbit=rate_mbit)
@@ -56,8 +60,9 @@ class Faults:
         self.on_node("nft", rules)
 
     def mount(self, target: Path, *options: str) -> None:
+        self._undo.callback(self._start_again)
+        self._start_again(own_mounts=True)
         self.on_node("mount", *options, str(target))
-        self._undo.callback(self.on_node, "umount", "--lazy", str(target))
         assert str(target) in self.on_node("findmnt", "--noheadings", str(target))
         assert subprocess.run(["findmnt", str(target)], stdout=subprocess.DEVNULL, check=False).returncode != 0
 
@@ -66,8 +71,10 @@ class Faults:
 def faults(devcluster: DevCluster) -> Iterator[Faults]:
     """The cluster is whole again afterwards, and free."""
     with ExitStack() as undo:
-        undo.callback(devcluster.cancel_all)
-        yield Faults(devcluster, undo)
+        try:
+            yield Faults(devcluster, undo)
+        finally:
+            devcluster.cancel_all()
 
 
 def found(runs: SlurmRuns, name: str, attempt: int = 1) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.topology import port_for
-from hpcdist.errors import PreflightError
+from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.launch.containers.command import Box, outer_env
 from hpcdist.launch.job.scontrol import Job, steps
 from hpcdist.launch.job.srun import PREFLIGHT_STEP, preflight_command
@@ -173,7 +173,11 @@ class Preflight:
             return f"{sentence}; other nodes would be no better: none is excluded"
         if self._het:
             return f"{sentence}; a heterogeneous job cannot be queued again without {', '.join(blamed)}"
-        if not self._job.replaceable(blamed, idle_only=False):
+        try:
+            replaceable = self._job.replaceable(blamed, idle_only=False)
+        except HpcdistError as error:
+            return f"{sentence}; Slurm does not say whether there are other nodes like {', '.join(blamed)} ({error})"
+        if not replaceable:
             where = f"partition {self._job.partition}" if self._job.partition else "the partition"
             return f"{sentence}; {where} has no other node like {', '.join(blamed)} to go on with"
         self.avoid = blamed

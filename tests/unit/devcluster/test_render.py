@@ -179,13 +179,15 @@ link set hpcdist0 up
     assert argv.node_batch(TWO, "n2") == "link set lo up\naddr add 10.213.77.2/24 dev eth0\nlink set eth0 up\n"
 
 
-def test_a_daemon_lives_in_the_network_and_under_the_name_of_its_node_with_mounts_of_its_own() -> None:
-    assert argv.daemon(LAYOUT, argv.slurmd("n2")) == [
-        *("setsid", "--fork", "nsenter", "--net=/var/lib/dc/netns/n2"),
-        *("unshare", "--uts", "--mount", "--propagation=slave", "sh", "-c"),
+def test_a_daemon_lives_in_the_network_and_under_the_name_of_its_node() -> None:
+    command = [
+        *("setsid", "--fork", "nsenter", "--net=/var/lib/dc/netns/n2", "unshare", "--uts", "sh", "-c"),
         'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"',
         *("n2", "/var/lib/dc/run/slurmd-n2.pid", "slurmd", "-D", "-N", "n2"),
     ]
+    assert argv.daemon(LAYOUT, argv.slurmd("n2")) == command
+    command[6:6] = ["--mount", "--propagation=slave"]
+    assert argv.daemon(LAYOUT, argv.slurmd("n2", own_mounts=True)) == command
 
 
 def test_daemons_start_in_the_order_of_their_needs() -> None:

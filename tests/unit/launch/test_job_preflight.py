@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from hpcdist.errors import PreflightError
+from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.launch.containers.command import Box
 from hpcdist.launch.job import preflight
 from hpcdist.launch.job.preflight import Preflight, loaders, newest_checkpoint_bytes
@@ -174,6 +174,18 @@ def test_the_first_failure_ends_the_run_and_the_others_stand_in_the_log(
     with pytest.raises(PreflightError):
         scene.look()
     assert caplog.messages == ["preflight: failure: n2: clock: 400 s ahead"]
+
+
+def test_a_slurm_that_does_not_answer_excludes_no_node(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> bool:
+        raise HpcdistError("sinfo: timed out")
+
+    monkeypatch.setattr(FakeJob, "replaceable", away)
+    scene.judge([DISK])
+    error = r"; Slurm does not say whether there are other nodes like n3 \(sinfo: timed out\)$"
+    with pytest.raises(PreflightError, match=error):
+        scene.look(on_failure="exclude")
+    assert (scene.preflight.failed, scene.preflight.avoid) == (True, [])
 
 
 def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
