@@ -50,6 +50,7 @@ def comm(
 
         hpcdist bench comm --cluster mysite cluster.nodes=4 --compare last
     """
+    from hpcdist.comm.results import ARTIFACT
     from hpcdist.config import load_config
     from hpcdist.launch import start
 
@@ -66,7 +67,9 @@ def comm(
     else:
         code = start_here(config, detach=detach, dry_run=dry_run)
     run = _folder(config)
-    if dry_run or detach or not (run.artifacts / "comm").is_dir():
+    if detach and not dry_run:
+        print(f"once it is over, `hpcdist bench show {run.name}` has its report")
+    if dry_run or detach or not (run.artifacts / ARTIFACT).is_file():
         return code
     _print(run, compare, Path(config.runs_dir))
     return code
