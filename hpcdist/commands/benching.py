@@ -116,16 +116,16 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
 
     results = read_results(run.artifacts)
     terminal = console()
-    terminal.print(report.report(results, terminal.width), highlight=False)
+    report.show(terminal, report.report(results, terminal.width))
     if not compare:
         return
     earlier = _newest_like(run, results) if compare == LAST else resolve_run(compare, runs_dir)
     if earlier is None:
-        terminal.print(f"compared with nothing: {run.name} is the first run of its kind in {run.path.parent}")
+        print(f"compared with nothing: {run.name} is the first run of its kind in {run.path.parent}")
         return
     before = read_results(earlier.artifacts)
     _refuse(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
-    terminal.print(report.compared(results, before, earlier.name, terminal.width), highlight=False)
+    report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
 
 
 def _folder(config: Config) -> RunDir:
