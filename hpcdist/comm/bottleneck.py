@@ -34,9 +34,9 @@ def bottleneck(results: Results) -> list[str]:
         kind = " within a node" if nearby and len(links) < len(speeds) else ""
         slow = find_slow(links, max(SLOWER, usually))
         findings = [*_slow_places(slow, places, kind), *_slow_pairs(slow, places, kind)]
-        if not findings:
-            answers = {link: late[link] for link in links if link in late}
-            slow = find_slow(answers or links, max(LATER, usually), LATER_S)
+        answers = {link: late[link] for link in links if link in late}
+        if answers and not findings:
+            slow = find_slow(answers, max(LATER, usually), LATER_S)
             findings = [*_late_places(slow, places, kind), *_late_pairs(slow, places, kind)]
         found += [sentence for _, sentence in sorted(findings, key=lambda item: -item[0])]
         ranges.append(_range(links, places, kind))

@@ -35,7 +35,7 @@ Cell = Callable[[Row], str]
 
 def report(results: Results, width: int) -> RenderableType:
     """The whole report for a page of so many columns; the bottleneck stands last."""
-    parts: list[RenderableType] = [Text(heading(results)), *map(Text, _checks(results))]
+    parts: list[RenderableType] = [_line(heading(results)), *map(_line, _checks(results))]
     rows = main_rows(results)
     for group in dict.fromkeys(row.group for row in rows):
         of_group = [row for row in rows if row.group == group]
@@ -45,19 +45,24 @@ def report(results: Results, width: int) -> RenderableType:
         parts += [
             _by_size(f"time of one operation{name}: median / p99", of_group, sizes, _time),
             _by_size(f"bandwidth{name}: algorithm / bus{convention}", of_group, sizes, _bandwidth),
-            *map(Text, _without_size(of_group)),
+            *map(_line, _without_size(of_group)),
         ]
     parts += [*_overlap(results), *_rpc(results), *_pairs(results)]
-    parts += [Text(f"note: {note}") for note in results.notes]
-    parts += [Text(f"bottleneck: {sentence}", style="bold") for sentence in bottleneck(results)]
+    parts += [_line(f"note: {note}") for note in results.notes]
+    parts += [_line(f"bottleneck: {sentence}", "bold") for sentence in bottleneck(results)]
     return Group(*parts)
 
 
 def as_text(results: Results) -> str:
     """The report as a file without colours."""
     page = io.StringIO()
-    Console(file=page, width=WIDTH, color_system=None).print(report(results, WIDTH), highlight=False)
+    show(Console(file=page, width=WIDTH, color_system=None), report(results, WIDTH))
     return "".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines())
+
+
+def show(console: Console, page: RenderableType) -> None:
+    """Print a report; its sentences stay whole, so that a log can be searched for them."""
+    console.print(page, highlight=False, crop=False)
 
 
 def as_csv(results: Results) -> str:
@@ -81,7 +86,7 @@ def compared(now: Results, before: Results, name: str, width: int) -> Renderable
             table.add_row(escape(label(changed[0].now)), *(by_size.get(size, "") for size in sizes))
     title = f"time now, as a multiple of that in {name}; ! slower beyond noise"
     return Group(
-        _titled(title, table), *(Text(f"compared with {name}: {line}") for line in sentences(changes(now, before)))
+        _titled(title, table), *(_line(f"compared with {name}: {line}") for line in sentences(changes(now, before)))
     )
 
 
@@ -234,6 +239,10 @@ def _pairs(results: Results) -> Iterator[Group]:
     yield _titled("bandwidth between pairs, from row to column", table)
 
 
+def _line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ignore")
+
+
 def _table(columns: Iterable[str]) -> Table:
     right = [Column(escape(name), justify="right", no_wrap=True) for name in columns]
     return Table(Column("", no_wrap=True), *right, box=box.SIMPLE_HEAD)
@@ -241,7 +250,7 @@ def _table(columns: Iterable[str]) -> Table:
 
 def _titled(title: str, table: Table) -> Group:
     """Not a title of rich's own, which it would break to the table's width."""
-    return Group(Text(title, style="bold"), table)
+    return Group(_line(title, "bold"), table)
 
 
 def _choose(sizes: Sequence[int], most: int) -> list[int]:

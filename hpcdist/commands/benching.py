@@ -50,6 +50,7 @@ def comm(
 
         hpcdist bench comm --cluster mysite cluster.nodes=4 --compare last
     """
+    from hpcdist.comm.results import ARTIFACT
     from hpcdist.config import load_config
     from hpcdist.launch import start
 
@@ -66,7 +67,9 @@ def comm(
     else:
         code = start_here(config, detach=detach, dry_run=dry_run)
     run = _folder(config)
-    if dry_run or detach or not (run.artifacts / "comm").is_dir():
+    if detach and not dry_run:
+        print(f"once it is over, `hpcdist bench show {run.name}` has its report")
+    if dry_run or detach or not (run.artifacts / ARTIFACT).is_file():
         return code
     _print(run, compare, Path(config.runs_dir))
     return code
@@ -113,16 +116,16 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
 
     results = read_results(run.artifacts)
     terminal = console()
-    terminal.print(report.report(results, terminal.width), highlight=False)
+    report.show(terminal, report.report(results, terminal.width))
     if not compare:
         return
     earlier = _newest_like(run, results) if compare == LAST else resolve_run(compare, runs_dir)
     if earlier is None:
-        terminal.print(f"compared with nothing: {run.name} is the first run of its kind in {run.path.parent}")
+        print(f"compared with nothing: {run.name} is the first run of its kind in {run.path.parent}")
         return
     before = read_results(earlier.artifacts)
     _refuse(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
-    terminal.print(report.compared(results, before, earlier.name, terminal.width), highlight=False)
+    report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
 
 
 def _folder(config: Config) -> RunDir:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from sample_comm import row, sample, with_links
 
-from hpcdist.comm.report import WIDTH, as_csv, as_text, compared, main_rows
+from hpcdist.comm.report import WIDTH, as_csv, as_text, compared, main_rows, report, show
 from hpcdist.comm.results import Checked, Results
 from hpcdist.comm.units import amount, rate, seconds, times
 
@@ -73,12 +73,11 @@ def test_tables_have_a_choice_of_sizes() -> None:
 
 def test_a_narrow_page_has_fewer_columns_not_broken_ones() -> None:
     page = io.StringIO()
-    from hpcdist.comm.report import report
-
-    Console(file=page, width=100, color_system=None).print(report(sample(), 100), highlight=False)
+    show(Console(file=page, width=100, color_system=None), report(sample(notes=["word " * 100]), 100))
     text = page.getvalue()
     assert table(text, "time of one operation")[0] == ["16 B", "64 KiB", "256 MiB"]
     assert "…" not in text
+    assert "note: " + "word " * 99 in text
 
 
 def test_what_is_wrong_or_missing_is_said() -> None:
@@ -144,7 +143,7 @@ def test_what_is_compared_is_marked() -> None:
         ],
     )
     page = io.StringIO()
-    Console(file=page, width=WIDTH, color_system=None).print(compared(slow, now, "first", WIDTH), highlight=False)
+    show(Console(file=page, width=WIDTH, color_system=None), compared(slow, now, "first", WIDTH))
     found = table(page.getvalue(), "time now, as a multiple of that in first; ! slower beyond noise")
     assert [line[1] for line in found[2:]] == ["1.00", "1.00", "1.00", "1.00", "3.00 !", "3.00 !"]
     assert "compared with first: broadcast is slower at 29 of 29 sizes, " in page.getvalue()

@@ -161,6 +161,15 @@ def test_runs_that_there_are_not(bench: Callable[..., Result], left: Callable[..
     assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
 
 
+def test_left_in_the_background_it_says_how_to_see_it(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "detach", lambda run, config, env: 4711)
+    result = bench("comm", "--detach", "name=left")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("once it is over, `hpcdist bench show left` has its report\n")
+
+
 def test_a_dry_run_starts_nothing(bench: Callable[..., Result], tmp_path: Path) -> None:
     result = bench("comm", "--dry-run", "name=planned", "launch.ranks=3")
     assert (result.code, "3 × cpu, gloo" in result.out) == (0, True)
