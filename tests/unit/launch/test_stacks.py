@@ -76,7 +76,7 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert "py-spy could not look into the process: Permission denied (os error 13)" in busy
     assert "stacks by faulthandler:\n\nThread 0x" in busy
     assert "in _write_at_signals" in busy, "stacks of all threads"
-    assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0.1
+    assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0
     for rank in range(4):
         record = read_json(attempt.flight(rank)) or {}
         assert set(record["recorders"]) == {"gloo", "nccl"}
