@@ -163,7 +163,9 @@ def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
             else:
                 text = f"looking up whose address {look['address']} is took {look['reverse_s']:.1f} s"
             yield Check(name="names", level="warning", text=f"{text}; torch does it, too, when ranks meet", fix=hosts)
-        if name == node == request.nodes[0] and look.get("address", "").startswith("127."):
+        # All on one machine is another matter, and so is who does not reach anybody.
+        elsewhere = any(not address.startswith("127.") for address in answer["network"]["addresses"])
+        if name == node == request.nodes[0] and look.get("address", "").startswith("127.") and elsewhere:
             yield Check(
                 name="names",
                 level="failure",
