@@ -221,6 +221,8 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
 
 
 def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
+    if not answer["witness"]:
+        return  # then it is not the folder that checkpoints go to
     disk = answer["checkpoints"]
     where = disk["folder"]
     fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"

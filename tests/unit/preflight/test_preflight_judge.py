@@ -275,11 +275,12 @@ def test_the_worst_comes_first_and_causes_before_what_follows() -> None:
     answers["n2"]["checkpoints"] = {"folder": "/c", "free": 500 * 10**6}
     answers["n3"]["witness"] = False
     answers["n3"]["checkpoints"] = {"folder": "/c", "error": "No such file or directory"}
+    answers["n3"]["versions"]["torch"] = "2.14.0"
     answers["n4"]["versions"]["driver"] = "1.2"
     found = [(check.level, check.node, check.name) for check in findings(request(), answers)]
     assert found == [
-        ("failure", "n3", "run folder"),
-        ("failure", "n3", "disk"),
+        ("failure", "n3", "run folder"),  # and nothing of a disk that is not the run's
+        ("failure", "n3", "version"),
         ("warning", "n2", "disk"),
         ("note", "n4", "version"),
     ]
