@@ -20,13 +20,17 @@ from hpcdist.comm.team import Words
 #: Those whose time training can hide, at sizes of gradient buckets.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend_irecv")
 SIZES = (1 << 20, 1 << 24)
-_ITERATIONS = 5
+_MOST_ITERATIONS = 5
 #: A matrix whose product takes about 0.2 ms, on a core as on a GPU.
 _SIDE = {"cpu": 192, "cuda": 2048}
 
 
-def measure_overlap(operation: Operation, words: Words) -> Overlap:
-    """Time the operation, a computation that is as long, and both begun together; call it on every rank."""
+def measure_overlap(operation: Operation, words: Words, *, longest_s: float) -> Overlap:
+    """Time the operation, a computation that is as long, and both begun together; call it on every rank.
+
+    Args:
+        longest_s: what takes longer in five iterations is done in fewer.
+    """
     device = operation.team.device
     watch = Stopwatch(operation.team)
     matrix = torch.ones(_SIDE[device.type], _SIDE[device.type], device=device)
@@ -50,13 +54,14 @@ def measure_overlap(operation: Operation, words: Words) -> Overlap:
         return time.perf_counter() - began
 
     compute(10)
-    operation.run()
+    (first_s,) = words.largest([seconds(operation.run)])
+    iterations = min(max(1, int(longest_s / first_s)), _MOST_ITERATIONS)
     communication_s, ten_s = words.largest(
-        [min(seconds(call) for _ in range(3)) for call in (operation.run, lambda: compute(10))]
+        [min(seconds(call) for _ in range(iterations)) for call in (operation.run, lambda: compute(10))]
     )
     times = max(1, round(10 * communication_s / ten_s))
     found: list[list[float]] = [[], [], []]
-    for _ in range(_ITERATIONS):  # in turn, so that what disturbs one disturbs all
+    for _ in range(iterations):  # in turn, so that what disturbs one disturbs all
         for kind, call in enumerate((lambda: compute(times), operation.run, lambda: together(times))):
             found[kind].append(seconds(call))
     compute_s, communication_s, together_s = (Timing.of(words.largest(one)).median_s for one in found)

@@ -255,7 +255,8 @@ class Bench:
         if not any(row.size >= point.size for row in self._rows_of(series)):
             return  # not there, or so slow that it was cut off before
         count = elements(point.size, dtype, team.size if point.variety.kind.has_parts else 1)
-        self.results.overlap.append(measure_overlap(point.variety.make(team, count, DTYPES[dtype]), self.words))
+        operation = point.variety.make(team, count, DTYPES[dtype])
+        self.results.overlap.append(measure_overlap(operation, self.words, longest_s=self.cfg.longest_s))
         self.write()
 
     # --- the end
