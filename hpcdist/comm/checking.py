@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ _COUNTS = (1, 7, 20_011)
 #: The ring as it works on long data, on short ones.
 _SHORT_PIECE_BYTES = 512
 _LATE_S = 0.02
+#: Equal on all ranks, as all of them check the same.
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +57,11 @@ def check(variety: Variety, team: Team, dtype: str, words: Words, store: Store, 
         store: in which a barrier is counted.
         node: this rank's, for the report.
     """
-    wrong, cannot = "", ""
+    wrong, cannot, serial = "", "", next(_serial)
     if team.size >= max(variety.kind.least_ranks, 1 if team.name == "world" else 2):
         try:
             # All cases, also after a wrong one: the other ranks may have seen nothing wrong.
-            found = [_compare(operation, store) for operation in _cases(variety, team, DTYPES[dtype])]
+            found = [_compare(operation, store, serial) for operation in _cases(variety, team, DTYPES[dtype])]
             wrong = next(filter(None, found), "")
         except (RuntimeError, ValueError) as error:
             if not _UNSUPPORTED.search(str(error)):
@@ -89,10 +92,10 @@ def _cases(variety: Variety, team: Team, dtype: torch.dtype) -> Iterator[Operati
             yield variety.make(team, whole, dtype, piece_bytes=_SHORT_PIECE_BYTES)
 
 
-def _compare(operation: Operation, store: Store) -> str:
+def _compare(operation: Operation, store: Store, serial: int) -> str:
     """What is wrong after the operation, blocking and not; empty where nothing is."""
     if isinstance(operation, Barrier):
-        return _compare_barrier(operation, store)
+        return _compare_barrier(operation, store, serial)
     found = []
     for async_op in (False, True) if operation.can_overlap else (False,):
         operation.fill()
@@ -118,11 +121,11 @@ def _difference(operation: Operation) -> str:
     )
 
 
-def _compare_barrier(operation: Barrier, store: Store) -> str:
+def _compare_barrier(operation: Barrier, store: Store, serial: int) -> str:
     """Each rank in turn comes late; nobody may leave before it has been counted."""
     team = operation.team
     for late in (0, team.size - 1):
-        key = f"comm/barrier/{team.name}/{team.ranks[0]}/{late}"
+        key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
         if team.index == late:
             time.sleep(_LATE_S)
         store.add(key, 1)

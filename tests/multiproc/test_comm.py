@@ -16,7 +16,7 @@ from spawn import Rank, spawn_ranks
 from hpcdist.comm.checking import Variety, check
 from hpcdist.comm.measuring import Stopwatch, caller, measure
 from hpcdist.comm.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast, Works
-from hpcdist.comm.patterns import DTYPES, REDUCTIONS
+from hpcdist.comm.patterns import REDUCTIONS
 from hpcdist.comm.plan import points
 from hpcdist.comm.results import Checked, read_results
 from hpcdist.comm.ring import Ring
@@ -29,6 +29,8 @@ from hpcdist.trainers import comm
 
 TIMEOUT = timedelta(seconds=60)
 NODES = ["n1", "n1", "n2"]
+#: Of dtypes: with and without a sign, short and long, whole or not.
+ALL_KINDS = ("uint8", "int64", "bfloat16", "float32")
 
 
 def teams() -> dict[str, Team]:
@@ -84,8 +86,8 @@ class Missing(Broadcast):
         raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
 
 
-def checks(here: Rank) -> dict[str, list[Checked]]:
-    """What comes of all operations, and of those that are wrong."""
+def scene(here: Rank) -> dict[str, Any]:
+    """What comes of all operations, and of those that are wrong; of our ring; of measuring."""
     words, store = Words(TIMEOUT), dist.distributed_c10d._get_default_store()
     made = teams()
 
@@ -97,18 +99,19 @@ def checks(here: Rank) -> dict[str, list[Checked]]:
         for team in made
         for kind in OPERATIONS.values()
         for one in (REDUCTIONS if kind.reduces else (None,))
-        for dtype in (DTYPES if team == WORLD and kind is not Barrier else ("float32",))
+        for dtype in (ALL_KINDS if team == WORLD and kind is not Barrier else ("float32",))
     ]
     wrong = [
         found(Variety(kind=kind), WORLD, dtype)
         for kind, dtype in ((LastOneLate, "bfloat16"), (Swapped, "uint8"), (Idle, "int32"), (OpenDoor, "uint8"))
     ]
-    return {"right": right, "wrong": wrong, "missing": [found(Variety(kind=Missing), WORLD, "uint8")]}
+    missing = found(Variety(kind=Missing), WORLD, "uint8")
+    mine = {"ring": rings(here, made[WORLD]), "timed": timed(here, made[WORLD], words)}
+    return {"checked": {"right": right, "wrong": wrong, "missing": missing}} | mine
 
 
-def rings(here: Rank) -> dict[str, Any]:
+def rings(here: Rank, world: Team) -> dict[str, Any]:
     """Our ring's results: of floats that round, by rank; and of whole numbers in every length and cut."""
-    world = teams()[WORLD]
     generator = torch.Generator().manual_seed(here.rank)
     floats = torch.randn(10_007, generator=generator)
     exact = floats.double()
@@ -123,13 +126,11 @@ def rings(here: Rank) -> dict[str, Any]:
             ring.run()  # again, with the same buffers
             if not torch.equal(data, torch.arange(count) * 18):
                 wrong.append((count, piece_bytes))
-    found = {"bytes": floats.numpy().tobytes(), "off": float((floats - exact).abs().max()), "wrong": wrong}
-    return found | {"timed": timed(here, world)}
+    return {"bytes": floats.numpy().tobytes(), "off": float((floats - exact).abs().max()), "wrong": wrong}
 
 
-def timed(here: Rank, world: Team) -> list[Any]:
+def timed(here: Rank, world: Team, words: Words) -> list[Any]:
     """Timings, and the slowest rank's of two numbers."""
-    words = Words(TIMEOUT)
     operations = [AllReduce(world, 100, torch.float32) for _ in range(3)]
     together = measure(caller(operations), Stopwatch(world), words, budget_s=0.005, longest_s=1.0, divided_by=3)
     one_way = measure(
@@ -144,10 +145,15 @@ def timed(here: Rank, world: Team) -> list[Any]:
     return [together, one_way, words.largest(mine)]
 
 
-def test_operations_are_right_and_wrong_ones_are_named() -> None:
-    by_rank = spawn_ranks(checks, 3)
-    assert by_rank[1] == by_rank[2] == by_rank[0], "all ranks know the same"
-    right, wrong = by_rank[0]["right"], by_rank[0]["wrong"]
+@pytest.fixture(scope="module")
+def by_rank() -> list[dict[str, Any]]:
+    return spawn_ranks(scene, 3)
+
+
+def test_operations_are_right_and_wrong_ones_are_named(by_rank: list[dict[str, Any]]) -> None:
+    checked = by_rank[0]["checked"]
+    assert by_rank[1]["checked"] == by_rank[2]["checked"] == checked, "all ranks know the same"
+    right, wrong, missing = checked["right"], checked["wrong"], checked["missing"]
     assert [one for one in right if one.ok is not True] == []
     assert {one.group for one in right} == {"world", "within nodes", "across nodes", "halves"}
     assert len({one.operation for one in right}) == 24
@@ -163,20 +169,22 @@ def test_operations_are_right_and_wrong_ones_are_named() -> None:
     )
     assert "barrier of 3 ranks was left when" in door
     assert [one.ok for one in wrong] == [False] * 4
-    missing = by_rank[0]["missing"][0]
     assert (missing.ok, missing.error) == (
         None,
         "gloo has no broadcast of uint8: Backend gloo does not support teleport at somewhere",
     )
 
 
-def test_our_ring_is_exact_and_equal_on_all_ranks_and_times_are_the_slowest_ones() -> None:
-    by_rank = spawn_ranks(rings, 3)
-    assert [one["wrong"] for one in by_rank] == [[], [], []]
-    assert len({one["bytes"] for one in by_rank}) == 1, "bit by bit"
-    assert by_rank[0]["off"] < 1e-5
-    assert by_rank[0]["timed"] == by_rank[1]["timed"] == by_rank[2]["timed"]
+def test_our_ring_is_exact_and_equal_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
+    rings_by_rank = [one["ring"] for one in by_rank]
+    assert [one["wrong"] for one in rings_by_rank] == [[], [], []]
+    assert len({one["bytes"] for one in rings_by_rank}) == 1, "bit by bit"
+    assert rings_by_rank[0]["off"] < 1e-5
+
+
+def test_times_are_the_slowest_ranks(by_rank: list[dict[str, Any]]) -> None:
     together, one_way, largest = by_rank[0]["timed"]
+    assert by_rank[0]["timed"] == by_rank[1]["timed"] == by_rank[2]["timed"]
     assert largest == [0.2, 0.2]
     for timing in (together, one_way):
         assert 3 <= timing.iterations <= 1000
