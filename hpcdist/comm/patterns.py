@@ -6,6 +6,7 @@ is either equal or wrong.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -49,8 +50,9 @@ def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dt
     return _contribution(reduction, rank, num_ranks, count, dtype).to(dtype)
 
 
+@functools.lru_cache(maxsize=128)
 def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What must come of all contributions."""
+    """What must come of all contributions; kept, since a thousand ranks' take a while and many operations need them."""
     total = _contribution(reduction, 0, num_ranks, count, dtype)
     for rank in range(1, num_ranks):
         one = _contribution(reduction, rank, num_ranks, count, dtype)

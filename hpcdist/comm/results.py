@@ -73,7 +73,7 @@ class Pair:
     target: int
     bytes: int  #: what was sent at a time for the bandwidth
     latency_s: float  #: half of a round trip of a few bytes, median
-    bandwidth: float
+    bandwidth: float  #: of the fastest of some messages
 
 
 @dataclass(frozen=True, kw_only=True)
