@@ -47,11 +47,9 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
 
-    def seconds(self, marks: list[Any]) -> float | None:
-        """Between the first mark and the second, the third and the fourth …; None while one is still to come."""
+    def measure(self, data: list[Any], compute: list[Any]) -> tuple[float, float] | None:
+        """Seconds of both in a step, of whose marks two and two belong together; None while one is still to come."""
         ...
-
-    def give_back(self, marks: list[Any]) -> None: ...
 
 
 class HostClock:
@@ -59,10 +57,10 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
 
-    def seconds(self, marks: list[float]) -> float:
-        return marks[1] - marks[0] if len(marks) == 2 else sum(marks[1::2]) - sum(marks[::2])
-
-    def give_back(self, marks: list[float]) -> None: ...
+    def measure(self, data: list[float], compute: list[float]) -> tuple[float, float]:
+        if len(data) == len(compute) == 2:
+            return data[1] - data[0], compute[1] - compute[0]
+        return sum(data[1::2]) - sum(data[::2]), sum(compute[1::2]) - sum(compute[::2])
 
 
 class CudaClock:
@@ -79,14 +77,15 @@ class CudaClock:
         event.record()
         return event
 
-    def seconds(self, marks: list[torch.cuda.Event]) -> float | None:
-        if not all(mark.query() for mark in marks):
+    def measure(self, data: list[torch.cuda.Event], compute: list[torch.cuda.Event]) -> tuple[float, float] | None:
+        # Once each: one part's end may be the next one's beginning.
+        events = {id(event): event for event in data + compute}.values()
+        if not all(event.query() for event in events):
             return None
-        parts = zip(marks[::2], marks[1::2], strict=True)
-        return float(sum(begin.elapsed_time(end) for begin, end in parts)) / 1e3
-
-    def give_back(self, marks: list[torch.cuda.Event]) -> None:
-        self._free += {id(event): event for event in marks}.values()  # one part's end may be the next one's beginning
+        parts = [zip(marks[::2], marks[1::2], strict=True) for marks in (data, compute)]
+        data_s, compute_s = (sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 for pairs in parts)
+        self._free += events
+        return data_s, compute_s
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -149,7 +148,8 @@ class StepTimer:
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
                 self._pending.append((self._data, self._compute, self._waited_s))
-                self._count_past()
+                while self._pending and self._count(*self._pending[0]):
+                    self._pending.popleft()
             elif self._is_computing:
                 for model in self._models:
                     model.search()
@@ -222,17 +222,15 @@ class StepTimer:
         """A gradient has come, perhaps the last one of this backward pass."""
         self._graded = self._mark()
 
-    def _count_past(self) -> None:
-        """Add up the steps that the device has done; the others wait for a later call."""
-        while self._pending:
-            data, compute, waited_s = self._pending[0]
-            if (compute_s := self._clock.seconds(compute)) is None or (data_s := self._clock.seconds(data)) is None:
-                return
-            self._pending.popleft()
-            self._clock.give_back(data + compute)
-            self._own_steps += 1
-            self._data_s += max(0.0, data_s - waited_s)
-            self._compute_s += compute_s
+    def _count(self, data: list[Any], compute: list[Any], waited_s: float) -> bool:
+        """Add a step to the sums; False where the device has not done it, which is not waited for."""
+        seconds = self._clock.measure(data, compute)
+        if seconds is None:
+            return False
+        self._own_steps += 1
+        self._data_s += max(0.0, seconds[0] - waited_s)
+        self._compute_s += seconds[1]
+        return True
 
 
 class NodeTimes:
