@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,24 @@ def job(state: str, **facts: Any) -> Look:
 def submitted(run: RunDir) -> RunDir:
     write_json(run.path / "slurm.json", {"job_id": "7"})
     return run
+
+
+def test_stragglers_are_told_while_a_run_is_followed_each_line_once(
+    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1)
+
+    def tell(text: str) -> None:
+        line = {"role": "trainer", "name": "n3", "event": "slow", "text": text}
+        append(run.attempt(1).stragglers, json.dumps(line) + "\n")
+
+    def finish() -> None:
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Life(monkeypatch, [lambda: tell("n3 is slow"), lambda: None, lambda: tell("n3 is slower"), lambda: None, finish])
+    with hold(run):
+        follow(console, run)
+    assert [line for line in lines_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
 
 
 def test_a_preempted_run_is_followed_through_the_queue(

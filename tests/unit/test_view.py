@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 import sys
@@ -286,6 +287,15 @@ def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDi
         "checkpoints  step-00000100, step-00000200",
         "MLflow run   abc123",
     ]
+
+
+def test_a_straggler_shows_in_the_status_and_at_the_end(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", attempt=1, world_size=2)
+    line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
+    run.attempt(1).stragglers.write_text(json.dumps(line) + "\n")
+    show_status(console, run)
+    assert "straggler    n3 is [slow]" in rows_of(console)
+    assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
 
 
 def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make: Callable[..., RunDir]) -> None:

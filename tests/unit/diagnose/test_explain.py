@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -101,6 +102,19 @@ def test_what_the_last_restart_was_for(run: RunDir) -> None:
     with hold(run):
         found = rows(run)
     assert (found["status"], found["evidence"]) == ("running", "attempts/001/rank-00000.outcome.json: ValueError: nan")
+
+
+def test_who_held_the_others_up_goes_last(run: RunDir) -> None:
+    put(run, status="finished", reason="trained 9 steps")
+    told = [
+        {"role": "trainer", "name": "n1", "event": "slow", "text": "n1 is slow"},
+        {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is 30 % slower"},
+        {"role": "trainer", "name": "n1", "event": "over", "text": "n1 is as fast again"},
+        {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is 60 % slower"},
+    ]
+    lines = "".join(json.dumps(line) + "\n" for line in told)
+    run.attempt(1).stragglers.write_text(lines + '{"role": "tra')
+    assert explain(run) == ["finished: trained 9 steps; nothing to explain", "slow:     n3 is 60 % slower"]
 
 
 # --- the ranks' own word

@@ -313,6 +313,11 @@ def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
     assert kept == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
+def test_what_was_told_of_stragglers_is_kept_with_the_logs(scene: Scene) -> None:
+    scene.file("attempts/001/stragglers.jsonl", "{}\n")
+    assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
+
+
 def test_where_ranks_stood_that_hung_is_kept_of_a_bounded_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
