@@ -127,7 +127,8 @@ class Stragglers:
         self._window_s = window_s
         self._looked: dict[int, float] = {}
         self._hosts: dict[int, str] = {}
-        self._totals: dict[int, Mapping[str, float]] = {}  #: at the beginning of each rank's window
+        #: When each rank's window began, and its totals then.
+        self._totals: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._since: dict[str, float] = {}  #: by role, when the window began
         self._parts: dict[str, dict[int, Part | None]] = {}  #: by role and rank, once it is known
         self._courses: dict[tuple[str, str], _Course] = {}
@@ -144,13 +145,13 @@ class Stragglers:
             return []
         role = self._role_of(rank)
         parts = self._parts.setdefault(role, {})
-        before = self._totals.setdefault(rank, timing)
+        began, before = self._totals.setdefault(rank, (now, timing))
         parts.setdefault(rank, None)
         self._hosts[rank] = str(beat["host"])
         since = self._since.setdefault(role, now)
-        if (part := _part(before, timing)) is None:
+        if (part := _part(before, timing, now - began)) is None:
             return []  # no step since: the window goes on
-        self._totals[rank], parts[rank] = timing, part
+        self._totals[rank], parts[rank] = (now, timing), part
         known = {one: part for one, part in parts.items() if part is not None}
         if len(known) < len(parts):
             return []
@@ -213,13 +214,17 @@ class Stragglers:
         )
 
 
-def _part(before: Mapping[str, float], after: Mapping[str, float]) -> Part | None:
-    """Means between two reports of a rank; None where it has done no step in between."""
+def _part(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> Part | None:
+    """Means between two reports of a rank; None where it has done no step in between.
+
+    Of a rank that counts no steps, its pieces of work come one after the other in the time that has passed.
+    """
     own, steps = (after[key] - before[key] for key in ("own_steps", "steps"))
     if own <= 0:
         return None
     data_s, compute_s = ((after[key] - before[key]) / own for key in ("data_s", "compute_s"))
-    return Part(data_s, compute_s, (after["step_s"] - before["step_s"]) / steps if steps > 0 else 0.0)
+    step_s = (after["step_s"] - before["step_s"]) / steps if steps > 0 else passed_s / own
+    return Part(data_s, compute_s, step_s)
 
 
 def _mean(parts: list[Part]) -> Part:

@@ -119,6 +119,23 @@ def test_a_fifth_of_next_to_nothing_is_nothing_to_tell() -> None:
     assert Run(NODES).go_on(200, lambda rank, now: (0.0, 0.15 if rank == 2 else 0.11)) == []
 
 
+def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
+    """Observers whose rollouts take a fiftieth of the time that the agent learns hold up nobody."""
+
+    def told(own_s: float, slow_s: float) -> list[Told]:
+        run = Run(NODES)
+        found = []
+        for now in range(0, 200, 10):
+            for rank in range(4):
+                each = slow_s if rank == 2 else own_s
+                timing = {"steps": 0, "step_s": 0, "own_steps": now + 1, "data_s": 0, "compute_s": each * (now + 1)}
+                found += run.stragglers.note(rank, {"host": NODES[rank], "timing": timing}, float(now))
+        return found
+
+    assert told(0.02, 0.04) == []
+    assert [one.name for one in told(0.2, 0.4)] == ["n3"]
+
+
 def test_one_window_in_which_it_is_not_slow_begins_the_minute_anew() -> None:
     run = Run(NODES)
     parts = slow(2, compute=0.2)
