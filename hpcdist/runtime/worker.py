@@ -18,10 +18,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from hpcdist import logs
 from hpcdist.cluster.roles import Roles
@@ -34,6 +34,11 @@ from hpcdist.runtime.flight import record_collectives, tell_on_signal
 from hpcdist.runtime.script import run_script
 from hpcdist.runtime.signals import StopFlag
 from hpcdist.schema import Config, role_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpcdist.runtime.process_group import Groups
 
 #: By its name, since this module runs as `__main__`, whose lines below WARNING are not shown.
 log = logging.getLogger("hpcdist.runtime.worker")
@@ -143,25 +148,13 @@ def _train(
     flag = StopFlag()
     flag.install()
 
-    roles = Roles.of(config.roles, topology.world_size)
-    role, _ = roles.of_rank(topology.rank)
-    log.info("this is %s of %s", roles.name_of(topology.rank), roles)
-    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
-        # RPC would set up all GPUs in sight, also in ranks that compute on none.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if topology.launcher == "slurm":
-        from hpcdist.runtime import network
-
-        os.environ.update(network.interface_env(topology.master_addr, os.environ))
-
+    _settle_environment(config, topology)
     # What imports make stays for ever: looking for garbage in it meanwhile takes a sixth of torch's import.
     gc.disable()
-    from hpcdist.runtime import flight_check, nccl_log
     from hpcdist.runtime.context import Context, seed_everything
     from hpcdist.runtime.device import place
     from hpcdist.runtime.heartbeat import Heartbeat
     from hpcdist.runtime.monitor import NodeMonitor
-    from hpcdist.runtime.process_group import process_groups
     from hpcdist.runtime.stop import StopAgreement
     from hpcdist.tracking.journal import JournalWriter
 
@@ -172,27 +165,9 @@ def _train(
     gc.enable()
     device, backend = place(config, topology, os.environ)
     seed_everything(config.seed)
-    preflight = config.preflight.mode if topology.num_nodes > 1 else "off"
-    if preflight != "off" and backend == "nccl":
-        os.environ.update(nccl_log.log_env(topology, attempt, os.environ))
-
-    def expired() -> None:
-        _leave(outcome.write_error(RendezvousError(
-            f"rank {topology.rank} did not meet the others at {topology.master_addr}:{topology.master_port} within"
-            f" launch.init_timeout_s={config.launch.init_timeout_s:g} s: does another program listen there?"
-        )))  # fmt: skip
-
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (
-        process_groups(
-            topology,
-            device,
-            backend,
-            init_timeout_s=config.launch.init_timeout_s,
-            # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
-            timeout_s=config.launch.hang_timeout_s + 60,
-            on_expiry=expired,
-        ) as groups,
+        _met(config, attempt, topology, device, backend, outcome) as groups,
         JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank) as journal,
         NodeMonitor(
             journal,
@@ -202,17 +177,6 @@ def _train(
             disk=str(run.path),
         ),
     ):
-        if preflight != "off":
-            flight_check.check(
-                preflight,
-                topology,
-                device,
-                backend,
-                groups,
-                attempt,
-                timeout_s=config.launch.init_timeout_s + 10 * flight_check.EFFORTS[preflight].budget_s,
-                on_expiry=lambda error: _leave(outcome.write_error(error)),
-            )
         ctx = Context(
             config=config,
             run=run,
@@ -227,6 +191,62 @@ def _train(
         train(ctx, config)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason
+
+
+@contextmanager
+def _met(
+    config: Config, attempt: Attempt, topology: Topology, device: torch.device, backend: str, outcome: Outcome
+) -> Iterator[Groups]:
+    """The ranks' groups, once all ranks are there and, on several nodes, have checked that they add up right."""
+    from hpcdist.runtime.process_group import process_groups
+
+    limit_s = config.launch.init_timeout_s
+    preflight = config.preflight.mode if topology.num_nodes > 1 else "off"
+    if preflight != "off" and backend == "nccl":
+        from hpcdist.runtime.nccl_log import log_env
+
+        os.environ.update(log_env(topology, attempt, os.environ))
+    late = RendezvousError(
+        f"rank {topology.rank} did not meet the others at {topology.master_addr}:{topology.master_port} within"
+        f" launch.init_timeout_s={limit_s:g} s: does another program listen there?"
+    )
+    with process_groups(
+        topology,
+        device,
+        backend,
+        init_timeout_s=limit_s,
+        # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
+        timeout_s=config.launch.hang_timeout_s + 60,
+        on_expiry=lambda: _leave(outcome.write_error(late)),
+    ) as groups:
+        if preflight != "off":
+            from hpcdist.runtime.flight_check import EFFORTS, check
+
+            check(
+                preflight,
+                topology,
+                device,
+                backend,
+                groups,
+                attempt,
+                timeout_s=limit_s + 10 * EFFORTS[preflight].budget_s,
+                on_expiry=lambda error: _leave(outcome.write_error(error)),
+            )
+        yield groups
+
+
+def _settle_environment(config: Config, topology: Topology) -> None:
+    """Variables that depend on which rank this is; torch, gloo and NCCL read them when they are imported or set up."""
+    roles = Roles.of(config.roles, topology.world_size)
+    role, _ = roles.of_rank(topology.rank)
+    log.info("this is %s of %s", roles.name_of(topology.rank), roles)
+    if role_device(config, role) == "cpu" and config.launch.device != "cpu":
+        # RPC would set up all GPUs in sight, also in ranks that compute on none.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if topology.launcher == "slurm":
+        from hpcdist.runtime import network
+
+        os.environ.update(network.interface_env(topology.master_addr, os.environ))
 
 
 def load_trainer(target: str) -> Callable[[Any, Config], None]:
