@@ -108,7 +108,7 @@ def check(
         best = timings[-1]
         text = (
             f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is right:"
-            f" {1e3 * latency_s:.2f} ms, {best.busbw_gb_per_s:.2f} GB/s bus bandwidth at {_size(best.bytes)}"
+            f" {1e3 * latency_s:.2f} ms, {best.busbw_gb_per_s:.3g} GB/s bus bandwidth at {_size(best.bytes)}"
             f" ({time.monotonic() - began:.1f} s)"
         )
         found: dict[str, Any] = {
