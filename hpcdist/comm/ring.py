@@ -66,7 +66,8 @@ class Ring:
         ]
         longest = max(len(segment) for segment in self._segments)
         in_steps = team.backend == "nccl"
-        self._buffers = [data.new_empty(longest if in_steps else min(longest, piece)) for _ in range(AHEAD)]
+        length, number = (longest, 1) if in_steps else (min(longest, piece), AHEAD)
+        self._buffers = [data.new_empty(length) for _ in range(number)]
         self._run = self._run_in_steps if in_steps else self._run_in_pieces
 
     def run(self) -> None:

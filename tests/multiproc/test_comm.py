@@ -13,6 +13,7 @@ import torch.distributed as dist
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
+from hpcdist.comm import overlap
 from hpcdist.comm.checking import Variety, check
 from hpcdist.comm.measuring import Stopwatch, caller, measure
 from hpcdist.comm.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast, Works
@@ -208,7 +209,7 @@ CONFIG = Config(
             "overlap",
             "rpc",
         ],
-        max_bytes="1M",
+        max_bytes="4K",
         budget_s=0.0,
     ),
 )
@@ -217,6 +218,7 @@ CONFIG = Config(
 def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
     """Steps done, and the sentence at the end."""
     flag = StopFlag()
+    overlap.SIZES = (4096,)
     with open_context(here, RunDir(path), CONFIG, flag) as ctx:
         do, count = comm.Bench.do, 0
 
@@ -242,7 +244,8 @@ def wrong_run(here: Rank, path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path) -> None:
+def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "SIZES", (4096,))
     run = new_run(tmp_path)
     first = spawn_ranks(whole_run, 3, path=run.path, stop_after=40)
     assert len({count for count, _ in first}) == 1
@@ -268,18 +271,18 @@ def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path) -> None
         ("barrier", "blocking", "world"),
     }
     ours = [row for row in results.rows if row.operation == "ring_all_reduce" and row.variant == "sum"]
-    assert [row.bytes for row in ours] == [1 << power for power in range(2, 21)]
+    assert [row.bytes for row in ours] == [1 << power for power in range(2, 13)]
     parts = [row for row in results.rows if (row.operation, row.mode, row.group) == ("all_gather", "blocking", "world")]
     assert [(row.size, row.bytes) for row in parts[:5]] == [(1, 3), (4, 6), (8, 9), (16, 18), (32, 33)]
     assert all(row.busbw == pytest.approx(row.bytes / row.median_s * 2 / 3) for row in parts)
     assert sorted((pair.source, pair.target) for pair in results.pairs) == [
         (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
     ]  # fmt: skip
-    assert {(one.operation, one.bytes) for one in results.overlap} == {("all_reduce", 1 << 20), ("all_gather", 1048578)}
+    assert {(one.operation, one.bytes) for one in results.overlap} == {("all_reduce", 4096), ("all_gather", 4098)}
     assert [(one.target.partition("/")[2], one.bytes) for one in results.rpc] == [
-        (rank, size) for rank in "12" for size in (4, 4096, 1 << 20)
+        (rank, size) for rank in "12" for size in (4, 4096)
     ]
-    assert "all_reduce of 1 MiB" in second[0][1]
+    assert "all_reduce of 4096 B" in second[0][1]
 
 
 def test_a_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
