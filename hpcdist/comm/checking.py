@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 
-from hpcdist.comm.operations import Barrier, Operation, RingAllReduce, wait_for
+from hpcdist.comm.moving import Barrier
+from hpcdist.comm.operation import Operation, wait_for
+from hpcdist.comm.operations import RingAllReduce
 from hpcdist.comm.patterns import DTYPES, Reduction
 from hpcdist.comm.results import Checked
 from hpcdist.comm.ring import PIECE_BYTES

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcdist.comm.operations import Operation, wait_for
+from hpcdist.comm.operation import Operation, wait_for
 from hpcdist.comm.team import Team, Words
 
 LEAST_ITERATIONS, MOST_ITERATIONS = 3, 1000

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hpcdist.comm.measuring import Stopwatch, Timing
-from hpcdist.comm.operations import Operation, wait_for
+from hpcdist.comm.operation import Operation, wait_for
 from hpcdist.comm.results import Overlap
 from hpcdist.comm.team import Words
 

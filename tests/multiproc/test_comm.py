@@ -16,7 +16,9 @@ from spawn import Rank, spawn_ranks
 from hpcdist.comm import overlap
 from hpcdist.comm.checking import Variety, check
 from hpcdist.comm.measuring import Stopwatch, caller, measure
-from hpcdist.comm.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast, Works
+from hpcdist.comm.moving import AllToAll, Barrier, Broadcast
+from hpcdist.comm.operation import Works
+from hpcdist.comm.operations import OPERATIONS, AllReduce
 from hpcdist.comm.patterns import REDUCTIONS
 from hpcdist.comm.plan import points
 from hpcdist.comm.results import Checked, read_results
