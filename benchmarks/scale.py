@@ -30,6 +30,7 @@ from typing import Any
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.topology import Topology
 from hpcdist.launch.job.batch import JobLog
+from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.job.step import StepLauncher
 from hpcdist.launch.job.step_ranks import ended_tasks
 from hpcdist.launch.policy import first_failure
@@ -40,6 +41,7 @@ from hpcdist.pace import system_interval_s, times_interval_s
 from hpcdist.rundir import RunDir, write_json
 from hpcdist.runtime.heartbeat import Heartbeat
 from hpcdist.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
+from hpcdist.schema.preflight import PreflightConfig
 from hpcdist.tracking.journal import JournalWriter
 
 RANKS_PER_NODE = 8
@@ -52,6 +54,8 @@ TIMES = {f"time/n1/{what}_s": 0.5 for what in ("step", "data", "compute")}
 POINT = {f"system/metric_{index}": 0.5 for index in range(8)}
 STUB_SRUN = """\
 #!/bin/sh
+# Answers the roll call for all nodes.
+case "$*" in *SLURMD_NODENAME*) exec cat "$SCALE_NODES" ;; esac
 # Waits for the end that the benchmark decides on; says of the ranks what srun would.
 read -r _ < "$SCALE_END"
 cat "$SCALE_SAYS" >&2
@@ -66,6 +70,7 @@ def configured(num_ranks: int, runs: Path) -> Config:
         runs_dir=str(runs),
         tracking=TrackingConfig(uri=""),
         launch=LaunchConfig(max_restarts=0),
+        preflight=PreflightConfig(mode="off"),  # the stub of srun knows ranks alone
         cluster=ClusterConfig(nodes=num_ranks // RANKS_PER_NODE, tasks_per_node=RANKS_PER_NODE),
     )
 
@@ -140,7 +145,8 @@ def be_supervisor(root: Path, num_ranks: int, seconds: float) -> None:
     config = configured(num_ranks, root / "runs")
     run = RunDir(root / "runs" / config.experiment / config.name)
     signal.signal(signal.SIGUSR1, lambda *_: Window(calls, seconds, root / "supervisor.json").open())
-    launcher = StepLauncher(run, config, env=os.environ, import_path=[], cwd=root)
+    job = Job(id=os.environ["SLURM_JOB_ID"], restart_count=0, end_time=None)
+    launcher = StepLauncher(run, config, job, env=os.environ, import_path=[], cwd=root)
     with hold(run, job_id=os.environ["SLURM_JOB_ID"]), launcher:
         began = time.monotonic()
         state = Supervisor(run, config, launcher, JobLog(), tracking_uri=None, env=os.environ).run()
@@ -223,12 +229,16 @@ def simulate(num_ranks: int, seconds: float) -> dict[str, Any]:
         stub = root / "bin" / "srun"
         stub.write_text(STUB_SRUN)
         stub.chmod(0o700)
+        squeue = root / "bin" / "squeue"
+        squeue.write_text("#!/bin/sh\n")  # no step of an earlier life
+        squeue.chmod(0o700)
         os.mkfifo(root / "end")
         nodes = expand(nodelist(config.cluster.nodes))
         says = [
             f"srun: error: {node}: tasks {8 * at}-{8 * at + 7}: Exited with exit code 1"
             for at, node in enumerate(nodes)
         ]
+        (root / "nodes").write_text("\n".join(nodes) + "\n")
         (root / "says").write_text("\n".join(reversed(says)) + "\n")
         env = {
             **os.environ,
@@ -237,6 +247,7 @@ def simulate(num_ranks: int, seconds: float) -> dict[str, Any]:
             "SLURM_JOB_NODELIST": nodelist(config.cluster.nodes),
             "SCALE_END": str(root / "end"),
             "SCALE_SAYS": str(root / "says"),
+            "SCALE_NODES": str(root / "nodes"),
         }
         command = [sys.executable, __file__, "--root", str(root), "--ranks", str(num_ranks), "--seconds", str(seconds)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
