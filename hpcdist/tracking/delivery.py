@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -16,6 +17,8 @@ from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Tail
 
 LOGS_EVERY_S = 60.0
+#: How long one pass sends records of a run that goes on, before it tells the rest (tags, artifacts, status).
+PASS_S = 5.0
 
 
 class Shipper:
@@ -76,9 +79,13 @@ class Shipper:
         return num_points
 
     def ship_records(self, state: State) -> int:
-        """Send what the journal has and MLflow has not; returns the number of points sent."""
+        """Send what the journal has and MLflow has not; returns the number of points sent.
+
+        Of a run that goes on, for a while: one that logs as fast as MLflow takes it would never be done.
+        """
         mlflow = self.open_run()
         num_sent, looks_before = 0, self._tail.num_looks
+        until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
             while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
                 # First what is to be sent, then sending, then that it was sent: whoever is killed in between leaves
@@ -93,6 +100,8 @@ class Shipper:
                 self.progress.num_refused += num_refused
                 self.progress.save(self._saved)
                 num_sent += len(points) - num_refused
+                if time.monotonic() >= until:
+                    break
         except OSError as error:
             self._load()
             raise TrackingError(f"the journal of {self.run.name} cannot be read: {error}") from error

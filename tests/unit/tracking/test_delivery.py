@@ -72,6 +72,31 @@ def test_the_status_is_what_really_happened(scene: Scene, status: Any, shown: st
     assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
 
 
+def test_a_run_that_logs_on_and_on_does_not_keep_a_pass_from_its_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "PASS_S", 0.0)
+    shipper = scene.shipper()
+    mlflow = shipper.open_run()
+    send, sent = mlflow.log_points, []
+
+    def send_and_log_more(points: list[Point]) -> int:
+        sent.append(len(points))
+        assert len(sent) < 5, "the pass goes on as long as there is more"
+        scene.log([10 * (len(sent) + 1)])
+        return send(points)
+
+    monkeypatch.setattr(mlflow, "log_points", send_and_log_more)
+    scene.log([10])
+    shipper.ship_once()
+    assert len(sent) == 1
+    assert scene.entity.data.tags["hpcdist.state"] == "running"
+    scene.state(status="finished", ended=2e9)
+    monkeypatch.setattr(mlflow, "log_points", send)
+    shipper.ship_once()
+    assert scene.steps() == [10, 20]
+
+
 def test_attempts_that_overlap_arrive_as_one_series(scene: Scene) -> None:
     live = scene.shipper()
     scene.log(range(0, 100, 10))
