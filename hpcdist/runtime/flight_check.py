@@ -121,13 +121,18 @@ def check(
             "latency_s": latency_s,
             "all_reduce": [asdict(timing) for timing in timings],
         }
-        log.info("%s", text)
-        for line in warnings:
-            log.warning("%s", line)
-        try:
-            write_json(attempt.network, found)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", attempt.network, error.strerror)
+        _tell(found, attempt)
+
+
+def _tell(found: dict[str, Any], attempt: Attempt) -> None:
+    """Into the log, and into the attempt's folder for whoever looks later."""
+    log.info("%s", found["text"])
+    for line in found["warnings"]:
+        log.warning("%s", line)
+    try:
+        write_json(attempt.network, found)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", attempt.network, error.strerror)
 
 
 def _size(num_bytes: int) -> str:
