@@ -36,7 +36,8 @@ def chromium() -> str:
     return found
 
 
-@pytest.fixture(scope="session")
+# Not for the session: as long as playwright is there, no other test can run an event loop in this thread.
+@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:

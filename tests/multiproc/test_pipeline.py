@@ -184,6 +184,7 @@ def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
         return run.stage.state_dict(), len(run.optimizer.state_dict()["state"])
 
 
+@pytest.mark.faults
 def test_the_number_of_micro_batches_is_chosen_once_and_leaves_no_trace(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     first, second = spawn_ranks(choosing, 2, path=run.path)

@@ -103,7 +103,8 @@ def test_stopped_and_resumed(runs: PipelineRuns, control: str) -> None:
     assert_as_control(runs, "stopped", control)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.faults), 1])
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> None:
     name = f"killed-{victim}"
     process = runs.start("run", *runs.config(name, *HELD))

@@ -145,6 +145,7 @@ def test_sync_closes_runs_whose_jobs_are_gone(
     assert slurm_runs.tags(name)["hpcdist.reason"] == reason
 
 
+@pytest.mark.faults
 def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_slurm_says(
     slurm_runs: SlurmRuns,
 ) -> None:
