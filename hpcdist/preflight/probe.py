@@ -58,7 +58,6 @@ class Request:
         checkpoint_bytes: size of the newest checkpoint, None where there is none yet.
         gpus_per_node: GPUs that ranks need on each node.
         tasks_per_node: ranks on each node.
-        cpus_per_task: cores of each rank.
         num_workers: processes that load data, for each rank.
         backend: `nccl`, `gloo` or `mpi`, as the ranks will use it.
         addresses: addresses by node, for nodes that shall not be looked up by their names.
@@ -75,7 +74,6 @@ class Request:
     checkpoint_bytes: int | None = None
     gpus_per_node: int = 0
     tasks_per_node: int = 1
-    cpus_per_task: int = 1
     num_workers: int = 0
     backend: str = "gloo"
     addresses: Mapping[str, str] = field(default_factory=dict)

@@ -127,7 +127,6 @@ class Preflight:
             # Where components differ, what the least of them has: nobody is blamed for what was not asked of it.
             gpus_per_node=gpus,
             tasks_per_node=min(part.tasks_per_node for part in parts),
-            cpus_per_task=min(part.cpus_per_task for part in parts),
             num_workers=loaders(config.data),
             backend=backend if backend != "auto" else "nccl" if gpus else "gloo",
         )

@@ -107,7 +107,7 @@ def test_where_all_is_well_one_line_says_so_once_in_a_life(scene: Scene, caplog:
     assert text.startswith("preflight of 3 nodes (n1, n2, n3), ")
     assert text.endswith("\nok       preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them\n")
     (request,) = scene.asked
-    assert (request.nodes, request.cpus_per_task, request.checkpoint_bytes) == (NODES, 4, None)
+    assert (request.nodes, request.tasks_per_node, request.checkpoint_bytes) == (NODES, 1, None)
     assert not Path(request.witness).parent.exists(), "the witness stays behind"
 
 
