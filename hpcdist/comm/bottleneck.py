@@ -42,7 +42,7 @@ def bottleneck(results: Results) -> list[str]:
         ranges.append(_range(links, places, kind))
     if not found and usually > BUSY:
         ranges.append(
-            f"a busy machine: transfers differ by up to {times(usually)}, and what slows one by less cannot be seen"
+            f"times are uneven: transfers differ by up to {times(usually)}, and what slows one by less cannot be seen"
         )
     return found or ranges
 

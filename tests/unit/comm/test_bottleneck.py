@@ -192,7 +192,7 @@ def test_on_a_busy_machine_pairs_differ_as_transfers_do(busy: dict[str, float]) 
     assert bottleneck(with_sends(slow))[0].startswith("n3 is ")
     said = bottleneck(with_sends(slow, **busy))
     assert said[0].startswith("no pair stands out: ")
-    assert said[1:] == ["a busy machine: transfers differ by up to 12×, and what slows one by less cannot be seen"]
+    assert said[1:] == ["times are uneven: transfers differ by up to 12×, and what slows one by less cannot be seen"]
     much = with_links(sample(), slower=of("n3", 50.0))
     assert bottleneck(with_sends(much, **busy))[0].startswith("n3 is ")
 
