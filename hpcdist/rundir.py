@@ -1,7 +1,7 @@
 """The run folder: where everything about a run lives, and who holds it.
 
     runs/<experiment>/<run>/
-        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
@@ -200,6 +200,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def secrets(self) -> Path:
+        """The values that `config.yaml` shows as `***`, until the run is finished or cancelled (`secret_file.py`)."""
+        return self.path / "secrets.json"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 
@@ -286,6 +291,8 @@ class RunDir:
 
     def write_state(self, state: State) -> None:
         write_json(self.path / "state.json", state.__dict__, durable=True)
+        if state.status in ("finished", "cancelled"):
+            self.secrets.unlink(missing_ok=True)
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request with the attempt under way, and with the next one if that begins at this very moment."""

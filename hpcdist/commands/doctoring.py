@@ -79,9 +79,10 @@ def _sections_of(run: RunDir) -> list[Section]:
     from hpcdist.config import load_run_config
     from hpcdist.diagnose.doctor.of_run import run_sections
     from hpcdist.diagnose.doctor.sections import machine_sections
+    from hpcdist.secret_file import kept
     from hpcdist.standing import job_of
 
-    config = load_run_config(run.config, [], os.environ, require_secrets=False)
+    config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
     sections = run_sections(run, config)
     if job_of(run) is None:
         sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))

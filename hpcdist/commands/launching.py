@@ -163,14 +163,16 @@ def resume(
 
         hpcdist resume runs/digits/first stop.epochs=20 --with-current-code
     """
-    from hpcdist.config import load_run_config, to_yaml
+    from hpcdist.config import load_run_config
     from hpcdist.launch import snapshot
+    from hpcdist.launch.start import write_config
     from hpcdist.lease import hold
-    from hpcdist.rundir import resolve_run, write_atomic
+    from hpcdist.rundir import resolve_run
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
-    config = load_run_config(found.config, overrides or [], os.environ)
+    config = load_run_config(found.config, overrides or [], {**kept(found), **os.environ})
     if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
         raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
@@ -182,7 +184,7 @@ def resume(
     if on_slurm:
         ask_slurm(config, flags, None, force=force)
     with hold(found):
-        write_atomic(found.config, to_yaml(config), durable=True)
+        write_config(found, config)
         if with_current_code:
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
     if on_slurm:
@@ -203,9 +205,10 @@ def supervise(run_dir: Path) -> int:
     """Supervise a run folder in the foreground; what `--detach` leaves behind."""
     from hpcdist.config import load_run_config
     from hpcdist.rundir import RunDir
+    from hpcdist.secret_file import kept
 
     found = RunDir.open(run_dir)
-    return supervise_here(found, load_run_config(found.config, [], os.environ), detach=False)
+    return supervise_here(found, load_run_config(found.config, [], {**os.environ, **kept(found)}), detach=False)
 
 
 @app.command("in-job", hidden=True)

@@ -154,6 +154,7 @@ def sync(
     from hpcdist.config import load_run_config
     from hpcdist.lease import holder
     from hpcdist.rundir import find_runs, resolve_run
+    from hpcdist.secret_file import kept
     from hpcdist.standing import job_of
     from hpcdist.tracking.shipper import sync as ship
     from hpcdist.tracking.uri import choose_uri, is_server
@@ -162,7 +163,7 @@ def sync(
     failed = 0
     for found in chosen:
         try:
-            config = load_run_config(found.config, [], os.environ, require_secrets=False)
+            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
             uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
             # A job ships to a server alone; to a database those do who stand beside it.
             ships_itself = job_of(found) is None or is_server(uri)

@@ -34,13 +34,14 @@ def follow(
     """
     from hpcdist.config import load_run_config
     from hpcdist.rundir import resolve_run
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
     now = stand(found, look_now(found))
     if now.name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
-    config = load_run_config(found.config, [], os.environ, require_secrets=False)
+    config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
     return see_through(found, config, progress=not wait)
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from hpcdist.cluster import queue
 from hpcdist.cluster.queue import SlurmAwayError
-from hpcdist.config import to_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.launch import snapshot
-from hpcdist.launch.start import create_run
+from hpcdist.launch.start import create_run, write_config
 from hpcdist.lease import hold, holder
-from hpcdist.rundir import ENDED, RunDir, State, read_json, write_atomic
+from hpcdist.rundir import ENDED, RunDir, State, read_json
 from hpcdist.sweep import Cell, Sweep
 from hpcdist.sweepdir import SweepDir, mark, sweep_of, write_sweep
 
@@ -129,7 +128,7 @@ def make_ready(choices: Sequence[Choice], there: SweepDir, cwd: Path, *, launche
 def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
     run = choice.run
     with hold(run):
-        write_atomic(run.config, to_yaml(choice.cell.config), durable=True)
+        write_config(run, choice.cell.config)
         if choice.why == "failed":
             snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
         if launcher == "local":

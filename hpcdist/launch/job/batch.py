@@ -25,6 +25,7 @@ from hpcdist.launch.supervisor import Supervisor
 from hpcdist.launch.watch import Allocation
 from hpcdist.lease import hold
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.secret_file import kept
 from hpcdist.standing import note_life
 from hpcdist.tracking.uri import choose_uri
 
@@ -124,7 +125,8 @@ def supervise(run_dir: str) -> State:
 
 
 def _supervise(run: RunDir, job: Job) -> State:
-    config = load_run_config(run.config, [], os.environ)
+    # Slurm hands on the environment of the submitting shell; what the run was given counts for more.
+    config = load_run_config(run.config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
