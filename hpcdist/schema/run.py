@@ -120,9 +120,8 @@ def cross_check(config: Config) -> list[str]:
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
-    if config.cluster.roles and not config.roles:
-        role = next(iter(config.cluster.roles))
-        problems.append(f"cluster.roles.{role}: `roles` is empty: say how many ranks it has, such as roles.{role}=2")
+    if "trainer" in config.cluster.roles and not config.roles:
+        problems.append("cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [

@@ -656,6 +656,10 @@ def test_roles_come_back_from_their_yaml(write: Write, tmp_path: Path) -> None:
             "cluster.roles.trainer.nodes must be int | None, got 'x'"
             " (Value 'x' of type 'str' could not be converted to Integer)",
         ),
+        (
+            "cluster: {roles: {trainer: {nodes: 2}}}",
+            "cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2",
+        ),
         ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
         ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),
         (
