@@ -223,8 +223,8 @@ _PLAIN_LITERAL = re.compile(
 )
 _PLACEHOLDER = re.compile(r"[*x.<$%{-]|your|change|example|dummy|none|null|true|false|env", re.IGNORECASE)
 _ALLOWED = re.compile(r"pragma:\s*allowlist secret|noqa: S10[567]|gitleaks:allow")
-#: A longer line is no source code; this much of it is looked at.
-LINE_CHARS = 4096
+#: A longer line is looked at in pieces of this size, which overlap.
+LINE_CHARS, OVERLAP = 4096, 512
 
 
 def holds_secret(line: str, *, code: bool) -> bool:
@@ -234,9 +234,11 @@ def holds_secret(line: str, *, code: bool) -> bool:
         line: without its newline; `pragma: allowlist secret` in it, as detect-secrets has it, lets it pass.
         code: whether this is source code, where a secret in clear is a quoted literal.
     """
-    line = line[:LINE_CHARS]
     if _ALLOWED.search(line):
         return False
+    if len(line) > LINE_CHARS:
+        starts = range(0, len(line), LINE_CHARS - OVERLAP)
+        return any(holds_secret(line[start : start + LINE_CHARS], code=code) for start in starts)
     if _TOKEN.search(line) or "PRIVATE KEY-----" in line:
         return True
     if any(not _PLACEHOLDER.match(found) for found in _passwords(line)):

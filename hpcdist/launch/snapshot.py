@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,8 @@ class CodeState:
     git_commit: str | None
     git_dirty: bool
     copied: bool  #: whether the run folder holds the code, and ranks import from there
-    left_out: Sequence[
-        str
-    ] = ()  #: files, and lines (`train.py:12`), that are likely secrets and in neither copy nor patch
+    #: Files, and lines (`train.py:12`), that are likely secrets and neither in the copy nor in the patch.
+    left_out: list[str] = field(default_factory=list)
 
 
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:

@@ -171,6 +171,11 @@ def test_a_line_without_a_secret(line: str) -> None:
     assert not holds_secret(line, code=True)
 
 
+def test_a_secret_far_out_in_a_long_line() -> None:
+    assert holds_secret("x" * 100_000 + ' "api_key": "abcdef0123456789" ' + "y" * 100_000, code=True)
+    assert not holds_secret("x" * 200_000, code=False)
+
+
 def test_a_setting_in_a_file_that_is_no_code() -> None:
     assert not holds_secret("password: ${DB_PASSWORD}", code=False)
     assert not holds_secret("password: <yours>", code=False)

@@ -374,7 +374,8 @@ def test_hunks_and_files_with_secrets_are_left_out_and_named(
     (line,) = caplog.messages
     assert line == (
         "likely secrets are left out of the run's patch and copy of the code: added.py:1, späte Zeile.txt:1,"
-        " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2 (a comment `pragma: allowlist secret` keeps a line)"
+        " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2"
+        " (a comment `pragma: allowlist secret` keeps a line)"
     )
     snapshot.write_environment(run, code)
     assert "train.py:58" in (read_json(run.environment) or {})["code"]["left_out"]
