@@ -52,10 +52,11 @@ def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
     Example:  hpcdist explain ddp-2026
     """
     from hpcdist.diagnose.explain import explain
+    from hpcdist.redaction import redact_text
     from hpcdist.rundir import resolve_run
 
     for line in explain(resolve_run(run, runs_dir)):
-        console().print(line, markup=False, highlight=False, soft_wrap=True)
+        console().print(redact_text(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def see_through(run: RunDir, config: Config, *, progress: bool) -> int:
