@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcdist import file_retry
 from hpcdist.errors import RunFolderError
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
@@ -38,12 +39,17 @@ ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"}
 _OUTCOME = re.compile(r"rank-(\d+)\.outcome\.json")
 
 
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = False) -> None:
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = False, within_s: float | None = None) -> None:
     """Write a file so that a reader sees the old content or the new, never a part.
 
-    `durable` also waits until both the content and the name are on disk.
+    `durable` also waits until both the content and the name are on disk. Transient errors are retried `within_s`, see
+    `file_retry.retry`.
     """
     raw = data.encode() if isinstance(data, str) else data
+    file_retry.retry(lambda: _write_once(path, raw, durable=durable), path, within_s=within_s)
+
+
+def _write_once(path: Path, raw: bytes, *, durable: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
@@ -53,7 +59,7 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = False) -> Non
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        file_retry.discard(temporary)
         raise
     if durable:
         sync_folder(path.parent)
@@ -68,14 +74,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", durable=durable)
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, within_s: float | None = None) -> None:
+    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    write_atomic(path, text, durable=durable, within_s=within_s)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no such file or it holds no object (yet)."""
+def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
+    """The object in a JSON file, or None where there is no such file or it holds no object (yet).
+
+    Transient errors are retried `within_s`, see `file_retry.retry`.
+    """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(file_retry.retry(path.read_bytes, path, within_s=within_s))
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -156,7 +166,7 @@ class Attempt:
     def straggler_lines(self) -> list[dict[str, Any]]:
         """All that was told of stragglers, in order."""
         try:
-            lines = self.stragglers.read_text().splitlines(keepends=True)
+            lines = file_retry.retry(self.stragglers.read_text, self.stragglers).splitlines(keepends=True)
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -166,15 +176,16 @@ class Attempt:
         last = {(line["role"], line["name"]): line for line in self.straggler_lines()}
         return [line["text"] for line in last.values() if line["event"] == "slow"]
 
-    def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
+    def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str, within_s: float | None = None) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""
-        write_json(self.request, {"action": action, "by": by, "reason": reason, "time": time.time()})
+        request = {"action": action, "by": by, "reason": reason, "time": time.time()}
+        write_json(self.request, request, within_s=within_s)
 
     def outcomes(self, *, besides: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """What the ranks said of their end, by rank; those in `besides` are not read."""
         found = {}
-        with os.scandir(self.path) as entries:
-            matches = [match for entry in entries if (match := _OUTCOME.fullmatch(entry.name))]
+        names = file_retry.retry(lambda: os.listdir(self.path), self.path)
+        matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
         for rank, name in sorted((int(match[1]), match[0]) for match in matches):
             if rank not in besides and (outcome := read_json(self.path / name)) is not None:
                 found[rank] = outcome
@@ -274,7 +285,7 @@ class RunDir:
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """The run in an existing folder. Raises RunFolderError when the folder holds no run."""
-        if not (path / "state.json").is_file() or not (path / "config.yaml").is_file():
+        if not all(file_retry.retry(file.is_file, file) for file in (path / "state.json", path / "config.yaml")):
             raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
         return cls(path.absolute())
 
@@ -296,9 +307,15 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """All attempts, oldest first."""
-        return [Attempt(path) for path in sorted((self.path / "attempts").iterdir()) if path.name.isdigit()]
+        folder = self.path / "attempts"
+        names = file_retry.retry(lambda: os.listdir(folder), folder)
+        return [Attempt(folder / name) for name in sorted(names) if name.isdigit()]
 
     def new_attempt(self) -> Attempt:
+        # As a whole: a server that has made the folder may still have answered with an error.
+        return file_retry.retry(self._make_attempt, self.path / "attempts")
+
+    def _make_attempt(self) -> Attempt:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()
