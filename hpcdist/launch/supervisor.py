@@ -20,10 +20,11 @@ from typing import Any, Literal
 from hpcdist.cluster.roles import Roles
 from hpcdist.errors import HpcdistError, PreflightError, UserMistake
 from hpcdist.launch.launcher import Launcher, Reporter
+from hpcdist.launch.pending import AdoptingReporter, settle
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Allocation, Watch
-from hpcdist.rundir import Attempt, RunDir, State, Status, read_json, write_json
+from hpcdist.rundir import Attempt, RunDir, State, Status, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
 
@@ -58,7 +59,7 @@ class Supervisor:
         self._run = run
         self._config = config
         self._launcher = launcher
-        self._report = report
+        self._report = AdoptingReporter(run, report)
         self._tracking_uri = tracking_uri
         self._env = dict(env)
         self._allocation = allocation
@@ -74,7 +75,8 @@ class Supervisor:
         self._run.write_state(replace(state, world_size=self._launcher.num_ranks))
         shipper = ShipperProcess(self._run, self._tracking_uri, self._env) if self._tracking_uri else None
         with self._signals():
-            state = self._conclude(self._attempts(state))
+            state = settle(self._run, self._attempts(state), self._report.first_step)
+            state = self._conclude(state)
             try:
                 self._run.write_state(state)
             except OSError as error:
@@ -134,14 +136,14 @@ class Supervisor:
 
     def _take_over_request(self, attempt: Attempt) -> None:
         """What was asked of the attempt before, after that had failed, is asked of this one."""
-        if self._attempt is not None and (late := read_json(self._attempt.request)) is not None:
-            write_json(attempt.request, late)
+        if self._attempt is not None and (late := self._attempt.asked()) is not None:
+            attempt.ask(late.action, by=late.by, reason=late.reason)
 
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
-            request = read_json(attempt.request) or {}
+            request = attempt.asked()
             verb = "stopped with everything saved" if end == "stopped" else "cancelled"
-            return f"{verb} ({request.get('reason', 'a stop signal reached the ranks')})"
+            return f"{verb} ({request.reason if request is not None else 'a stop signal reached the ranks'})"
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer reached its end")
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:

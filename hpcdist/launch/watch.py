@@ -144,17 +144,17 @@ class Watch:
         return LastSteps(self._attempt, self._num_ranks, self._config.launch.hang_timeout_s)
 
     def _look_at_requests(self, now: float) -> None:
-        request = read_json(self._attempt.request)
+        request = self._attempt.asked()
         if request is None:
             if self._allocation is not None and time.time() >= self._allocation.stop_at:
                 self._attempt.ask("stop", by=self._allocation.by, reason=self._allocation.by)
             return
-        if request["action"] == "cancel":
+        if request.action == "cancel":
             self.cancelled = True
         elif not self.stop_asked:
             self.stop_asked = True
             self._kill_by(now + self._grace_s())
-            self._report.note(f"stopping: the ranks save and leave ({request['reason']})")
+            self._report.note(f"stopping: the ranks save and leave ({request.reason})")
             if self._config.trainer.script:
                 # A plain script knows nothing of requests; the signal is all that it can hear.
                 self._ranks.signal(signal.SIGTERM)
