@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
+from hpcdist import formats
 from hpcdist.errors import ConfigError
 from hpcdist.models import check_model_name
 from hpcdist.redaction import (
@@ -35,6 +36,9 @@ from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+T = TypeVar("T")
+#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
+_NO_INTERPOLATION = "$\ue0f7{"
 _ROLE_REQUESTS = "cluster.roles."
 #: Sections that may stand as one value, and which of their keys it then is.
 _SHORT_FOR = {"trainer": "target", "preflight": "mode"}
@@ -67,13 +71,16 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
 def load_run_config(
     path: Path, overrides: Sequence[str], env: Mapping[str, str], *, require_secrets: bool = True
 ) -> Config:
-    """Read a run folder's `config.yaml` again; its redacted values come from `env`.
+    """Read a run folder's config again; its redacted values come from `env`.
+
+    Interpolations were resolved when the config was written. Whatever looks like one now is text, also in a file that
+    somebody has edited; only those of `overrides` are resolved.
 
     Without `require_secrets`, what `env` does not hold stays `***`.
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
     # As it was written; what somebody has changed since is read as any other config.
-    tree = _read_written(path) or _read_yaml(path)
+    tree = _read_written(path) or _read_yaml(path, literal=True)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
@@ -90,7 +97,7 @@ def load_run_config(
         if not overrides and (config := exact(tree)) is not None:
             sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
             return _checked(sections, str(path))
-        return _build(tree, overrides, str(path))
+        return _literal(_build(_protected(tree), overrides, str(path)))
 
 
 @contextmanager
@@ -129,6 +136,25 @@ def shipped_configs(folder: str = "") -> dict[str, Path]:
 def to_yaml(config: Config) -> str:
     """The whole resolved config as YAML, secrets redacted."""
     return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
+
+
+def run_yaml(config: Config) -> str:
+    """Return the content of a run folder's config: its format, then what `to_yaml` gives."""
+    return yaml.safe_dump(formats.stamped({})) + to_yaml(config)
+
+
+def plain_tree(path: Path) -> dict[str, Any]:
+    """Read a run folder's config as plain containers, without its format and without checks of its keys.
+
+    Raises ConfigError when it cannot be read or holds no keys, RunFolderError when a newer hpcdist has written it.
+    """
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -199,16 +225,49 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
         tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-    return tree if isinstance(tree, dict) and exact(tree) is not None else None
+    if not isinstance(tree, dict):
+        return None
+    tree = formats.unstamped(tree, path)
+    return tree if exact(tree) is not None else None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _protected(value: Any) -> Any:
+    """Return a tree in whose strings OmegaConf finds no interpolation; `_literal` gives the strings back."""
+    if isinstance(value, dict):
+        return {key: _protected(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_protected(item) for item in value]
+    return value.replace("${", _NO_INTERPOLATION) if isinstance(value, str) else value
+
+
+def _literal(value: T) -> T:
+    """Return a config, or a value of one, with the strings that `_protected` has changed as they were."""
+    found: Any = value
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        fields = {field.name: _literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
+        found = dataclasses.replace(found, **fields)
+    elif isinstance(found, dict):
+        found = {_literal(key): _literal(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [_literal(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace(_NO_INTERPOLATION, "${")
+    return cast(T, found)
+
+
+def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
+    """Read a YAML file; a `literal` one holds no interpolations."""
     from omegaconf import OmegaConf
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if literal:
+            # In the text, since OmegaConf parses interpolations when it reads them.
+            text = path.read_text("utf-8").replace("${", _NO_INTERPOLATION)
+            tree = _literal(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        else:
+            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
@@ -219,7 +278,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError([_yaml_problem(error)], str(path)) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return {str(key): value for key, value in tree.items()}
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -17,11 +17,12 @@ from typing import Any
 
 import hpcdist
 from hpcdist.config import redacted_argument
-from hpcdist.errors import UserMistake
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.formats import fill
 from hpcdist.launch.exclusion import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
 from hpcdist.lease import user_name
 from hpcdist.redaction import redact_words
-from hpcdist.rundir import RunDir, write_atomic, write_json
+from hpcdist.rundir import RunDir, read_record, write_atomic, write_json
 from hpcdist.schema import Config
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
@@ -125,6 +126,18 @@ def _ignored(top: Path, *, in_git: bool) -> set[Path]:
 def _git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
     listing = _git(top, *place, "ls-files", "-z", *options)
     return [top / name for name in listing.split("\0") if name]
+
+
+def code_state(run: RunDir) -> CodeState:
+    """Read from `environment.json` where the code of a run comes from. Raises RunFolderError when it is not there."""
+    facts = read_record(run.environment)
+    if facts is None:
+        raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+    code = facts.get("code")
+    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
+    if found.copied and not Path(found.cwd).is_relative_to(found.root):
+        raise RunFolderError(f"{run.environment} is damaged: the folder {found.cwd} is not below {found.root}")
+    return found
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:

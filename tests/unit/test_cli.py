@@ -237,7 +237,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hpcdist.rundir.find_runs", fail)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", fail)
     result = hpcdist("runs")
     assert (result.code, result.err) == (code, message)
 
@@ -245,7 +245,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
 def test_a_bug_of_ours_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hpcdist.rundir.find_runs", lambda _: 1 // 0)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", lambda _: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["hpcdist", "runs"])
     with pytest.raises(ZeroDivisionError):
         cli.main()

@@ -38,7 +38,11 @@ node_flags() {
     IFS=$before
   done
   set +f
-  [ "$1" != enroot ] || return 0
+  if [ "$1" = enroot ]; then
+    # enroot's hook for InfiniBand fails the start on a node without such a card.
+    [ ! -e /dev/infiniband ] || flags="$flags --env=MELLANOX_VISIBLE_DEVICES=all"
+    return 0
+  fi
   # Files are written as the one who submitted, whatever user the image has.
   flags="$flags --user=$(id -u):$(id -g)"
   if [ "$1" = podman ]; then
