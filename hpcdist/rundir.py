@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
+from hpcdist.foreign import read_json_value
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
@@ -75,7 +76,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None where there is no such file or it holds no object (yet)."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json_value(path)
     except (FileNotFoundError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -23,6 +23,7 @@ from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Allocation, Watch
+from hpcdist.log_limit import limit_log
 from hpcdist.rundir import Attempt, RunDir, State, Status, read_json, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
@@ -72,6 +73,7 @@ class Supervisor:
         """Start attempts until the run is over; returns its last state, which is also in `state.json`."""
         state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
         self._run.write_state(replace(state, world_size=self._launcher.num_ranks))
+        limit_log(self._run.path, self._config.launch.log_max_mb)
         shipper = ShipperProcess(self._run, self._tracking_uri, self._env) if self._tracking_uri else None
         with self._signals():
             state = self._conclude(self._attempts(state))

@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hpcdist.cluster.roles import Roles
+from hpcdist.foreign import parse_json
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stragglers import Stragglers, Told
+from hpcdist.log_text import LogTail
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.rundir import Attempt, read_json
 from hpcdist.schema import Config
@@ -99,7 +101,7 @@ class Watch:
         self._looked = self._clock()
         self._kill_at: float | None = None
         self._shown: object = None
-        self._shown_bytes = 0
+        self._output = LogTail(attempt.log(0))
         self.stop_asked = False
         self.cancelled = False
 
@@ -131,13 +133,8 @@ class Watch:
             if (beat := read_json(self._attempt.beat(0))) is not None:
                 self._report.progress(beat)
             return
-        with open(self._attempt.log(0), "rb") as file:
-            file.seek(self._shown_bytes)
-            lines = file.read()
-        whole = lines[: max(lines.rfind(b"\n"), lines.rfind(b"\r")) + 1]
-        self._shown_bytes += len(whole)
-        if whole:
-            self._report.output(whole.decode(errors="replace"))
+        for text in self._output.news():
+            self._report.output(text)
 
     def steps(self) -> Mapping[int, int | None]:
         """The last step that each rank was seen at."""
@@ -246,7 +243,7 @@ class Watch:
             return None
         sign = found.st_size, found.st_mtime_ns
         try:
-            beat = json.loads(text)
+            beat = parse_json(text)
         except ValueError:  # half written: it is due again at the next turn
             return sign
         for told in self._stragglers.note(rank, beat, now):

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError
+from hpcdist.foreign import read_json_value
 from hpcdist.rundir import write_atomic
 
 MODEL_FILE = "model.pt"
@@ -181,13 +182,15 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError, in one line that names what is wrong; hashes are not looked at.
     """
     try:
-        manifest = _parse(json.loads((folder / MANIFEST_FILE).read_bytes()))
+        manifest = parse_manifest(read_json_value(folder / MANIFEST_FILE))
         sizes = {name: (folder / name).stat().st_size for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
         raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
     if manifest.step != step_of(folder):
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
     for name, record in manifest.files.items():
@@ -198,9 +201,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(raw: Any) -> Manifest:
+def parse_manifest(raw: Any) -> Manifest:
+    """Return the manifest in a JSON value. Raises ValueError, TypeError, KeyError, AttributeError or OverflowError."""
     if raw["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {raw['format_version']!r}, this hpcdist reads {FORMAT_VERSION}")
+        raise ValueError(f"format_version {raw['format_version']!r:.50}, this hpcdist reads {FORMAT_VERSION}")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
     if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
         raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")

@@ -28,6 +28,7 @@ from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
+from hpcdist.log_limit import limit_log
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime.flight import record_collectives, tell_on_signal
@@ -128,6 +129,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     tell_on_signal(attempt, topology.rank, topology.world_size)
     record_collectives(attempt, os.environ)
     config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    limit_log(run.path, config.launch.log_max_mb)
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)
         ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.foreign import parse_json
 from hpcdist.tracking.names import MAX_NAME, suffix
 
 log = logging.getLogger(__name__)
@@ -264,17 +265,17 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
 
 def _parse(path: Path, offset: int, data: bytes) -> Chunk:
     lines = [line for line in data.split(b"\n") if line]
-    records = [record for line in lines if (record := _record(line)) is not None]
+    records = [record for line in lines if (record := parse_record(line)) is not None]
     broken = len(lines) - len(records)
     if broken:
         log.warning("%s: %d broken line(s) from byte %d on were skipped", path, broken, offset)
     return Chunk(records, offset + len(data), broken)
 
 
-def _record(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
     """The record in a line, or None for anything else that a disk, a crash or a stranger may have left there."""
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
         values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
@@ -282,5 +283,5 @@ def _record(line: bytes) -> Record | None:
         # What MLflow's columns hold; names with lone surrogates cannot be sent.
         "".join(values).encode()
         return Record(time_ms, step, values) if 0 <= time_ms < 2**63 and -(2**63) <= step < 2**63 else None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None

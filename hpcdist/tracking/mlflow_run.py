@@ -36,7 +36,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from google.protobuf.json_format import ParseError  # noqa: E402
+from google.protobuf.json_format import ParseError  # type: ignore[import-untyped]  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402

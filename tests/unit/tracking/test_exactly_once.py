@@ -72,7 +72,8 @@ class World:
             return
         self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
         if dies_after == 1:
-            return self._restart()
+            self._restart()
+            return
         self.progress.save(self.saved)
         if self._offsets != self.progress.intent:  # not yet told to the model
             self._offsets = dict(self.progress.intent)
@@ -83,14 +84,14 @@ class World:
         sent = points[: self.random.randrange(len(points) + 1)] if dies_after == 2 else points
         self.received |= set(sent)
         if dies_after <= 3:
-            return self._restart()
+            self._restart()
+            return
         self.progress.offsets |= self.progress.intent
         self.progress.intent = {}
         self.progress.save(self.saved)
         self._offsets = {}
         if dies_after == 4:
             self._restart()
-        return None
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -70,7 +70,7 @@ def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
         with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step is a whole number"):
             writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
-        with pytest.raises(UserMistake, match=r"a step outside of -2^63 … 2^63 - 1 .64 bits"):
+        with pytest.raises(UserMistake, match=r"a step outside of .* .64 bits"):
             writer.log({"loss": 1.0}, 2**63)
         with pytest.raises(UserMistake, match="33220 bits"):
             writer.log({"loss": 1.0}, 10**10_000)
@@ -80,7 +80,7 @@ def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
 def test_a_record_of_any_size_arrives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
     long = {"n" * 300_000 + str(number): float(number) for number in range(3)}
-    surrogates = {"x\ud800": 1.0, "x\ud801": 2.0, "x?": 3.0}
+    surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
     with caplog.at_level(logging.WARNING), JournalWriter(tmp_path) as writer:
         for step in (1, 2):
             writer.log(metrics, step)
