@@ -5,6 +5,7 @@
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
+        journal/names.json                       the originals of names that MLflow does not accept
         checkpoints/step-00000100/               see runtime/checkpoint.py
         model/                                   the final model in MLflow's layout
         artifacts/                               what the trainer leaves for people: plots, samples

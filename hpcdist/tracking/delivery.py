@@ -11,8 +11,8 @@ from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import ENDED, RunDir, State
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.names import ChangedNames
 from hpcdist.tracking.parent import Parent
 from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Tail

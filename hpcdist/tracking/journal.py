@@ -265,14 +265,14 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
 
 def _parse(path: Path, offset: int, data: bytes) -> Chunk:
     lines = [line for line in data.split(b"\n") if line]
-    records = [record for line in lines if (record := parse_record(line)) is not None]
+    records = [record for line in lines if (record := _record(line)) is not None]
     broken = len(lines) - len(records)
     if broken:
         log.warning("%s: %d broken line(s) from byte %d on were skipped", path, broken, offset)
     return Chunk(records, offset + len(data), broken)
 
 
-def parse_record(line: bytes) -> Record | None:
+def _record(line: bytes) -> Record | None:
     """The record in a line, or None for anything else that a disk, a crash or a stranger may have left there."""
     try:
         raw = parse_json(line)

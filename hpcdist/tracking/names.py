@@ -9,17 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import logging
 import posixpath
 import re
-from collections.abc import Iterable
-from pathlib import Path
-
-from hpcdist.errors import TrackingError
-from hpcdist.rundir import read_json, write_atomic
-
-log = logging.getLogger(__name__)
 
 MAX_NAME = 250
 #: The metric that the shipper writes itself: one point for each attempt.
@@ -28,8 +19,6 @@ _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
 #: How a changed name ends. An allowed name that ends like this is changed too, otherwise it could equal another's.
 _SUFFIX = re.compile(r"--[0-9a-f]{12}")
 _SUFFIX_CHARS = 14
-#: How much of a name is kept in `names.json` and shown in a log.
-_KEPT_CHARS, _SHOWN_CHARS = 1000, 80
 
 
 def suffix(name: str) -> str:
@@ -61,28 +50,3 @@ def clean_name(name: str) -> str:
 def clean_metric_name(name: str) -> str:
     """Return a metric's name as `clean_name` does, but never the one that is reserved for attempts."""
     return ATTEMPT_METRIC + suffix(name) if name == ATTEMPT_METRIC else clean_name(name)
-
-
-class ChangedNames:
-    """The original of every changed name: `journal/names.json`, which is also an artifact of the MLflow run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._originals = {key: text for key, text in (read_json(path) or {}).items() if isinstance(text, str)}
-
-    def note(self, names: Iterable[tuple[str, str]]) -> None:
-        """Write down the pairs (original, cleaned) that differ, and log each of them once per run.
-
-        Raises TrackingError when the disk refuses.
-        """
-        new = {clean: name for name, clean in names if clean != name and clean not in self._originals}
-        if not new:
-            return
-        for clean, name in new.items():
-            shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}… ({len(name)} characters)"
-            log.warning("MLflow does not accept the name %r: it is shipped as %r", shown, clean)
-            self._originals[clean] = name[:_KEPT_CHARS]
-        try:
-            write_atomic(self._path, json.dumps(self._originals, indent=1, sort_keys=True) + "\n")
-        except OSError as error:
-            raise TrackingError(f"{self._path} cannot be written ({error.strerror}): make room there") from error
