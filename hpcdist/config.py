@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpcdist.errors import ConfigError
+from hpcdist.document import MAX_DEPTH, first_line, parse, read_document, unfit_values
+from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
-from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
+from hpcdist.schema import Config, cross_check, describe, exact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,9 +46,9 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     Raises ConfigError with one line for every mistake found.
     """
     path = find_config(source)
-    tree = _read_yaml(path)
+    tree = read_document(path)
     if cluster is not None:
-        profile = _read_yaml(find_config(cluster, "cluster"))
+        profile = read_document(find_config(cluster, "cluster"))
         # A site knows which runtime it has, and perhaps where its images lie.
         if site := profile.pop("container", None):
             tree["container"] = {**site, **(tree.get("container") or {})}
@@ -65,7 +66,7 @@ def load_run_config(
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
     # As it was written; what somebody has changed since is read as any other config.
-    tree = _read_written(path) or _read_yaml(path)
+    tree = _read_written(path) or read_document(path)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
@@ -85,9 +86,13 @@ def load_run_config(
 
 def find_config(source: str | Path, folder: str = "") -> Path:
     """The file that `source` means: a path, or the name of a shipped config in `folder` of them."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return path
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a user who does not exist, a NUL character.
+        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
@@ -175,24 +180,6 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) and exact(tree) is not None else None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except FileNotFoundError:
-        raise ConfigError(["no such file"], str(path)) from None
-    except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(["is not UTF-8 text"], str(path)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([" ".join(str(error).split())], str(path)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return {str(key): value for key, value in tree.items()}
-
-
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -201,11 +188,15 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     for text in overrides:
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
+            problems.append(f"{shown(text)} is no override: write key=value, as in optim.lr=0.01")
+        elif key.count(".") >= MAX_DEPTH:
+            problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     for section in _SHORT_FOR:
         _unfold(tree, section)
+    if unfit := list(unfit_values(tree)):
+        raise ConfigError([*problems, *unfit], source)
 
     merged = OmegaConf.structured(Config)
     try:
@@ -225,8 +216,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         try:
             sections[field.name] = _section(merged, field.name)
         except OmegaConfBaseException as error:
-            # Its further lines are detail of no use here.
-            problems.append(f"{error.full_key or field.name}: {str(error).splitlines()[0]}")
+            problems.append(f"{error.full_key or field.name}: {first_line(error)}")
         except ValueError as error:
             problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
     plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
@@ -240,13 +230,10 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
 
 
 def parse_value(raw: str) -> Any:
-    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number); what is no YAML is text."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
-    except (OmegaConfBaseException, yaml.YAMLError):
+        return parse(raw)
+    except ValueError:
         return raw
 
 
@@ -258,23 +245,40 @@ def _section(merged: DictConfig, name: str) -> Any:
 
 
 def _checked(sections: dict[str, Any], source: str) -> Config:
-    data, tracking, trainer = sections["data"], sections["tracking"], sections["trainer"]
+    problems: list[str] = []
+
+    def whole(key: str, text: str) -> str:
+        try:
+            return str(Path(text).expanduser().absolute())
+        except RuntimeError:
+            problems.append(f"{key}: no home folder is known for {shown(Path(text).parts[0])}: write the whole path")
+            return text
+
+    data, tracking, trainer, container = (sections[name] for name in ("data", "tracking", "trainer", "container"))
     if trainer.script:
         # As torchrun takes it: from where the user stands. Ranks and later resumes may stand elsewhere.
-        script = [str(Path(trainer.script[0]).expanduser().absolute()), *trainer.script[1:]]
+        script = [whole("trainer.script", trainer.script[0]), *trainer.script[1:]]
         sections["trainer"] = dataclasses.replace(trainer, script=script)
-    sections["runs_dir"] = str(Path(sections["runs_dir"]).expanduser().absolute())
-    sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
-    files = [str(Path(file).expanduser().absolute()) for file in sections["rnn"].files]
+    sections["runs_dir"] = whole("runs_dir", sections["runs_dir"])
+    sections["data"] = dataclasses.replace(data, root=whole("data.root", data.root))
+    files = [whole("rnn.files", file) for file in sections["rnn"].files]
     sections["rnn"] = dataclasses.replace(sections["rnn"], files=files)
     if (hybrid := sections["hybrid"]).data:
-        sections["hybrid"] = dataclasses.replace(hybrid, data=str(Path(hybrid.data).expanduser().absolute()))
+        sections["hybrid"] = dataclasses.replace(hybrid, data=whole("hybrid.data", hybrid.data))
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
+        file = whole("tracking.uri", uri.removeprefix("sqlite:///"))
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
-    sections["container"] = _absolute_image(sections["container"])
+    image = container.image
+    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
+    # Docker, podman and pyxis take an image from a registry or store of their own by name.
+    if image and is_path and "://" not in image:
+        image = whole("container.image", image)
+    mounts = [whole("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
+    sections["container"] = dataclasses.replace(container, image=image, mounts=mounts)
+    if problems:
+        raise ConfigError(problems, source)
     config = Config(**sections)
-    problems = cross_check(config)
+    problems += [*unfit_values(dataclasses.asdict(config)), *cross_check(config)]
     if config.trainer.target == "ddp" and not config.trainer.script:
         try:
             check_model_name(config.model.name)
@@ -283,16 +287,6 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     if problems:
         raise ConfigError(problems, source)
     return config
-
-
-def _absolute_image(container: ContainerConfig) -> ContainerConfig:
-    """With whole paths, also where the runtime takes its image from a registry or store of its own by name."""
-    image = container.image
-    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
-    if image and is_path and "://" not in image:
-        image = str(Path(image).expanduser().absolute())
-    mounts = [str(Path(mount).expanduser()) for mount in container.mounts]
-    return dataclasses.replace(container, image=image, mounts=mounts)
 
 
 @functools.cache
@@ -305,13 +299,12 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
     known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
-        first = str(error).splitlines()[0]
-        return f"{key} must be {known[key]}, got {value!r} ({first})"
+        return f"{key} must be {known[key]}, got {shown(value)} ({shortened(first_line(error))})"
     if any(path.startswith(f"{key}.") for path in known):
-        return f"{key} is a section: give it keys, got {value!r}"
+        return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
     if holder and not key.startswith(_ROLE_REQUESTS):
-        return f"{holder} must be {known[holder]}, got {value!r} for {key}"
+        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}"
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     sections = {path.partition(".")[0] for path in known if "." in path}

@@ -293,8 +293,8 @@ def test_a_syntax_error_is_told_with_its_line(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("- a\n- b\n", "must hold keys and values, holds a list"),
-        ("5\n", "cannot be read: Invalid loaded object type: int"),
+        ("- a\n- b\n", "must hold keys and values, but its top level is of type list"),
+        ("5\n", "must hold keys and values, but its top level is of type int"),
     ],
 )
 def test_a_file_without_keys(write: Write, text: str, expected: str) -> None:

@@ -1,0 +1,141 @@
+"""User-written YAML as plain containers, bounded in size, nesting and numbers before a recursive parser sees it.
+
+libyaml's composer and OmegaConf recurse once per level, and a deeply nested document overflows the C stack: that ends
+the interpreter with a segmentation fault. The event stream does not recurse, so the bounds are checked on events.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcdist.errors import ConfigError, shown
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 40
+MAX_DIGITS = 100
+#: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
+MAX_INTEGER = 2**63 - 1
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
+#: Of explicit tags only `!!str` and `!`; others construct objects, or fail on values that are not of their form.
+_TAGS = (None, "!", "tag:yaml.org,2002:str")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return a YAML file's keys and values; interpolations are left as they are. Raises ConfigError."""
+    problem = ""
+    tree: object = None
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            problem = f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"
+        else:
+            # An empty file is all defaults.
+            tree = parse(data.decode("utf-8-sig")) or {}
+    except FileNotFoundError:
+        problem = "no such file"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}"
+    except UnicodeDecodeError:
+        problem = "is not UTF-8 text"
+    except ValueError as error:
+        problem = str(error)
+    if not problem and not isinstance(tree, dict):
+        problem = f"must hold keys and values, but its top level is of type {type(tree).__name__}"
+    if problem or not isinstance(tree, dict):
+        raise ConfigError([problem], str(path))
+    return tree
+
+
+def parse(text: str) -> Any:
+    """Return the plain value of a YAML text, as OmegaConf reads it (`3e-4` is a number), with text for keys.
+
+    Raises ValueError with one line: the mistake, and where it is known its line.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        _check_events(text)
+        # A scalar by itself is no document for OmegaConf.
+        found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except OmegaConfBaseException as error:
+        where = f"{shown(error.full_key)}: " if error.full_key else ""
+        raise ValueError(f"{where}{first_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    assert isinstance(found, dict), "of a dotlist with one key"
+    return _with_text_keys(found["value"], "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; OmegaConf's further lines repeat key and type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def unfit(value: object) -> str:
+    """Return why a value of a config cannot be stored or passed to other programs, nothing where it can."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+        return f"must fit in 64 bits, got {shown(value)}"
+    if isinstance(value, str):
+        if "\0" in value:
+            return f"must not hold a NUL character, got {shown(value)}"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"must be UTF-8 text, got {shown(value)}"
+    return ""
+
+
+def unfit_values(tree: object, path: str = "") -> Iterator[str]:
+    """Yield a problem for every key and value of plain containers that is `unfit`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if problem := unfit(key):
+                yield f"{path or 'the config'}: a key {problem}"
+            else:
+                yield from unfit_values(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from unfit_values(value, path)
+    elif problem := unfit(tree):
+        yield f"{path} {problem}"
+
+
+def _check_events(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        where = f"line {event.start_mark.line + 1}"
+        if getattr(event, "tag", None) not in _TAGS:
+            raise ValueError(f"{where}: the tag {shown(event.tag)} is not supported: write a plain value")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _NUMBER.fullmatch(event.value):
+            raise ValueError(f"{where}: a number of {len(event.value):,} characters: the limit is {MAX_DIGITS}")
+
+
+def _with_text_keys(value: Any, path: str) -> Any:
+    """Containers whose keys are text: `1` and `'1'` would be one key in JSON and on the command line."""
+    if isinstance(value, list):
+        return [_with_text_keys(entry, path) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(key, bool | bytes) or not isinstance(key, str | int | float):
+            raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
+        if str(key) in found:
+            raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
+        found[str(key)] = _with_text_keys(inner, where)
+    return found
