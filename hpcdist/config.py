@@ -195,7 +195,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
             problems.append(f"{key}: a part of this path is a value already, not a section")
     for section in _SHORT_FOR:
         _unfold(tree, section)
-    if unfit := list(unfit_values(tree)):
+    if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
         raise ConfigError([*problems, *unfit], source)
 
     merged = OmegaConf.structured(Config)
@@ -219,14 +219,37 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
             problems.append(f"{error.full_key or field.name}: {first_line(error)}")
         except ValueError as error:
             problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
+        except (TypeError, AttributeError) as error:
+            problems.append(_of_another_type(field.name, error))
     plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
     try:
         Config(**plain)
     except ValueError as error:
         problems += str(error).splitlines()
+    except (TypeError, AttributeError) as error:
+        problems.append(_of_another_type("the config", error))
     if problems:
         raise ConfigError(problems, source)
     return _checked(sections, source)
+
+
+def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Containers where a dict or list of the schema holds single values: OmegaConf lets them pass."""
+    for key, kind in _kinds().items():
+        of = kind.partition("[")[2].removeprefix("str, ").removesuffix("]")
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if of not in ("int", "str", "float") or not isinstance(value, Mapping | list):
+            continue
+        for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(entry, Mapping | list):
+                yield f"{key}.{name} must be {of}, got {shown(entry)}"
+
+
+def _of_another_type(where: str, error: Exception) -> str:
+    """A section or list where a value belongs, by an interpolation: what OmegaConf does not check."""
+    return f"{where}: an interpolation gives a value of another type than its key has ({shortened(first_line(error))})"
 
 
 def parse_value(raw: str) -> Any:

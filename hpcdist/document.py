@@ -111,9 +111,9 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
 def _check_events(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        where = f"line {event.start_mark.line + 1}"
-        if getattr(event, "tag", None) not in _TAGS:
-            raise ValueError(f"{where}: the tag {shown(event.tag)} is not supported: write a plain value")
+        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
+        if (tag := getattr(event, "tag", None)) not in _TAGS:
+            raise ValueError(f"{where}: the tag {shown(tag)} is not supported: write a plain value")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-EXAMPLES_PER_ROUND = 400
+EXAMPLES_PER_ROUND = 150
 
 
 def main(minutes: float) -> int:

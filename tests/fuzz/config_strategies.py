@@ -17,7 +17,8 @@ SECTIONS = sorted({path.rpartition(".")[0] for path in KEYS} - {""})
 
 #: Text that has broken a parser before, or is likely to.
 NASTY = [
-    "", " ", "~", "~nosuchuser/x", "~nosuchuser", "~/x", "/", "..", "../..", "a/b", "a\nb", "a\0b", "\x1b[31m", "\ufeff",
+    "", " ",
+    "~", "~nosuchuser/x", "~nosuchuser", "~/x", "/", "..", "../..", "a/b", "a\nb", "a\0b", "\x1b[31m", "\ufeff",
     "\udcff", "\ud800", "é", "n" * 300, "x" * 5000, "9" * 5000, "-" + "9" * 5000, "1" * 100, "0x" + "f" * 5000,
     "1e400", "-1e400", ".nan", ".inf", "-.inf", "nan", "inf", "1_000", "1:30", "1:2:3:4:5:6:7:8", "0o17", "0b1", "1.",
     "yes", "no", "on", "off", "y", "True", "null", "Null", "2020-01-01", "2020-13-45", "2020-01-01T25:00:00Z",
@@ -31,10 +32,14 @@ NASTY = [
     "!!binary aGk=", "!!binary %", "!!timestamp x", "!!int x", "!!float x", "!!bool x", "!!omap [1]", "!!map [", "!x y",
     "!<tag:x> y", "!!int " + "9" * 5000, "{1: a, '1': b}", "{true: a, 'True': b}", "{1.0: a, 1: b}", "{null: a}",
     "{[1]: a}", "{{a: 1}: b}", "{a: 1, a: 2}", "{a: {b: 1}, a.b: 2}", "{!!binary aGk=: a}", "? [a]\n: b", "? a",
-    "'", '"', "'unclosed", '"unclosed', '"\\x', '"\\ud800"', "|", "|\n  a", ">", "%YAML 9.9", "---", "...", "--- a\n--- b",
-    "#", "# c", "a: b: c", "@", "`", "%", "???", "a=b", "=", "a,b", "key=value", "ddp", "cpu", "gloo", "auto",
-    "package.module:function", ":", "a:", ":b", "a.b:c:d", "256M", "1.5.5K", "9" * 400 + "G", "1e999G", "sqlite:///x",
-    "sqlite:///~nosuchuser/x", "sqlite:///", "http://[", "http://a:b@c@d/", "/a:/b:ro", "/a:b", "{agent: 1, observer: 2}",
+    "'", '"', "'unclosed", '"unclosed', '"\\x', '"\\ud800"', "|", "|\n  a", ">", "%YAML 9.9",
+    "---", "...", "--- a\n--- b",
+    "#", "# c", "a: b: c", "@", "`", "%", "???",
+    "a=b", "=", "a,b", "key=value", "ddp", "cpu", "gloo", "auto",
+    "package.module:function", ":", "a:", ":b", "a.b:c:d", "256M",
+    "1.5.5K", "9" * 400 + "G", "1e999G", "sqlite:///x",
+    "sqlite:///~nosuchuser/x", "sqlite:///", "http://[", "http://a:b@c@d/", "/a:/b:ro",
+    "/a:b", "{agent: 1, observer: 2}",
     "{a: {b: 1}}", "{a: -1}", "{a: 1.5}", "{a: x}", "[1, [2, [3]]]", "[null]", "[{}]", "{}", "[]", "***", "{a: ***}",
 ]  # fmt: skip
 
@@ -142,7 +147,8 @@ override_keys = st.one_of(
     st.sampled_from(SECTIONS),
     st.builds(lambda key, more: f"{key}.{more}", st.sampled_from(KEYS), st.text(max_size=5)),
     st.sampled_from(
-        ["", ".", "..", "a..b", ".a", "a.", "+seed", "~seed", "++seed", "-x", "--x", "seed[0]", "params.a[0]", "params",
+        ["", ".", "..", "a..b", ".a", "a.", "+seed", "~seed", "++seed", "-x", "--x", "seed[0]", "params.a[0]",
+         "params",
          "params.a.b.c.d", "params." + "a." * 2000 + "b", "a" * 5000, "roles.a", "roles", "cluster.roles.a.nodes",
          "launch.env.A", "tracking.tags.a.b", "${x}", "params.${x}", "a b", "a\nb", "params.\udcff", "params.1"]
     ),
@@ -154,12 +160,15 @@ overrides = st.one_of(
     pairs.map(lambda pair: f"{pair[0]}={yaml.dump(pair[1], default_flow_style=True, width=10**6).strip()}"),
     words,
 )
+_axis_keys = st.sampled_from(["seed", "optim.lr", "params.a", "optim", "trainer", "name", "model.name"])
+_axis_values = st.one_of(
+    st.integers(0, 5).map(str), st.sampled_from(["0.1", "1e-3", "adam", "[1,2]", "'a,b'", "{a: 1}"]), words
+)
 axes = st.one_of(
     st.builds(
-        lambda key, parts: f"{key}={','.join(map(str, parts))}",
-        st.one_of(st.sampled_from(["seed", "optim.lr", "params.a", "optim", "trainer", "name", "model.name"]), override_keys),
-        st.lists(st.one_of(st.integers(0, 5), st.sampled_from(["0.1", "1e-3", "adam", "[1,2]", "'a,b'", "{a: 1}"]), words),
-                 max_size=4),
+        lambda key, parts: f"{key}={','.join(parts)}",
+        st.one_of(_axis_keys, override_keys),
+        st.lists(_axis_values, max_size=4),
     ),
     words,
-)  # fmt: skip
+)

@@ -45,7 +45,7 @@ settings.load_profile("long" if folder else "fixed")
 
 
 class TooSlow(BaseException):
-    """One example took more processor time than `CPU_LIMIT_S`. A BaseException, so that no code under test handles it."""
+    """One example took more processor time than `CPU_LIMIT_S`; a BaseException, which no code under test handles."""
 
 
 def fuzz(share: float = 1.0, **strategies: SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

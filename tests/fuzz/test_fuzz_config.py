@@ -1,4 +1,4 @@
-"""Whatever stands in a config file or an override: a frozen config that can be written and read again, or ConfigError."""
+"""Any config file, override or sweep axis gives a frozen config that can be written and read again, or ConfigError."""
 
 from __future__ import annotations
 

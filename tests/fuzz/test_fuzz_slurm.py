@@ -17,10 +17,10 @@ from hpcdist.launch.job.scontrol import parse_minutes
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))
 LINES = [line for path in RECORDED for line in path.read_text().splitlines()]
 WORDS = st.sampled_from(
-    ["|", "||||||||", "=", " ", "\n", "JobId=", "JobState=", "Restarts=x", "Restarts=" + "9" * 5000, "ExitCode=9:9:9"]
-    + ["ExitCode=" + "9" * 5000 + ":0", "Restarts=²", "n[1-", "n[1-999999999]", "²", "9" * 5000, "+", "*", "(null)"]
-    + ["\0", "\x85", "\ufffd", "1.2.3K", "9" * 400 + "G", "Unknown", "9999-12-31T23:59:59", "0001-01-01T00:00:00"]
-)
+    ["|", "||||||||", "=", " ", "\n", "JobId=", "JobState=", "Restarts=x", "Restarts=" + "9" * 5000, "ExitCode=9:9:9",
+     "ExitCode=" + "9" * 5000 + ":0", "Restarts=²", "n[1-", "n[1-999999999]", "²", "9" * 5000, "+", "*", "(null)",
+     "\0", "\x85", "\ufffd", "1.2.3K", "9" * 400 + "G", "Unknown", "9999-12-31T23:59:59", "0001-01-01T00:00:00"]
+)  # fmt: skip
 
 
 @st.composite
