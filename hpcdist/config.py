@@ -199,17 +199,24 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         raise ConfigError([*problems, *unfit], source)
 
     merged = OmegaConf.structured(Config)
+    mistakes = (OmegaConfBaseException, ValueError, TypeError)
     try:
         merged = OmegaConf.merge(merged, tree)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        # A merge stops at the first mistake, so look again leaf by leaf for all of them.
-        for path, value in leaves(tree):
-            leaf: dict[str, Any] = {}
-            _insert(leaf, path, value)
+    except mistakes:
+        # A merge stops at the first mistake: merge section by section, and the leaves of those that fail one by one.
+        for name, content in tree.items():
             try:
-                merged = OmegaConf.merge(merged, leaf)
-            except (OmegaConfBaseException, ValueError, TypeError) as error:
-                problems.append(_sentence(".".join(path), value, error))
+                merged = OmegaConf.merge(merged, {name: content})
+                continue
+            except mistakes:
+                pass
+            for path, value in leaves({name: content}):
+                leaf: dict[str, Any] = {}
+                _insert(leaf, path, value)
+                try:
+                    merged = OmegaConf.merge(merged, leaf)
+                except mistakes as error:
+                    problems.append(_sentence(".".join(path), value, error))
     assert isinstance(merged, DictConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
@@ -244,7 +251,7 @@ def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
             continue
         for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
             if isinstance(entry, Mapping | list):
-                yield f"{key}.{name} must be {of}, got {shown(entry)}"
+                yield f"{key}.{name} must be {'a string' if of == 'str' else of}, got {shown(entry)}"
 
 
 def _of_another_type(where: str, error: Exception) -> str:

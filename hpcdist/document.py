@@ -66,7 +66,8 @@ def parse(text: str) -> Any:
         # A scalar by itself is no document for OmegaConf.
         found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except OmegaConfBaseException as error:
-        where = f"{shown(error.full_key)}: " if error.full_key else ""
+        key = (error.full_key or "").removeprefix("value").removeprefix(".")
+        where = f"{key}: " if key else ""
         raise ValueError(f"{where}{first_line(error)}") from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error

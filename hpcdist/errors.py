@@ -36,10 +36,9 @@ _SHORT = _Short()
 
 def shown(value: object) -> str:
     """Return the repr of a value for a message; of a long one the beginning, and its size."""
-    if isinstance(value, str | bytes) and len(value) > MAX_SHOWN:
-        unit = "characters" if isinstance(value, str) else "bytes"
-        return f"{shortened(repr(value[:MAX_SHOWN]), MAX_SHOWN)} ({len(value):,} {unit})"
-    text = _SHORT.repr(value)
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f"{shortened(repr(value[:MAX_SHOWN]), MAX_SHOWN)} ({len(value):,} characters)"
+    text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
     if len(text) <= 2 * MAX_SHOWN:
         return text
     size = f" ({len(value):,} entries)" if isinstance(value, list | tuple | dict | set) else ""
