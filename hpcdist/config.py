@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpcdist.document import MAX_DEPTH, first_line, parse, read_document, unfit_values
+from hpcdist.document import MAX_DEPTH, check_bounds, first_line, parse, read_document, read_text, unfit_values
 from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
 from hpcdist.schema import Config, cross_check, describe, exact
@@ -174,8 +174,10 @@ class _Written(yaml.SafeLoader):
 def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
-        tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        text = read_text(path)
+        check_bounds(text)
+        tree = yaml.load(text, _Written)  # noqa: S506  # a SafeLoader
+    except (ConfigError, ValueError, yaml.YAMLError):
         return None
     return tree if isinstance(tree, dict) and exact(tree) is not None else None
 
@@ -198,7 +200,7 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
         raise ConfigError([*problems, *unfit], source)
 
-    merged = OmegaConf.structured(Config)
+    merged: Any = _defaults()
     mistakes = (OmegaConfBaseException, ValueError, TypeError)
     try:
         merged = OmegaConf.merge(merged, tree)
@@ -317,6 +319,15 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """The schema with its defaults, for merging into; making it takes longer than all else of loading a config."""
+    from omegaconf import OmegaConf
+
+    found: DictConfig = OmegaConf.structured(Config)
+    return found
 
 
 @functools.cache

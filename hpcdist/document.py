@@ -28,29 +28,32 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def read_document(path: Path) -> dict[str, Any]:
     """Return a YAML file's keys and values; interpolations are left as they are. Raises ConfigError."""
-    problem = ""
-    tree: object = None
+    try:
+        # An empty file is all defaults.
+        tree = parse(read_text(path)) or {}
+    except ValueError as error:
+        raise ConfigError([str(error)], str(path)) from error
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise ConfigError([f"must hold keys and values, but its top level is of type {kind}"], str(path))
+    return tree
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most MAX_BYTES. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            problem = f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"
-        else:
-            # An empty file is all defaults.
-            tree = parse(data.decode("utf-8-sig")) or {}
+        text = data.decode("utf-8-sig")
     except FileNotFoundError:
-        problem = "no such file"
+        raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}"
-    except UnicodeDecodeError:
-        problem = "is not UTF-8 text"
-    except ValueError as error:
-        problem = str(error)
-    if not problem and not isinstance(tree, dict):
-        problem = f"must hold keys and values, but its top level is of type {type(tree).__name__}"
-    if problem or not isinstance(tree, dict):
-        raise ConfigError([problem], str(path))
-    return tree
+        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(["is not UTF-8 text"], str(path)) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
+    return text
 
 
 def parse(text: str) -> Any:
@@ -62,7 +65,7 @@ def parse(text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        _check_events(text)
+        check_bounds(text)
         # A scalar by itself is no document for OmegaConf.
         found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except OmegaConfBaseException as error:
@@ -109,7 +112,8 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
         yield f"{path} {problem}"
 
 
-def _check_events(text: str) -> None:
+def check_bounds(text: str) -> None:
+    """Raise ValueError for a YAML text that a recursive parser should not see, or YAMLError for one that is no YAML."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"

@@ -20,8 +20,8 @@ EXAMPLES_PER_ROUND = 150
 def main(minutes: float) -> int:
     """Print a line of progress per round; return 1 if an example failed."""
     # The one of an earlier run is taken again by name: its failing examples come first.
-    folder = Path(os.environ.get("HPCDIST_FUZZ_FOLDER") or tempfile.mkdtemp(prefix="hpcdist-fuzz-", dir="/var/tmp"))
-    env = os.environ | {"HPCDIST_FUZZ_FOLDER": str(folder), "HPCDIST_FUZZ_EXAMPLES": str(EXAMPLES_PER_ROUND)}
+    folder = Path(os.environ.get("FUZZ_FOLDER") or tempfile.mkdtemp(prefix="hpcdist-fuzz-", dir="/var/tmp"))
+    env = os.environ | {"FUZZ_FOLDER": str(folder), "FUZZ_EXAMPLES": str(EXAMPLES_PER_ROUND)}
     until = time.monotonic() + minutes * 60
     failed: list[Path] = []
     number = 0
@@ -46,7 +46,7 @@ def main(minutes: float) -> int:
         )
     for report in failed:
         print(f"failed: {report}")
-    print(f"failing examples, if any, are kept in {folder}; the same command with HPCDIST_FUZZ_FOLDER tries them first")
+    print(f"failing examples, if any, are kept in {folder}; the same command with FUZZ_FOLDER tries them first")
     return int(bool(failed))
 
 

@@ -20,8 +20,8 @@ from hypothesis.strategies import SearchStrategy
 from hpcdist.errors import ConfigError, HpcdistError
 
 #: `make fuzz` sets both: the folder for failing examples and counts, and the number of examples per round.
-FOLDER = "HPCDIST_FUZZ_FOLDER"
-EXAMPLES = "HPCDIST_FUZZ_EXAMPLES"
+FOLDER = "FUZZ_FOLDER"
+EXAMPLES = "FUZZ_EXAMPLES"
 CPU_LIMIT_S = 20.0
 MEMORY_LIMIT_BYTES = 2 * 2**30
 MAX_LINE = 500

@@ -397,7 +397,7 @@ def test_how_a_message_shows_values() -> None:
     assert shown("a" * 60) == repr("a" * 60)
     assert shown("a" * 5000) == "'" + "a" * 44 + "..." + "a" * 11 + "' (5,000 characters)"
     assert shown(10**5000) == "an integer of 16,610 bits"
-    assert shown({"a": [1, {"b": [2, [3]]}]}) == "{'a': [1, {...}]}"
+    assert shown({"a": [1, {"b": [2, [3]]}]}) == "{'a': [1, {'b': [...]}]}"
     assert shown([["x" * 100] * 9] * 9).endswith(" (9 entries)")
 
 
