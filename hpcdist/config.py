@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpcdist.document import MAX_DEPTH, check_bounds, first_line, parse, read_document, read_text, unfit_values
+from hpcdist import formats
+from hpcdist.document import (
+    MAX_DEPTH,
+    as_literal,
+    check_bounds,
+    first_line,
+    parse,
+    protected,
+    read_document,
+    read_text,
+    unfit_values,
+)
 from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
 from hpcdist.schema import Config, cross_check, describe, exact
@@ -46,9 +57,9 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
     Raises ConfigError with one line for every mistake found.
     """
     path = find_config(source)
-    tree = read_document(path)
+    tree = _read_yaml(path)
     if cluster is not None:
-        profile = read_document(find_config(cluster, "cluster"))
+        profile = _read_yaml(find_config(cluster, "cluster"))
         # A site knows which runtime it has, and perhaps where its images lie.
         if site := profile.pop("container", None):
             tree["container"] = {**site, **(tree.get("container") or {})}
@@ -60,13 +71,16 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
 def load_run_config(
     path: Path, overrides: Sequence[str], env: Mapping[str, str], *, require_secrets: bool = True
 ) -> Config:
-    """Read a run folder's `config.yaml` again; its redacted values come from `env`.
+    """Read a run folder's config again; its redacted values come from `env`.
+
+    Interpolations were resolved when the config was written. Whatever looks like one now is text, also in a file that
+    somebody has edited; only those of `overrides` are resolved.
 
     Without `require_secrets`, what `env` does not hold stays `***`.
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
     # As it was written; what somebody has changed since is read as any other config.
-    tree = _read_written(path) or read_document(path)
+    tree = _read_written(path) or _read_yaml(path, literal=True)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
@@ -81,7 +95,7 @@ def load_run_config(
         raise ConfigError(problems, str(path))
     if not overrides and (config := exact(tree)) is not None:
         return _checked({field.name: getattr(config, field.name) for field in dataclasses.fields(config)}, str(path))
-    return _build(tree, overrides, str(path))
+    return as_literal(_build(protected(tree), overrides, str(path)))
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
@@ -111,6 +125,25 @@ def shipped_configs(folder: str = "") -> dict[str, Path]:
 def to_yaml(config: Config) -> str:
     """The whole resolved config as YAML, secrets redacted."""
     return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
+
+
+def run_yaml(config: Config) -> str:
+    """Return the content of a run folder's config: its format, then what `to_yaml` gives."""
+    return yaml.safe_dump(formats.stamped({})) + to_yaml(config)
+
+
+def plain_tree(path: Path) -> dict[str, Any]:
+    """Read a run folder's config as plain containers, without its format and without checks of its keys.
+
+    Raises ConfigError when it cannot be read or holds no keys, RunFolderError when a newer hpcdist has written it.
+    """
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
 
 
 def redacted(config: Config) -> dict[str, Any]:
@@ -179,7 +212,15 @@ def _read_written(path: Path) -> dict[str, Any] | None:
         tree = yaml.load(text, _Written)  # noqa: S506  # a SafeLoader
     except (ConfigError, ValueError, yaml.YAMLError):
         return None
-    return tree if isinstance(tree, dict) and exact(tree) is not None else None
+    if not isinstance(tree, dict):
+        return None
+    tree = formats.unstamped(tree, path)
+    return tree if exact(tree) is not None else None
+
+
+def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
+    """Read a YAML file; a `literal` one holds no interpolations."""
+    return formats.unstamped(read_document(path, literal=literal), path)
 
 
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:

@@ -6,31 +6,39 @@ the interpreter with a segmentation fault. The event stream does not recurse, so
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import yaml
 
 from hpcdist.errors import ConfigError, shown
 
+T = TypeVar("T")
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_DIGITS = 100
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 MAX_INTEGER = 2**63 - 1
+#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
+_NO_INTERPOLATION = "$\ue0f7{"
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
 #: Of explicit tags only `!!str` and `!`; others construct objects, or fail on values that are not of their form.
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Return a YAML file's keys and values; interpolations are left as they are. Raises ConfigError."""
+def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
+    """Return a YAML file's keys and values; interpolations are left as they are, and a `literal` one holds none.
+
+    Raises ConfigError.
+    """
+    text = read_text(path)
     try:
-        # An empty file is all defaults.
-        tree = parse(read_text(path)) or {}
+        # OmegaConf parses interpolations when it reads them. An empty file is all defaults.
+        tree = (as_literal(parse(protected(text))) if literal else parse(text)) or {}
     except ValueError as error:
         raise ConfigError([str(error)], str(path)) from error
     if not isinstance(tree, dict):
@@ -44,16 +52,15 @@ def read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        if len(data) > MAX_BYTES:
+            raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
+        return data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
-    return text
 
 
 def parse(text: str) -> Any:
@@ -76,6 +83,33 @@ def parse(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     assert isinstance(found, dict), "of a dotlist with one key"
     return _with_text_keys(found["value"], "")
+
+
+def protected(value: T) -> T:
+    """Return a text, or plain containers, in whose strings OmegaConf finds no interpolation; see `as_literal`."""
+    found: Any = value
+    if isinstance(found, dict):
+        found = {key: protected(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [protected(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace("${", _NO_INTERPOLATION)
+    return cast(T, found)
+
+
+def as_literal(value: T) -> T:
+    """Return a config, or a value of one, with the strings that `protected` has changed as they were."""
+    found: Any = value
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        fields = {field.name: as_literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
+        found = dataclasses.replace(found, **fields)
+    elif isinstance(found, dict):
+        found = {as_literal(key): as_literal(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [as_literal(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace(_NO_INTERPOLATION, "${")
+    return cast(T, found)
 
 
 def first_line(error: BaseException) -> str:

@@ -51,9 +51,12 @@ def doctor(
     """
     import hpcdist
     from hpcdist.diagnose.doctor.page import document, would_fail
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
+    from hpcdist.ownership import require_trusted
 
     found = resolve_run(run, runs_dir) if run is not None else None
+    if found is not None:
+        require_trusted(found.path, "doctor")  # it asks the server and the nodes that the run's config names
     facts = {
         "hpcdist": hpcdist.__version__,
         "host": socket.gethostname(),

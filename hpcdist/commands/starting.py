@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.commands.options import console, exit_code
+from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
     from hpcdist.rundir import RunDir
@@ -41,6 +42,13 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
     if found is not None:
         print(f"goes on with {found.name}, which the same config has started; `--new` starts another run")
     return supervise_here(found or start.create_run(config, Path.cwd()), config, detach=detach)
+
+
+def check_plan(config: Config) -> None:
+    """Raise UserMistake now for a config that this machine cannot start ranks of."""
+    from hpcdist.launch.plan import Machine, make_plan
+
+    make_plan(config, Machine.inspect(os.environ))
 
 
 def send(
@@ -120,10 +128,14 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
     from hpcdist.commands.watching import see_through
-    from hpcdist.launch import start
+    from hpcdist.launch import pending, start
     from hpcdist.launch.submission import slurm
 
-    job_id = slurm.submit(config, run, flags)
+    try:
+        job_id = slurm.submit(config, run, flags)
+    except UserMistake:  # Slurm has refused the job
+        pending.drop(run)
+        raise
     print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")
     if follow or wait:
         return see_through(run, config, progress=follow)

@@ -15,9 +15,10 @@ from typing import Any
 
 import hpcdist
 from hpcdist.config import redacted_argument
-from hpcdist.errors import UserMistake
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.formats import fill
 from hpcdist.lease import user_name
-from hpcdist.rundir import RunDir, write_atomic, write_json
+from hpcdist.rundir import RunDir, read_record, write_atomic, write_json
 from hpcdist.schema import Config
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
@@ -58,6 +59,18 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
         runs_dir = Path(config.runs_dir).resolve()  # git, too, names its work tree without links
         _copy(top, [path for path in files if not path.is_relative_to(runs_dir)], run.code, config)
     return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied)
+
+
+def code_state(run: RunDir) -> CodeState:
+    """Read from `environment.json` where the code of a run comes from. Raises RunFolderError when it is not there."""
+    facts = read_record(run.environment)
+    if facts is None:
+        raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+    code = facts.get("code")
+    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
+    if found.copied and not Path(found.cwd).is_relative_to(found.root):
+        raise RunFolderError(f"{run.environment} is damaged: the folder {found.cwd} is not below {found.root}")
+    return found
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:

@@ -237,7 +237,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hpcdist.rundir.find_runs", fail)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", fail)
     result = hpcdist("runs")
     assert (result.code, result.err) == (code, message)
 
@@ -245,7 +245,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
 def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hpcdist.rundir.find_runs", lambda _: 1 // 0)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", lambda _: 1 // 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = hpcdist("runs")
     (kept,) = tmp_path.glob("hpcdist-*.traceback")

@@ -16,7 +16,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.launch import start
 from hpcdist.launch.job.batch import supervise
 from hpcdist.launch.job.scontrol import Job
-from hpcdist.rundir import RunDir, State, read_json, write_json
+from hpcdist.rundir import RunDir, State, read_record, write_json
 from hpcdist.schema import ClusterConfig, Config
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
     config = named_after(config, job.id)
     own = Path(config.runs_dir) / config.experiment / config.name
     run = RunDir(own)
-    if (read_json(own / "slurm.json") or {}).get("job_id") != job.id:
+    if (read_record(run.slurm) or {}).get("job_id") != job.id:
         if _is_half_made(run, job.id):
             shutil.rmtree(own)
         cluster = cluster_of(config.cluster, env, job.time_limit_min)

@@ -10,12 +10,15 @@ import os
 import pwd
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpcdist.cluster import site
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.site import Partition
-from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.formats import LARGEST
 from hpcdist.launch import start
 from hpcdist.launch.containers import request as containing
 from hpcdist.launch.submission import flags, limits, slurm
@@ -142,8 +145,12 @@ def _check_lead(config: Config, found: Findings) -> None:
 
 def longest_save(experiment: Path) -> tuple[float, str]:
     """Seconds of the longest save among the checkpoints of an experiment's runs, and which run's; 0 without any."""
-    manifests = {path: read_json(path) or {} for path in experiment.glob("*/checkpoints/step-*/manifest.json")}
-    saves = [(float(manifest.get("write_s") or 0), path.parents[2].name) for path, manifest in manifests.items()]
+    saves = []
+    for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
+        with suppress(RunFolderError, OSError):  # a doubt about another run is none about this one
+            seconds: Any = (read_json(path) or {}).get("write_s")
+            if type(seconds) in (int, float) and 0 <= seconds <= LARGEST:
+                saves.append((float(seconds), path.parents[2].name))
     return max(saves, default=(0.0, ""))
 
 
