@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-EXAMPLES_PER_ROUND = 150
+EXAMPLES_PER_ROUND = 100
 
 
 def main(minutes: float) -> int:
