@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpcdist import file_retry
 from hpcdist.errors import ConfigError
 from hpcdist.models import check_model_name
 from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
@@ -169,7 +170,7 @@ class _Written(yaml.SafeLoader):
 def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
-        tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
+        tree = yaml.load(file_retry.retry(path.read_bytes, path), _Written)  # noqa: S506  # a SafeLoader
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     return tree if isinstance(tree, dict) and exact(tree) is not None else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event
 
 from rich.console import Console
 
+from hpcdist import file_retry
 from hpcdist.cluster.queue import JobRef, JobWatch, Look
 from hpcdist.errors import RunFolderError
 from hpcdist.rundir import RunDir, State, read_json
@@ -49,7 +51,7 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     """
     number = attempt or run.read_state().attempt
     path = run.attempt(number).log(rank)
-    if not path.is_file() and not follow:
+    if not file_retry.exists(path) and not follow:
         raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
     position = 0
     waiting = Event()
@@ -58,11 +60,8 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         # Before the log is read: what is written later belongs to a later look.
         ended = watch is None or watch.now().over
         state = run.read_state()
-        if path.is_file():
-            with open(path, errors="replace") as file:
-                file.seek(position)
-                yield file.read()
-                position = file.tell()
+        text, position = file_retry.retry(lambda path=path, position=position: _read_on(path, position), path)  # type: ignore[misc]
+        yield text
         if attempt is None and state.attempt > number:
             number, position = number + 1, 0
             path = run.attempt(number).log(rank)
@@ -70,6 +69,16 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
             return
         else:
             waiting.wait(LOOK_EVERY_S)
+
+
+def _read_on(path: Path, position: int) -> tuple[str, int]:
+    """What a log holds from a position on, and the position of its end; nothing of one that does not exist yet."""
+    try:
+        with open(path, errors="replace") as file:
+            file.seek(position)
+            return file.read(), file.tell()
+    except FileNotFoundError:
+        return "", position
 
 
 def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
@@ -80,7 +89,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
     watch = RunWatch(run)
     waiting = Event()
     said, away, told = "", "", 0
-    with RunView(console) as view:
+    with RunView(console) as view, file_retry.patient(file_retry.UNATTENDED_S):
         while True:
             found = watch.now()
             if found.over:

@@ -171,7 +171,7 @@ def sync(
                 continue
             report = ship(found, uri)
             print(f"{found.name}: {report}")
-        except HpcdistError as error:
+        except (HpcdistError, OSError) as error:
             failed += 1
             print(f"{found.name}: {error}", file=sys.stderr)
     return 1 if failed else 0

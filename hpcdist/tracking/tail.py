@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcdist.file_retry import retry
 from hpcdist.tracking.journal import Chunk, Record, journal_files, read_chunk, read_range
 from hpcdist.tracking.progress import Progress
 
@@ -67,7 +68,7 @@ class Tail:
             for _, _, path in files:
                 self.num_looks += 1
                 offset = offsets.get(path.name, 0)
-                if path.stat().st_size > offset:
+                if retry(path.stat, path).st_size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
                     if chunk.offset > offset:
                         chunks[path.name] = chunk

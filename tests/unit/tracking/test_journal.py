@@ -87,19 +87,19 @@ def test_threads_share_a_writer(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An os.write that takes `room` bytes and then refuses."""
+    """An os.pwrite that takes `room` bytes and then refuses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
-        self._write = os.write
-        monkeypatch.setattr(journal.os, "write", self)
+        self._write = os.pwrite
+        monkeypatch.setattr(journal.os, "pwrite", self)
 
-    def __call__(self, descriptor: int, data: bytes | bytearray) -> int:
+    def __call__(self, descriptor: int, data: bytes | bytearray, offset: int) -> int:
         if self.room == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         part = bytes(data[: self.room])
         self.room -= len(part)
-        return self._write(descriptor, part)
+        return self._write(descriptor, part, offset)
 
 
 def test_a_full_disk_costs_one_warning_and_no_record(
