@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hpcdist.cluster.nodelist import expand
+from hpcdist.file_retry import retry
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.scontrol import steps
 from hpcdist.launch.job.srun import step_name
-from hpcdist.file_retry import retry
 from hpcdist.rundir import Attempt, read_json
 
 log = logging.getLogger(__name__)

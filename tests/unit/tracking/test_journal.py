@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -256,3 +257,77 @@ def test_files_come_by_attempt_and_rank(tmp_path: Path) -> None:
         (tmp_path / other).touch()
     assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
     assert read_records(tmp_path / "absent.jsonl") == ([], 0)
+
+
+class FailingServer:
+    """Makes one call of the journal fail, as a file server that is away for a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, torn: bool = True) -> None:
+        self.left = 0
+        real = getattr(os, call)
+
+        def operation(*arguments: Any) -> Any:
+            if self.left:
+                self.left -= 1
+                if call == "pwrite" and torn:  # a part of it arrives all the same
+                    real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        monkeypatch.setattr(journal.os, call, operation)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["pwrite", "open", "fstat"])
+def test_records_wait_for_a_server_that_is_away_in_order_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    server = FailingServer(monkeypatch, call, error)
+    failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        failing.left = server.left = 1  # the file is opened anew after an error
+        for step in range(1, 5):
+            writer.log({"loss": 1.0}, step)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert writer.path.read_bytes().count(b"\n") == 5
+
+
+def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FailingServer(monkeypatch, "fsync", errno.EIO)
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        writer.flush()
+        synced = writer.path.read_bytes()
+        writer.log({"loss": 1.0}, 1)
+        writer.path.write_bytes(synced)  # what the server had not on its disk is gone
+        server.left = 1
+        writer.flush()
+        assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
+
+
+def test_a_server_that_comes_back_with_less_gets_the_rest_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, torn=False)
+    with JournalWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.log({"loss": 1.0}, step)
+        os.truncate(writer.path, 7)
+        server.left = 1
+        writer.log({"loss": 1.0}, 3)
+        writer.log({"loss": 1.0}, 4)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
+    disk = FullDisk(monkeypatch, room=0)
+    writer = JournalWriter(tmp_path)
+    writer.log({"loss": 1.0}, 0)
+    writer.log({"loss": 1.0}, 1)
+    with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records wait: the steps since"):
+        writer.log({"loss": 1.0}, 2)
+    disk.room = 10_000
+    writer.close()
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]
