@@ -33,7 +33,7 @@ def test_one_line_a_record_with_time_step_and_values(tmp_path: Path) -> None:
     assert (records[1].metrics["up"], records[1].metrics["down"]) == (math.inf, -math.inf)
     assert 1.6e12 < records[0].time_ms <= records[1].time_ms < 4e12
     assert offset == writer.path.stat().st_size
-    assert writer.path.read_bytes().count(b"\n") == 2
+    assert writer.path.read_bytes().count(b"\n") == 3
 
 
 def test_a_rank_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_records_wait_for_a_server_that_is_away_in_order_and_once(
         for step in range(1, 5):
             writer.log({"loss": 1.0}, step)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
-    assert writer.path.read_bytes().count(b"\n") == 5
+    assert writer.path.read_bytes().count(b"\n") == 6  # the format first
 
 
 def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
