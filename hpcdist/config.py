@@ -10,8 +10,10 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +33,21 @@ from hpcdist.document import (
 )
 from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
+from hpcdist.redaction import (
+    REDACTED,
+    REDACTED_NUMBER,
+    hide_values,
+    is_redacted,
+    is_secret_name,
+    redact_text,
+    redact_tree,
+)
 from hpcdist.schema import Config, cross_check, describe, exact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-REDACTED = "***"
-_SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
 _ROLE_REQUESTS = "cluster.roles."
-# Up to the last @ before a slash: a password may hold an @ of its own.
-_URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 #: Sections that may stand as one value, and which of their keys it then is.
 _SHORT_FOR = {"trainer": "target", "preflight": "mode"}
 
@@ -65,7 +72,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
             tree["container"] = {**site, **(tree.get("container") or {})}
         own = tree.get("cluster") or {}
         tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
-    return _build(tree, overrides, str(path))
+    with _without_values(tree):
+        return _build(tree, overrides, str(path))
 
 
 def load_run_config(
@@ -84,18 +92,33 @@ def load_run_config(
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
-        key, name = ".".join(path_of_key), _variable(path_of_key)
-        if not _is_redacted(value) or key in given:
+        key, name = ".".join(path_of_key), _variable(path_of_key, tree)
+        if not is_redacted(value) or key in given:
             continue
         if name in env:
-            _insert(tree, path_of_key, env[name] if isinstance(value, str) else json.loads(env[name]))
+            _insert(tree, path_of_key, _given_back(value, env[name], name))
         elif require_secrets:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
-    if not overrides and (config := exact(tree)) is not None:
-        return _checked({field.name: getattr(config, field.name) for field in dataclasses.fields(config)}, str(path))
-    return as_literal(_build(protected(tree), overrides, str(path)))
+    with _without_values(tree):
+        if not overrides and (config := exact(tree)) is not None:
+            sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+            return _checked(sections, str(path))
+        return as_literal(_build(protected(tree), overrides, str(path)))
+
+
+@contextmanager
+def _without_values(tree: Mapping[str, Any]) -> Iterator[None]:
+    """Take secrets, and values that come from the environment, out of the errors that the block raises.
+
+    Args:
+        tree: the config before its interpolations are resolved; overrides may be added to it in the block.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
@@ -148,49 +171,55 @@ def plain_tree(path: Path) -> dict[str, Any]:
 
 def redacted(config: Config) -> dict[str, Any]:
     """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
-    return {key: _redact(key, value) for key, value in dataclasses.asdict(config).items()}
+    return redact_tree(dataclasses.asdict(config))
 
 
 def redacted_argument(text: str) -> str:
     """A word of the command line, its value replaced when it is an override that sets a secret."""
-    key, _, raw = text.partition("=")
-    value = parse_value(raw)
-    if _redact(key.rpartition(".")[2], value) != value:
-        text = f"{key}={REDACTED}"
-    return _URI_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+    key, equals, raw = text.partition("=")
+    if equals and not key.startswith("-"):
+        tree: dict[str, Any] = {}
+        _insert(tree, key.split("."), parse_value(raw))
+        if redact_tree(tree) != tree:
+            text = f"{key}={REDACTED}"
+    return redact_text(text)
 
 
-def _redact(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        secret = _SECRET_NAME.search(name) is not None
-        return {key: _redact(name if secret else str(key), inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_redact(name, inner) for inner in value]
-    if not isinstance(value, str) or not value:
-        return value
-    return REDACTED if _SECRET_NAME.search(name) else _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+def _given_back(shown: Any, text: str, variable: str) -> Any:
+    """The value of a variable, in the form that `secrets_of` has given it: JSON for all that is no string."""
+    if isinstance(shown, str) and shown != REDACTED_NUMBER:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError([f"{variable} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
 
 
-def _is_redacted(value: Any) -> bool:
-    if isinstance(value, Mapping | list):
-        return any(map(_is_redacted, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, str) and REDACTED in value
+def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
+    """The environment variable that gives a redacted key its value back.
 
-
-def _variable(path: Sequence[str]) -> str:
-    """The environment variable that gives a redacted key its value back."""
+    A variable of the ranks is its own; where both sections name it, `launch.env` wins in the ranks, too.
+    """
     if path[:2] == ("launch", "env"):
+        return path[-1]
+    if path[:2] == ("cluster", "env") and path[-1] not in ((tree.get("launch") or {}).get("env") or {}):
         return path[-1]
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
+def secret_keys(config: Config) -> list[tuple[str, ...]]:
+    """The keys whose values `to_yaml` redacts."""
+    clean = dict(leaves(redacted(config)))
+    return [path for path, value in leaves(dataclasses.asdict(config)) if clean[path] != value]
+
+
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
-    clean = dict(leaves(redacted(config)))
+    tree = dataclasses.asdict(config)
+    values = dict(leaves(tree))
     return {
-        _variable(path): value if isinstance(value, str) else json.dumps(value)
-        for path, value in leaves(dataclasses.asdict(config))
-        if clean[path] != value
+        _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
+        for path in secret_keys(config)
     }
 
 
@@ -231,7 +260,9 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     for text in overrides:
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{shown(text)} is no override: write key=value, as in optim.lr=0.01")
+            name = re.split(r"[:\s]", text, maxsplit=1)[0]
+            word = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown(word)} is no override: write key=value, as in optim.lr=0.01")
         elif key.count(".") >= MAX_DEPTH:
             problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not _insert(tree, key.split("."), parse_value(raw)):
@@ -381,7 +412,9 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
     known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
-        return f"{key} must be {known[key]}, got {shown(value)} ({shortened(first_line(error))})"
+        detail = first_line(error)
+        # A long one repeats the value.
+        return f"{key} must be {known[key]}, got {shown(value)}" + (f" ({detail})" if len(detail) <= 120 else "")
     if any(path.startswith(f"{key}.") for path in known):
         return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)

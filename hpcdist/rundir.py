@@ -1,7 +1,7 @@
 """The run folder: where everything about a run lives, and who holds it.
 
     runs/<experiment>/<run>/
-        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
         config.next.yaml                         the config of a resume until its first step (launch/pending.py)
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
@@ -294,6 +294,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def secrets(self) -> Path:
+        """The values that `config.yaml` shows as `***`, until the run is finished or cancelled (`secret_file.py`)."""
+        return self.path / "secrets.json"
+
+    @property
     def next_config(self) -> Path:
         """The config of a resume that changes keys, until a step has shown that it works (`launch/pending.py`)."""
         return self.path / "config.next.yaml"
@@ -398,6 +403,8 @@ class RunDir:
 
     def write_state(self, state: State) -> None:
         write_json(self.path / "state.json", state.__dict__, durable=True)
+        if state.status in ("finished", "cancelled"):
+            file_retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request with the attempt under way, and with the next one if that begins at this very moment."""
