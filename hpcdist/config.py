@@ -261,8 +261,8 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
             name = re.split(r"[:\s]", text, maxsplit=1)[0]
-            word = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
-            problems.append(f"{shown(word)} is no override: write key=value, as in optim.lr=0.01")
+            said = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown(said)} is no override: write key=value, as in optim.lr=0.01")
         elif key.count(".") >= MAX_DEPTH:
             problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not _insert(tree, key.split("."), parse_value(raw)):

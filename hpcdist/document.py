@@ -82,9 +82,8 @@ def parse(text: str) -> Any:
         what = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
         raise ValueError(f"{where}{what}") from None
     except yaml.YAMLError as error:
-        # An alias or an anchor by mistake may be the beginning of a password: `*p4ss`.
-        what = re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))
-        raise ValueError(what) from None
+        # An alias or a tag by mistake may be the beginning of a password: `*p4ss`.
+        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
     assert isinstance(found, dict), "of a dotlist with one key"
     return _with_text_keys(found["value"], "")
 

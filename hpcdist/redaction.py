@@ -176,11 +176,11 @@ def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str,
         tree: the config that the error is about, its interpolations unresolved.
         env: the environment that they are resolved with.
     """
-    hidden = {text: other for text, other in _hidden(tree, env) if text}
-    # As they are, and as messages show them: `shown` cuts long ones.
+    # A message quotes a value, and of a long one the beginning and the end (`errors.shown`).
     instead = {
-        form: other
-        for text, other in hidden.items()
+        form: name
+        for text, name in _hidden(tree, env)
+        if text
         for form in (text, repr(text)[1:-1], *([shown(text)] if len(text) > MAX_SHOWN else []))
     }
     texts = sorted(instead, key=len, reverse=True)
