@@ -74,7 +74,7 @@ def parse(text: str) -> Any:
     Raises ValueError with one line: the mistake, and where it is known its line.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     try:
         check_bounds(text)
@@ -83,7 +83,9 @@ def parse(text: str) -> Any:
     except OmegaConfBaseException as error:
         key = (error.full_key or "").removeprefix("value").removeprefix(".")
         where = f"{key}: " if key else ""
-        raise ValueError(f"{where}{first_line(error)}") from error
+        # The grammar's own messages repeat the text.
+        what = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
+        raise ValueError(f"{where}{what}") from None
     except yaml.YAMLError as error:
         # An alias or a tag by mistake may be the beginning of a password: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
@@ -157,8 +159,8 @@ def check_bounds(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if (tag := getattr(event, "tag", None)) not in _TAGS:
-            raise ValueError(f"{where}: the tag {shown(tag)} is not supported: write a plain value")
+        if getattr(event, "tag", None) not in _TAGS:
+            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:

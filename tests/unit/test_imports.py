@@ -66,6 +66,7 @@ REPORTS = ("comm.results", "comm.report", "comm.compare", "comm.bottleneck", "co
 GROUND_FLOOR = (
     "errors",
     "schema",
+    "document",
     "config",
     "rundir",
     "redaction",
