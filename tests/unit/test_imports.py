@@ -261,6 +261,7 @@ def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...
         ("boxed", set()),
         ("schema", {"schema"}),
         ("logs", set()),
+        ("redaction", set()),
         ("cluster", {"errors", "cluster"}),
         ("file_retry", set()),
         ("foreign", set()),
