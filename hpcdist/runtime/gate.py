@@ -82,6 +82,9 @@ class _Splicer(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="hpcdist-store", daemon=True)
+        # Rank 0 takes three descriptors for each client of the store, and strangers take some for a moment.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[socket.socket, bytearray] = {}
         self._other: dict[socket.socket, socket.socket] = {}
@@ -255,8 +258,6 @@ class StoreServer:
         self, address: own_sockets.Address, key: bytes, token: str, *, world_size: int, timeout: timedelta
     ) -> None:
         self._key, self._token = key, token.encode()
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a rank takes three descriptors here for each client
         host, port = address
         try:
             family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -12,7 +12,8 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterable, Iterator
+import threading
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ Address = tuple[str, int]
 #: An operation, where to go when a comparison is true and when it is false, and an operand.
 Instruction = tuple[int, int, int, int]
 
+_looking = threading.Lock()
 _SO_ATTACH_FILTER = 26
 _SO_DETACH_FILTER = 27
 _TCP_INFO = 11
@@ -100,20 +102,21 @@ class OwnSocket:
 @contextmanager
 def tcp_sockets() -> Iterator[list[OwnSocket]]:
     """The listening and the connected TCP sockets of this process, whoever opened them."""
-    found: list[OwnSocket] = []
+    found: dict[int, OwnSocket] = {}
     try:
         for name in os.listdir("/proc/self/fd"):
-            if (own := _open(int(name))) is not None:
-                found.append(own)
-        yield found
+            if (own := _open(int(name), found)) is not None:
+                found[own.inode] = own
+        yield list(found.values())
     finally:
-        for own in found:
+        for own in found.values():
             own.sock.close()
 
 
-def _open(descriptor: int) -> OwnSocket | None:
+def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in known:
             return None
         sock = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # closed meanwhile
@@ -142,7 +145,8 @@ def inodes() -> frozenset[int]:
 
 def is_own_connection(peer: Address, local: Address) -> bool:
     """Whether the peer of an accepted connection is a socket of this process."""
-    with tcp_sockets() as found:
+    # One after the other: each look takes as many descriptors as there are sockets.
+    with _looking, tcp_sockets() as found:
         return any((own.local, own.peer) == (peer, local) for own in found)
 
 
