@@ -99,11 +99,10 @@ def attack(port: int, marker: str) -> dict[str, Any]:
     found: dict[str, Any] = {"port": port, "connects": connects(port)}
     if not found["connects"]:
         return found
+    call(port, marker, found)  # first: what is not its protocol makes TensorPipe close its listening socket
     thread = threading.Thread(target=use_store, args=(port, found), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
-    if "store" not in found:
-        call(port, marker, found)
     return found
 
 
