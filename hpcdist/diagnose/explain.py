@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,8 @@ from hpcdist.diagnose.patterns import (
     first_match,
     quote,
 )
+from hpcdist.log_text import MAX_LINE_CHARS, last_lines
+from hpcdist.ownership import stays_inside
 from hpcdist.rundir import Attempt, RunDir, State, read_json
 from hpcdist.standing import Standing, look_now, stand
 
@@ -171,7 +172,8 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
 def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
     """What was collected of ranks that stood still, before they were killed."""
     try:
-        sentence = attempt.stacks_summary.read_text().partition("\n")[0]
+        with open(attempt.stacks_summary, errors="replace") as file:
+            sentence = file.readline(MAX_LINE_CHARS).rstrip("\n")
     except FileNotFoundError:
         return None
     where = attempt.stacks_summary.relative_to(run.path)
@@ -194,7 +196,13 @@ def _logs(run: RunDir, attempt: Attempt) -> Iterator[Path]:
     """srun's messages, the batch step's and supervisor's logs, and the ranks' own."""
     yield from (path for path in (attempt.path / "srun.log",) if path.is_file())
     yield from _batch_logs(run)
-    yield from sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+    yield from _rank_logs(run, attempt)
+
+
+def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
+    """The ranks' logs; links that leave the run folder are not followed."""
+    found = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+    return [path for path in found if path.is_file() and stays_inside(path, run.path)]
 
 
 def _batch_logs(run: RunDir) -> list[Path]:
@@ -205,8 +213,7 @@ def _batch_logs(run: RunDir) -> list[Path]:
 
 def _tail(path: Path) -> list[tuple[int, str]]:
     """The last lines of a log with their numbers."""
-    with open(path, errors="replace") as file:
-        return list(deque(enumerate(file, 1), MAX_LINES))
+    return last_lines(path, MAX_LINES)
 
 
 def _search(path: Path) -> tuple[Pattern, int, str] | None:
@@ -217,14 +224,15 @@ def _search(path: Path) -> tuple[Pattern, int, str] | None:
 
 
 def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
-    return f"{path.relative_to(run.path)}:{number}: {quote(line)}"
+    """Quote a line with its file and number; a number of 0 is not known."""
+    return f"{path.relative_to(run.path)}:{f'{number}:' if number else ''} {quote(line)}"
 
 
 def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
     """Where a rank's log has a line, else what the rank said in its outcome."""
     path = attempt.log(rank)
     wanted = next((part for part in line.splitlines() if part.strip()), line).strip()
-    if path.is_file():
+    if path.is_file() and stays_inside(path, run.path):
         found = next(((number, text) for number, text in reversed(_tail(path)) if wanted in text), None)
         if found is not None:
             return _cite(run, path, *found)
@@ -233,7 +241,7 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
 
 def _stack(run: RunDir, attempt: Attempt) -> str:
     """The innermost frame of the first stack that a rank which hung has printed."""
-    for path in sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]:
+    for path in _rank_logs(run, attempt):
         lines = _tail(path)
         for (_, head), (number, frame) in pairwise(lines):
             if "Current thread" in head and "(most recent call first)" in head:

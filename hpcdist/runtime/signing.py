@@ -16,7 +16,6 @@ from hpcdist.errors import HpcdistError
 from hpcdist.runtime.gate import sign
 
 log = logging.getLogger(__name__)
-_PURPOSE = b"rpc"
 _SIGNATURE_BYTES = 32
 
 
@@ -25,16 +24,16 @@ class _SignedPickler(internal._InternalRPCPickler):
 
     def __init__(self, key: bytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._key = key
+        self._key = sign(key, b"rpc")  # what is signed for another purpose is no message
         self._refused = 0
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
         content, tensors = super().serialize(obj)  # type: ignore[no-untyped-call]  # torch's
-        return sign(self._key, _PURPOSE, content) + content, tensors
+        return hmac.digest(self._key, content, "sha256") + content, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Any]) -> Any:
         signature, content = binary_data[:_SIGNATURE_BYTES], binary_data[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, sign(self._key, _PURPOSE, content)):
+        if not hmac.compare_digest(signature, hmac.digest(self._key, content, "sha256")):
             self._refused += 1
             if self._refused == 1:
                 log.warning("refused an RPC message that is not signed with this attempt's key")

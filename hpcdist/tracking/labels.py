@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
-from hpcdist.errors import TrackingError
+from hpcdist.config import plain_tree
+from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.rundir import RunDir, State, read_json
 from hpcdist.schema import TRAINER_SECTIONS
 from hpcdist.standing import job_lives
-from hpcdist.tracking.tail import clean_name
+from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
@@ -31,12 +30,9 @@ MLFLOW_STATUS = {
 def read_config(run: RunDir) -> dict[str, Any]:
     """The run's resolved config as plain containers. Raises TrackingError when it cannot be read."""
     try:
-        tree = yaml.safe_load(run.config.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise TrackingError(f"{run.config} cannot be read ({error}): a run cannot be shipped without it") from error
-    if not isinstance(tree, dict):
-        raise TrackingError(f"{run.config} holds no config: a run cannot be shipped without it")
-    return tree
+        return plain_tree(run.config)
+    except ConfigError as error:
+        raise TrackingError(f"{error}: a run cannot be shipped without its config") from error
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -55,6 +51,12 @@ def params(config: Mapping[str, Any]) -> dict[str, str]:
     A section that belongs to other trainers says nothing about this run, and would be taken for the truth.
     """
     return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_heeded(config))}
+
+
+def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys of the parameters and of the user's own tags, each with its name in MLflow."""
+    own = (config.get("tracking") or {}).get("tags") or {}
+    return [(key, clean_name(key)) for tree in (_heeded(config), own) for key, _ in flatten(tree)]
 
 
 def _heeded(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
-    tags = {f"hpcdist.{clean_name(key)}": text for key, text in flatten(facts)}
+    tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
         "mlflow.runName": run.name,
