@@ -165,7 +165,7 @@ class Attempt:
     def read_key(self) -> bytes:
         """Return the content of `key`. Raises RunFolderError where it cannot be read or is not whole."""
         try:
-            content = self.key.read_bytes()
+            content = file_retry.retry(self.key.read_bytes, self.key)
         except OSError as error:
             raise RunFolderError(f"{self.key}: the attempt's key cannot be read: {error.strerror}") from error
         if len(content) != KEY_BYTES:

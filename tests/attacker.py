@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 NOBODY = 65534
-LIMIT_S = 20.0
+LIMIT_S = 8.0
 IDLE = 400
 
 
@@ -96,13 +96,13 @@ def call(port: int, marker: str, found: dict[str, Any]) -> None:
 
 
 def attack(port: int, marker: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"port": port, "connects": connects(port)}
-    if not found["connects"]:
-        return found
-    call(port, marker, found)  # first: what is not its protocol makes TensorPipe close its listening socket
-    thread = threading.Thread(target=use_store, args=(port, found), daemon=True)
-    thread.start()
-    thread.join(LIMIT_S)
+    found: dict[str, Any] = {"port": port}
+    call(port, marker, found)  # first: TensorPipe stops listening when a connection ends before its greeting
+    found["connects"] = connects(port)
+    if found["connects"]:
+        thread = threading.Thread(target=use_store, args=(port, found), daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
     return found
 
 
