@@ -444,17 +444,22 @@ class RunDir:
 
     def new_attempt(self) -> Attempt:
         # As a whole: a server that has made the folder may still have answered with an error.
-        return file_retry.retry(self._make_attempt, self.path / "attempts")
+        attempt = file_retry.retry(self._make_attempt, self.path / "attempts")
+        key = secrets.token_bytes(KEY_BYTES)
+        file_retry.retry(lambda: self._write_key(attempt, key), attempt.key)
+        return attempt
 
     def _make_attempt(self) -> Attempt:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()
-        attempt = Attempt(path)
-        descriptor = os.open(attempt.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        return attempt
+        return Attempt(path)
+
+    def _write_key(self, attempt: Attempt, key: bytes) -> None:
+        """Write the key of an attempt; a repeated write replaces one that failed half-way."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(attempt.key, flags, 0o600), "wb") as file:
+            file.write(key)
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / f"{number:03d}")

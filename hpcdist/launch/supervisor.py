@@ -92,6 +92,8 @@ class Supervisor:
                 state = settle(self._run, self._attempts(state), self._report.first_step)
                 state = self._conclude(state)
             except LeaseLostError:
+                if shipper is not None:
+                    shipper.drain(0)  # the successor has one of its own
                 raise
             except Exception as error:
                 # Whatever it was: nobody is to find this run as "running".
@@ -102,13 +104,13 @@ class Supervisor:
                 self._write(state)
             except OSError as error:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
-        if failure is not None and not isinstance(failure, OSError):
-            raise failure
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not taken everything (see shipper.log);"
                 f" nothing is lost: `hpcdist sync {self._run.name}` ships the rest"
             )
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
         return state
 
     def _patience_s(self) -> float:
