@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
+from hpcdist import file_retry
 from hpcdist.errors import ConfigError, shown
 
 T = TypeVar("T")
@@ -50,8 +51,7 @@ def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """Return the text of a file of at most MAX_BYTES. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = file_retry.retry(lambda: _read_bytes(path), path)
         if len(data) > MAX_BYTES:
             raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
         return data.decode("utf-8-sig")
@@ -61,6 +61,11 @@ def read_text(path: Path) -> str:
         raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def parse(text: str) -> Any:

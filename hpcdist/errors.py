@@ -120,7 +120,14 @@ class LeaseLostError(HpcdistError):
 
 
 class CheckpointError(HpcdistError):
-    """A checkpoint could not be written, or none that is asked for can be read."""
+    """A checkpoint could not be written, or none that is asked for can be read.
+
+    `may_pass`: its file system was away, so that the next save may succeed.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class RendezvousError(HpcdistError):
