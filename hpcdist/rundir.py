@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import RunFolderError
+from hpcdist.runs_dir import claim_experiment
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
@@ -253,7 +254,7 @@ class RunDir:
         """
         run = cls(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            claim_experiment(path.parent)
             path.mkdir(mode=0o700)
             for folder in (run.journal, run.checkpoints, path / "attempts"):
                 folder.mkdir()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.errors import TrackingError
+from hpcdist.runs_dir import DATABASE
 
 # Up to the last @ before a slash: a password may hold an @ of its own.
 _PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
@@ -19,7 +20,7 @@ def redact_uri(text: str) -> str:
 
 def default_uri(runs_dir: Path) -> str:
     """The sqlite database beside the runs."""
-    return f"sqlite:///{runs_dir.absolute()}/mlflow.db"
+    return f"sqlite:///{runs_dir.absolute() / DATABASE}"
 
 
 def sqlite_path(uri: str) -> Path | None:
