@@ -28,8 +28,7 @@ def claim(runs_dir: Path) -> None:
     Raises RunFolderError when the folder, or the database in it, belongs to another user; OSError when it cannot be
     made.
     """
-    runs_dir.parent.mkdir(parents=True, exist_ok=True)
-    runs_dir.mkdir(mode=0o700, exist_ok=True)
+    runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is that of the last folder alone
     require_own(runs_dir, "runs_dir")
     require_own(runs_dir / DATABASE, "the database")
 
