@@ -5,7 +5,6 @@ Every call may be repeated: after a crash or a lost answer the same call leaves 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -20,7 +19,8 @@ from typing import Any
 import yaml
 
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.rundir import RunDir, read_json, write_json
+from hpcdist.folder_lock import flock_if_possible
+from hpcdist.rundir import RunDir, read_record, write_json
 from hpcdist.runs_dir import make_database
 from hpcdist.tracking.tail import Point
 from hpcdist.tracking.uri import redact_uri, sqlite_path
@@ -76,7 +76,7 @@ def open_client(uri: str) -> MlflowClient:
         except RunFolderError as error:
             raise TrackingError(str(error)) from error
         with open(f"{database}.lock", "a", opener=partial(os.open, mode=0o600)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock_if_possible(lock)
             return _ready(uri)
 
 
@@ -95,7 +95,10 @@ class MlflowRun:
         self.uri = uri
         self._client = open_client(uri)
         self._folder = run
-        saved = read_json(run.mlflow) or {}
+        saved = read_record(run.mlflow) or {}
+        for key in ("run_uid", "run_id"):
+            if not isinstance(saved.get(key, ""), str):
+                raise TrackingError(f"{run.mlflow} is damaged: {key} cannot be {str(saved[key])[:40]!r}")
         if "run_uid" not in saved:
             # On disk before the run exists: whoever dies after creating it finds it again by this.
             saved["run_uid"] = uuid.uuid4().hex
