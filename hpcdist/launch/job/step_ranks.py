@@ -17,6 +17,7 @@ from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.scontrol import steps
 from hpcdist.launch.job.srun import step_name
+from hpcdist.log_text import PIECE_BYTES
 from hpcdist.rundir import Attempt, read_json
 
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
@@ -144,9 +145,16 @@ class StepRanks:
 
     def _read_messages(self, *, to_the_end: bool) -> None:
         """Count what srun has said since the last time, whole lines alone."""
-        self._unread += self._log.read()
-        end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
-        news, self._unread = self._unread[:end], self._unread[end:]
+        while data := self._log.read(PIECE_BYTES):
+            *whole, rest = (self._unread + data).split(b"\n")
+            # srun's own lines are short; what is not may be cut.
+            self._unread = rest[-PIECE_BYTES:]
+            self._count(b"\n".join(whole))
+        if to_the_end:
+            self._count(self._unread)
+            self._unread = b""
+
+    def _count(self, news: bytes) -> None:
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:
