@@ -13,7 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,9 @@ class Server:
     def training(self) -> tuple[str, str]:
         return "hpcdist", self.secrets["train_password"]
 
-    def ask(self, path: str, user: str = "", password: str = "", **body: object) -> tuple[int, Any]:
+    def ask(
+        self, path: str, user: str = "", password: str = "", body: Mapping[str, object] | None = None
+    ) -> tuple[int, Any]:
         """Status and answer of a GET, or of a POST with a body."""
         request = urllib.request.Request(self.uri + path)
         if body:
@@ -209,7 +211,7 @@ def user(containers: Containers, image: BuildImage, server: Server) -> tuple[str
     """Name and password of training's user, created as compose.yaml's service does it: twice leaves the same."""
     # As after a change of the secret: the user is there, with another password.
     former = {"username": "hpcdist", "password": secrets.token_urlsafe(12)}
-    assert server.ask("/api/2.0/mlflow/users/create", *server.admin, **former)[0] == 200
+    assert server.ask("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
     for _ in range(2):
         said = containers.podman(
             "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{server.folder}:/run/secrets:ro",
@@ -256,17 +258,17 @@ def test_training_creates_its_own_experiments_and_can_neither_delete_others_nor_
     server: Server, user: tuple[str, str]
 ) -> None:
     api = "/api/2.0/mlflow"
-    status, made = server.ask(f"{api}/experiments/create", *server.admin, name="of the administrator")
+    status, made = server.ask(f"{api}/experiments/create", *server.admin, {"name": "of the administrator"})
     assert status == 200
     number = made["experiment_id"]
     assert server.ask(f"{api}/experiments/get?experiment_id={number}", *user)[0] == 200
-    assert server.ask(f"{api}/experiments/delete", *user, experiment_id=number)[0] == 403
-    assert server.ask(f"{api}/runs/create", *user, experiment_id=number)[0] == 403
+    assert server.ask(f"{api}/experiments/delete", *user, {"experiment_id": number})[0] == 403
+    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": number})[0] == 403
     mallory = {"username": "mallory", "password": "long-enough-for-mlflow"}
-    assert server.ask(f"{api}/users/create", *user, **mallory)[0] == 403
-    status, made = server.ask(f"{api}/experiments/create", *user, name="of training")
+    assert server.ask(f"{api}/users/create", *user, mallory)[0] == 403
+    status, made = server.ask(f"{api}/experiments/create", *user, {"name": "of training"})
     assert status == 200
-    assert server.ask(f"{api}/runs/create", *user, experiment_id=made["experiment_id"])[0] == 200
+    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": made["experiment_id"]})[0] == 200
 
 
 def test_a_run_in_a_container_reports_to_it(
