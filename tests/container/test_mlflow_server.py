@@ -240,7 +240,7 @@ def test_the_user_of_training_is_created_where_there_is_none_and_a_failure_is_on
     done = containers.try_podman(*asking)
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
-    assert said == "mlflow-users: user hpcdist cannot be created as admin: 401 UNAUTHORIZED"
+    assert said == "mlflow-users: user hpcdist cannot be created as admin: 401 Unauthorized"
     deleted = urllib.request.Request(
         f"{server.uri}/api/2.0/mlflow/users/delete", b'{"username": "hpcdist"}', method="DELETE"
     )
