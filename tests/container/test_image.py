@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines
+from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines, runs_of_strangers
 from hpcdist_runs import wait_for
 
-from hpcdist.lookup import find_runs
 from hpcdist.rundir import RunDir, read_json
 
 #: The first test to ask for an image builds it.
@@ -26,7 +25,7 @@ TRAIN = ("run", "ddp_digits", "launch.ranks=2", "tracking.system_interval_s=0")
 
 
 def only_run(runs: Path) -> RunDir:
-    (found,) = find_runs(runs)
+    (found,) = runs_of_strangers(runs)
     return found
 
 

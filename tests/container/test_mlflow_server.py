@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import STRANGER, Containers
+from containers import STRANGER, Containers, runs_of_strangers
 
-from hpcdist.lookup import find_runs
 from hpcdist.rundir import read_json
 
 #: The first test to ask for an image builds it.
@@ -287,7 +286,7 @@ def test_a_run_in_a_container_reports_to_it(
     output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.epochs=1", "launch.ranks=2")
     assert "finished: trained 23 steps" in output
     assert password not in output
-    (run,) = find_runs(runs)
+    (run,) = runs_of_strangers(runs)
     ids = read_json(run.mlflow) or {}
     admin = server.admin
     status, answer = server.ask(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
