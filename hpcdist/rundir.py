@@ -37,6 +37,7 @@ from typing import Any, Literal
 from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
 from hpcdist.foreign import read_json_value
+from hpcdist.runs_dir import claim_experiment
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
@@ -385,7 +386,7 @@ class RunDir:
         """
         run = cls(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            claim_experiment(path.parent)
             path.mkdir(mode=0o700)
             for folder in (run.journal, run.checkpoints, path / "attempts"):
                 folder.mkdir()
