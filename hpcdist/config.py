@@ -196,7 +196,9 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
         tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except RecursionError:  # libyaml, which OmegaConf uses, would end the process
+        raise ConfigError(["is nested too deeply to be a config"], str(path)) from None
+    except (OSError, ValueError, yaml.YAMLError):
         return None
     if not isinstance(tree, dict):
         return None
