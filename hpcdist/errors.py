@@ -54,6 +54,10 @@ class RunFolderError(UserMistake):
     """No such run, an ambiguous prefix, a folder that cannot be written, or one that another process holds."""
 
 
+class LeaseLostError(HpcdistError):
+    """Another process has taken over a run that this one held: whatever it does from here on is not to be written."""
+
+
 class CheckpointError(HpcdistError):
     """A checkpoint could not be written, or none that is asked for can be read."""
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcdist import formats
+from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
@@ -51,12 +51,17 @@ _REPAIRS = {
 }
 
 
-def write_atomic(path: Path, data: bytes | str, *, durable: bool = False) -> None:
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = False, within_s: float | None = None) -> None:
     """Write a file so that a reader sees the old content or the new, never a part.
 
-    `durable` also waits until both the content and the name are on disk.
+    `durable` also waits until both the content and the name are on disk. Transient errors are retried `within_s`, see
+    `file_retry.retry`.
     """
     raw = data.encode() if isinstance(data, str) else data
+    file_retry.retry(lambda: _write_once(path, raw, durable=durable), path, within_s=within_s)
+
+
+def _write_once(path: Path, raw: bytes, *, durable: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
@@ -66,7 +71,7 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = False) -> Non
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        file_retry.discard(temporary)
         raise
     if durable:
         sync_folder(path.parent)
@@ -81,18 +86,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, within_s: float | None = None) -> None:
     """Write a file of a run folder, with the present format in it."""
-    write_atomic(path, json.dumps(formats.stamped(value), indent=2, sort_keys=True) + "\n", durable=durable)
+    text = json.dumps(formats.stamped(value), indent=2, sort_keys=True) + "\n"
+    write_atomic(path, text, durable=durable, within_s=within_s)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | None:
     """The object in a JSON file, or None where there is no such file or it holds no object (yet).
 
+    Transient errors are retried `within_s`, see `file_retry.retry`.
     Raises RunFolderError when a newer hpcdist has written it.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(file_retry.retry(path.read_bytes, path, within_s=within_s))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
@@ -202,7 +209,7 @@ class Attempt:
     def straggler_lines(self) -> list[dict[str, Any]]:
         """All that was told of stragglers, in order; damaged lines are left out."""
         try:
-            lines = self.stragglers.read_bytes().split(b"\n")[:-1]
+            lines = file_retry.retry(self.stragglers.read_bytes, self.stragglers).split(b"\n")[:-1]
         except (FileNotFoundError, IsADirectoryError):
             return []
         return [found for line in lines if (found := _straggler(line)) is not None]
@@ -212,27 +219,29 @@ class Attempt:
         last = {(line["role"], line["name"]): line for line in self.straggler_lines()}
         return [line["text"] for line in last.values() if line["event"] == "slow"]
 
-    def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
+    def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str, within_s: float | None = None) -> None:
         """Leave a request. The ranks look at it once a second, the supervisor more often."""
-        write_json(self.request, {"action": action, "by": by, "reason": reason, "time": time.time()})
+        request = {"action": action, "by": by, "reason": reason, "time": time.time()}
+        write_json(self.request, request, within_s=within_s)
 
-    def asked(self) -> Request | None:
+    def asked(self, *, within_s: float | None = None) -> Request | None:
         """Return what was asked of this attempt, None when nothing was.
 
-        A request that cannot be read is one to stop: the ranks look at no more than whether the file exists.
+        A damaged request is one to stop: the ranks look at no more than whether the file exists. Transient errors are
+        retried `within_s`, see `file_retry.retry`.
         """
-        if not self.request.exists():
+        if not file_retry.retry(self.request.exists, self.request, within_s=within_s):
             return None
         try:
-            return formats.fill(Request, read_json(self.request) or {}, self.request)
+            return formats.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
         except RunFolderError:
             return Request()
 
     def outcomes(self, *, besides: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """What the ranks said of their end, by rank; those in `besides` are not read."""
         found = {}
-        with os.scandir(self.path) as entries:
-            matches = [match for entry in entries if (match := _OUTCOME.fullmatch(entry.name))]
+        names = file_retry.retry(lambda: os.listdir(self.path), self.path)
+        matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
         for rank, name in sorted((int(match[1]), match[0]) for match in matches):
             if rank not in besides and (outcome := read_json(self.path / name)) is not None:
                 found[rank] = outcome
@@ -373,7 +382,7 @@ class RunDir:
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """The run in an existing folder. Raises RunFolderError when the folder holds no run."""
-        if not (path / "state.json").is_file() or not (path / "config.yaml").is_file():
+        if not all(file_retry.retry(file.is_file, file) for file in (path / "state.json", path / "config.yaml")):
             raise RunFolderError(f"{path} holds no run (no state.json and config.yaml in it)")
         return cls(path.absolute())
 
@@ -399,13 +408,19 @@ class RunDir:
 
     def attempts(self) -> list[Attempt]:
         """All attempts, oldest first."""
+        folder = self.path / "attempts"
         try:
-            found = [path for path in (self.path / "attempts").iterdir() if _ATTEMPT.fullmatch(path.name)]
+            names = file_retry.retry(lambda: os.listdir(folder), folder)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise RunFolderError(f"{self.path / 'attempts'} is missing: restore it, or make an empty folder") from error
-        return [Attempt(path) for path in sorted(found) if path.is_dir()]
+            raise RunFolderError(f"{folder} is missing: restore it, or make an empty folder") from error
+        found = [folder / name for name in sorted(names) if _ATTEMPT.fullmatch(name)]
+        return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
+        # As a whole: a server that has made the folder may still have answered with an error.
+        return file_retry.retry(self._make_attempt, self.path / "attempts")
+
+    def _make_attempt(self) -> Attempt:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()

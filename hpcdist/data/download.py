@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpcdist.data import DataParams
 from hpcdist.errors import DataError
+from hpcdist.folder_lock import NO_FLOCK, flock_if_possible
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,11 @@ def _exclusive_lock(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("waiting for another process that downloads into %s", root)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock_if_possible(file)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            flock_if_possible(file)  # warns
         yield  # closing the file releases the lock, and so does the death of the process
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def argv(engine: EngineName, build: Build) -> list[str]:
 
 def run(engine: Engine, command: Sequence[str]) -> None:
     """Build, with the engine's own words on the terminal. Raises ImageError when it fails."""
-    code = subprocess.run(command, check=False).returncode
+    # Debian 12's docker builds without BuildKit unless asked, and the Dockerfiles' mounts need it.
+    code = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
     if code:
         raise ImageError(f"{engine.name} could not build the image (exit code {code}); what it said is above")

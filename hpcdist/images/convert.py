@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpcdist.errors import ImageError, UserMistake
+from hpcdist.folder_lock import flock_if_possible
 from hpcdist.images.engine import Engine, EngineName, last_line
 from hpcdist.images.facts import ImageFacts
 
@@ -127,7 +127,7 @@ def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
 def _locked(target: Path) -> Iterator[None]:
     """One at a time for one target; the lock goes with its holder, whatever ends that."""
     with open(target.with_name(f".{target.name}.lock"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        flock_if_possible(file)
         yield
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from hpcdist import file_retry
 from hpcdist.boxed import image_facts
 from hpcdist.config import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, TrackingError
@@ -95,7 +96,7 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
 
     Raises RunFolderError when another supervisor holds it, or when it is only half made.
     """
-    with hold(run):
+    with file_retry.patient(file_retry.UNATTENDED_S), hold(run) as held:
         code = snapshot.code_state(run)
         facts = read_record(run.environment) or {}
         if facts | (image := image_facts(env)) != facts:  # the first start in this image
@@ -107,7 +108,8 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
         import_path = snapshot.import_path(code, run)
         uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
         with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd) as launcher:
-            return Supervisor(run, config, launcher, report, tracking_uri=uri, env=env).run()
+            supervisor = Supervisor(run, config, launcher, report, tracking_uri=uri, env=env, check_lease=held.check)
+            return supervisor.run()
 
 
 def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:

@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
+from hpcdist import file_retry
 from hpcdist.cluster.roles import Roles
-from hpcdist.errors import HpcdistError, PreflightError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
 from hpcdist.launch.launcher import Launcher, Reporter
 from hpcdist.launch.pending import AdoptingReporter, settle
 from hpcdist.launch.policy import Failure, decide, first_failure
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Allocation, Watch
-from hpcdist.rundir import Attempt, RunDir, State, Status, write_json
+from hpcdist.rundir import Attempt, Request, RunDir, State, Status, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
 
 #: Logs and reports of an attempt must have a place; with less than this its failure could not even be told.
 ROOM_FOR_RESTART_BYTES = 2**20
+#: What is left of an allocation for the last write of the state, when the run folder does not come back.
+LAST_WRITE_S = 10.0
 
 
 class Supervisor:
@@ -42,6 +45,7 @@ class Supervisor:
         allocation: how long the ranks may stay, where that has an end.
         conclude: makes the last state of that in which the attempts ended, before anyone sees it: a run that goes on
             elsewhere has not ended.
+        check_lease: raises LeaseLostError once another supervisor holds the run (`lease.Held.check`).
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Supervisor:
         env: Mapping[str, str],
         allocation: Allocation | None = None,
         conclude: Callable[[State], State] = lambda state: state,
+        check_lease: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._config = config
@@ -64,29 +69,66 @@ class Supervisor:
         self._env = dict(env)
         self._allocation = allocation
         self._conclude = conclude
+        self._check_lease = check_lease
+        self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._num_interrupts = 0
         self._signalled: str | None = None
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> State:
-        """Start attempts until the run is over; returns its last state, which is also in `state.json`."""
-        state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
-        self._run.write_state(replace(state, world_size=self._launcher.num_ranks))
-        shipper = ShipperProcess(self._run, self._tracking_uri, self._env) if self._tracking_uri else None
-        with self._signals():
-            state = settle(self._run, self._attempts(state), self._report.first_step)
-            state = self._conclude(state)
+        """Start attempts until the run is over; returns its last state, which is also in `state.json`.
+
+        Raises LeaseLostError when another supervisor has taken the run over: the ranks are killed, nothing is written.
+        """
+        with file_retry.patient(self._patience_s()), self._signals():
+            state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
+            self._write(replace(state, world_size=self._launcher.num_ranks))
+            shipper = self._start_shipper()
+            failure: Exception | None = None
             try:
-                self._run.write_state(state)
+                state = settle(self._run, self._attempts(state), self._report.first_step)
+                state = self._conclude(state)
+            except LeaseLostError:
+                raise
+            except Exception as error:
+                # Whatever it was: nobody is to find this run as "running".
+                failure, rejected = error, isinstance(error, UserMistake)
+                why = _last_words(error)
+                state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
+            try:
+                self._write(state)
             except OSError as error:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not taken everything (see shipper.log);"
                 f" nothing is lost: `hpcdist sync {self._run.name}` ships the rest"
             )
         return state
+
+    def _patience_s(self) -> float:
+        """How long to wait for the run folder: not past the end of the allocation."""
+        if self._allocation is None:
+            return file_retry.UNATTENDED_S
+        return max(0.0, min(file_retry.UNATTENDED_S, self._allocation.end - time.time() - LAST_WRITE_S))
+
+    def _write(self, state: State) -> None:
+        """Write the state, unless the run is another supervisor's by now."""
+        self._check_lease()
+        self._state = state
+        self._run.write_state(state)
+
+    def _start_shipper(self) -> ShipperProcess | None:
+        if not self._tracking_uri:
+            return None
+        try:
+            return ShipperProcess(self._run, self._tracking_uri, self._env)
+        except OSError as error:
+            self._report.note(f"nothing is shipped to MLflow while the run goes on: {_last_words(error)}")
+            return None
 
     def _attempts(self, state: State) -> State:
         failures: list[Failure] = []
@@ -99,9 +141,10 @@ class Supervisor:
                 restarts=restarts_before + len(failures),
                 world_size=self._launcher.num_ranks,
             )
-            self._run.write_state(state)
+            self._write(state)
             self._take_over_request(attempt)
             end, failure = self._one_attempt(attempt)
+            self._write_request(attempt)
             if failure is None:
                 return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
             if self._config.roles:
@@ -119,9 +162,10 @@ class Supervisor:
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """The state that a failure ends the run in, or None when it is answered by a restart here."""
         failure = failures[-1]
-        stop_asked = attempt.request.exists()
+        stop_asked = self._request_of(attempt) is not None
         decision = decide(failures, self._config.launch.max_restarts, stop_asked=stop_asked)
-        disk_full = shutil.disk_usage(self._run.path).free < ROOM_FOR_RESTART_BYTES
+        disk = file_retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
+        disk_full = disk.free < ROOM_FOR_RESTART_BYTES
         if not (stop_asked or disk_full or failure.kind == "rejected"):
             write_json(attempt.failure, asdict(failure))
             if why := self._launcher.broken():
@@ -136,12 +180,25 @@ class Supervisor:
 
     def _take_over_request(self, attempt: Attempt) -> None:
         """What was asked of the attempt before, after that had failed, is asked of this one."""
-        if self._attempt is not None and (late := self._attempt.asked()) is not None:
+        if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
             attempt.ask(late.action, by=late.by, reason=late.reason)
+
+    def _request_of(self, attempt: Attempt) -> Request | None:
+        """What was asked of an attempt, by its file or by a signal to this process that no file could take."""
+        return attempt.asked() or self._asked_by_signal()
+
+    def _write_request(self, attempt: Attempt) -> None:
+        """Write down what a signal asks of an attempt, for ranks that start and for the commands that look later."""
+        asked = self._asked_by_signal()
+        try:
+            if asked is not None and attempt.asked() is None:
+                attempt.ask(asked.action, by=asked.by, reason=asked.reason)
+        except OSError as error:
+            self._report.note(f"the request to {asked.action if asked else 'stop'} is not in {attempt.path}: {error}")
 
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
-            request = attempt.asked()
+            request = self._request_of(attempt)
             verb = "stopped with everything saved" if end == "stopped" else "cancelled"
             return f"{verb} ({request.reason if request is not None else 'a stop signal reached the ranks'})"
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer reached its end")
@@ -149,18 +206,26 @@ class Supervisor:
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
         """Run the ranks once. Returns how the attempt ended, or the failure that ended it."""
         self._attempt = attempt
-        if self._signalled:
-            attempt.ask("stop", by="signal", reason=self._signalled)
+        self._write_request(attempt)
         try:
-            ranks = self._launcher.start(attempt)
-        except HpcdistError as error:
+            # A launcher that meets an error has ended what it had started.
+            ranks = file_retry.retry(lambda: self._launcher.start(attempt), attempt.path)
+        except (HpcdistError, OSError) as error:
             kind: Literal["rejected", "unfit", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
             if isinstance(error, PreflightError):
                 kind = "unfit"
-            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=str(error))
+            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_last_words(error))
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
-            watch = Watch(attempt, ranks, self._config, self._report, self._allocation)
+            watch = Watch(
+                attempt,
+                ranks,
+                self._config,
+                self._report,
+                self._allocation,
+                asked_by_signal=self._asked_by_signal,
+                check_lease=self._check_lease,
+            )
             hung = watch.until_over()
             # Those that are killed in a moment did not fail.
             exits = dict(ranks.exits)
@@ -204,18 +269,32 @@ class Supervisor:
                     signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        """Only note the signal: writing the request may fail, and does not belong here. `Watch` does that."""
         self._num_interrupts += number == signal.SIGINT
         if number == signal.SIGHUP:
             self._leave_terminal()
-        self._signalled = f"{name} to the supervisor"
-        if self._attempt is None:
-            return
-        action: Any = "cancel" if self._num_interrupts > 1 else "stop"
-        self._attempt.ask(action, by=name, reason=self._signalled)
+        self._signalled = signal.Signals(number).name
+        if self._num_interrupts > 1:
+            file_retry.give_up()
+
+    def _asked_by_signal(self) -> Request | None:
+        """What signals to this process ask for; the last one counts."""
+        if self._signalled is None:
+            return None
+        action: Literal["cancel", "stop"] = "cancel" if self._num_interrupts > 1 else "stop"
+        return Request(action=action, by=self._signalled, reason=f"{self._signalled} to the supervisor")
 
     def _leave_terminal(self) -> None:
         """Writing to a closed terminal fails, and a message nobody reads must not end the run."""
         with open(os.devnull, "wb") as nowhere:
             for descriptor in self._terminals:
                 os.dup2(nowhere.fileno(), descriptor)
+
+
+def _last_words(error: Exception) -> str:
+    """One sentence about the error that ends a run or an attempt."""
+    if isinstance(error, HpcdistError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return f"the supervisor failed with {type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -17,10 +18,17 @@ from hpcdist.launch.policy import Failure
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stragglers import Stragglers, Told
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
-from hpcdist.rundir import Attempt, read_json
+from hpcdist.rundir import Attempt, Request, read_json
 from hpcdist.schema import Config
 
+log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2
+#: A request that could not be written is written again after this time.
+ASK_AGAIN_S = 1.0
+#: After this time of failed writes the ranks are asked by SIGTERM, which would kill one that still starts.
+ASK_BY_SIGNAL_S = 3.0
+#: A look at files that takes longer has waited for the file system.
+SLOW_LOOK_S = 2.0
 #: After the first failure the others get this long to report theirs.
 PEER_GRACE_S = 3.0
 #: Nodes get this long to tell what ranks that hang are doing; one that is dead does not answer at all.
@@ -61,7 +69,11 @@ class LastSteps(Mapping[int, int | None]):
         return int(self._beat(0).get("step", 0))
 
     def _beat(self, rank: int) -> dict[str, Any]:
-        return read_json(self._attempt.beat(rank)) or {}
+        try:
+            return read_json(self._attempt.beat(rank)) or {}
+        except OSError as unread:
+            log.warning("%s: %s; its last step is unknown", unread.filename, unread.strerror)
+            return {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._num_ranks))
@@ -84,12 +96,17 @@ class Watch:
         config: Config,
         report: Reporter,
         allocation: Allocation | None = None,
+        *,
+        asked_by_signal: Callable[[], Request | None] = lambda: None,
+        check_lease: Callable[[], None] = lambda: None,
     ) -> None:
         self._attempt = attempt
         self._ranks = ranks
         self._config = config
         self._report = report
         self._allocation = allocation
+        self._asked_by_signal = asked_by_signal
+        self._check_lease = check_lease
         self._clock: Callable[[], float] = time.monotonic
         self._num_ranks = len(ranks.running) + len(ranks.exits)
         self._signs: list[tuple[object, float]] = [(None, self._clock())] * self._num_ranks
@@ -97,6 +114,12 @@ class Watch:
         self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
         self._turn = 0
         self._looked = self._clock()
+        #: When the attempt's folder was last away: a rank's silence before that says nothing.
+        self._away_until = self._looked
+        self._away_since: float | None = None
+        self._ask_at = 0.0
+        self._asking_since: float | None = None
+        self._asked_ranks = False
         self._kill_at: float | None = None
         self._shown: object = None
         self._shown_bytes = 0
@@ -106,8 +129,11 @@ class Watch:
     def until_over(self) -> Failure | None:
         """Return when all ranks have ended, or with the failure of a hang. What still runs then may be killed."""
         while self._ranks.running:
+            began = self._clock()
             self._ranks.wait(LOOK_EVERY_S)
+            self._check_lease()
             now = self._clock()
+            self._note_delay(began, now)
             self._look_at_requests(now)
             if self.cancelled:
                 return None
@@ -119,21 +145,30 @@ class Watch:
             if self._kill_at is None and (hung := self._hung(now)) is not None:
                 return hung
             self._show_progress()
+            self._note_delay(now, self._clock())
         return None
+
+    def _note_delay(self, began: float, now: float) -> None:
+        """Where a look has waited for the file system, the ranks had to wait for it as well."""
+        if now - began > SLOW_LOOK_S:
+            self._away_until = now
 
     def _show_progress(self) -> None:
         """Rank 0's heartbeat or, since a plain script has none, what it prints; once it has changed."""
-        sign = self._sign(0)
-        if sign == self._shown:
-            return
-        self._shown = sign
-        if not self._config.trainer.script:
-            if (beat := read_json(self._attempt.beat(0))) is not None:
-                self._report.progress(beat)
-            return
-        with open(self._attempt.log(0), "rb") as file:
-            file.seek(self._shown_bytes)
-            lines = file.read()
+        try:
+            sign = self._sign(0)
+            if sign == self._shown:
+                return
+            if not self._config.trainer.script:
+                beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
+                if beat is not None:
+                    self._report.progress(beat)
+                return
+            with open(self._attempt.log(0), "rb") as file:
+                file.seek(self._shown_bytes)
+                lines, self._shown = file.read(), sign
+        except OSError:
+            return  # it is shown with the next change; `_look_at_requests` reports a folder that is away
         whole = lines[: max(lines.rfind(b"\n"), lines.rfind(b"\r")) + 1]
         self._shown_bytes += len(whole)
         if whole:
@@ -144,10 +179,8 @@ class Watch:
         return LastSteps(self._attempt, self._num_ranks, self._config.launch.hang_timeout_s)
 
     def _look_at_requests(self, now: float) -> None:
-        request = self._attempt.asked()
+        request = self._request(now)
         if request is None:
-            if self._allocation is not None and time.time() >= self._allocation.stop_at:
-                self._attempt.ask("stop", by=self._allocation.by, reason=self._allocation.by)
             return
         if request.action == "cancel":
             self.cancelled = True
@@ -157,7 +190,50 @@ class Watch:
             self._report.note(f"stopping: the ranks save and leave ({request.reason})")
             if self._config.trainer.script:
                 # A plain script knows nothing of requests; the signal is all that it can hear.
-                self._ranks.signal(signal.SIGTERM)
+                self._ask_ranks()
+
+    def _request(self, now: float) -> Request | None:
+        """What is asked of the attempt: in its folder, by a signal to this process, or by the allocation's end."""
+        found = self._read_request(now)
+        asked = self._asked_by_signal()
+        if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
+            asked = Request(action="stop", by=self._allocation.by, reason=self._allocation.by)
+        if asked is None or (found is not None and (asked.action == "stop" or found.action == "cancel")):
+            return found
+        if now >= self._ask_at:
+            self._ask_at = now + ASK_AGAIN_S
+            self._leave(asked, now)
+        return asked
+
+    def _read_request(self, now: float) -> Request | None:
+        try:
+            found = self._attempt.asked(within_s=0)
+        except OSError as error:
+            if self._away_since is None:
+                self._away_since = now
+                log.warning("%s: %s; the ranks go on", error.filename, error.strerror)
+            self._away_until = now
+            return None
+        if self._away_since is not None:
+            log.warning("%s is available again after %.1f s", self._attempt.path, now - self._away_since)
+            self._away_since = None
+        return found
+
+    def _leave(self, asked: Request, now: float) -> None:
+        """Write a request where the ranks look for it; where that goes on failing, reach them by a signal."""
+        try:
+            self._attempt.ask(asked.action, by=asked.by, reason=asked.reason, within_s=0)
+        except OSError as error:
+            self._asking_since = now if self._asking_since is None else self._asking_since
+            late = now - self._asking_since >= ASK_BY_SIGNAL_S
+            if late and asked.action == "stop" and not self._asked_ranks:
+                self._report.note(f"{self._attempt.request}: {error.strerror}; the ranks are asked by SIGTERM")
+                self._ask_ranks()
+
+    def _ask_ranks(self) -> None:
+        if not self._asked_ranks:
+            self._asked_ranks = True
+            self._ranks.signal(signal.SIGTERM)
 
     def _grace_s(self) -> float:
         """How long the ranks may take to save and leave: not beyond the allocation's end."""
@@ -192,7 +268,10 @@ class Watch:
             left_s = min(left_s, self._allocation.end - time.time() - REST_S)
         found = None
         if left_s >= LEAST_STACKS_S:
-            found = collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+            try:
+                found = collect(self._attempt, self._ranks, limit_s=left_s, interrupted=self._is_cancelled)
+            except OSError as away:
+                log.warning("%s: %s; there are no stack traces of this hang", away.filename, away.strerror)
         if found is not None and len(found.suspects) == 1:
             (rank,) = found.suspects
         return Failure(
@@ -210,7 +289,7 @@ class Watch:
 
     def _hung(self, now: float) -> Failure | None:
         """The rank that has shown no progress for longest, once that is too long."""
-        if not any(self._is_overdue(rank, now) for rank in self._in_turn(now)):
+        if not any(self._is_overdue(rank, now) for rank in self._in_turn(now)) or not self._takes_writes(now):
             return None
         return self._stood_still(
             min(self._ranks.running, key=self._last_sign),
@@ -227,10 +306,28 @@ class Watch:
         return [rank for rank in ranks if rank not in self._ranks.exits]
 
     def _is_overdue(self, rank: int, now: float) -> bool:
-        sign = self._read(rank, now) if self._is_due(rank, now) else self._sign(rank)
-        if sign != self._signs[rank][0]:
+        known, since = self._signs[rank]
+        try:
+            sign = self._read(rank, now) if self._is_due(rank, now) else self._sign(rank)
+        except OSError:
+            self._signs[rank] = (known, now)  # time in which nobody can look is no silence
+            return False
+        if sign != known:
             self._signs[rank] = (sign, now)
-        return now - self._signs[rank][1] >= self._config.launch.hang_timeout_s
+            return False
+        return now - max(since, self._away_until) >= self._config.launch.hang_timeout_s
+
+    def _takes_writes(self, now: float) -> bool:
+        """Whether ranks can write their heartbeats; where they cannot, their silence says nothing."""
+        probe = self._attempt.path / ".supervisor.probe"
+        try:
+            probe.write_bytes(bytes(1024))
+            probe.unlink()
+        except OSError as error:
+            log.warning("%s: %s; ranks without a heartbeat are not taken for hung", probe, error.strerror)
+            self._away_until = now
+            return False
+        return True
 
     def _is_due(self, rank: int, now: float) -> bool:
         """Whether to look at what a rank's steps are spent on, too. A plain script does not tell."""

@@ -5,7 +5,6 @@ Every call may be repeated: after a crash or a lost answer the same call leaves 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from hpcdist.errors import TrackingError
+from hpcdist.folder_lock import flock_if_possible
 from hpcdist.rundir import RunDir, read_record, write_json
 from hpcdist.tracking.tail import Point
 from hpcdist.tracking.uri import redact_uri, sqlite_path
@@ -73,7 +73,7 @@ def open_client(uri: str) -> MlflowClient:
             return client
         database.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{database}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            flock_if_possible(lock)
             client.search_experiments(max_results=1)
     return client
 

@@ -5,13 +5,13 @@ Every call may be repeated, by several shippers at once, on several hosts.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.folder_lock import flock_if_possible
 from hpcdist.rundir import ENDED, RunDir, State, read_json
 from hpcdist.sweep import text_of
 from hpcdist.sweepdir import SweepDir, sweep_of
@@ -107,6 +107,5 @@ def _alone(sweep: SweepDir) -> Iterator[None]:
             file = stack.enter_context(open(sweep.path / ".mlflow.lock", "a"))
         except OSError as error:
             raise TrackingError(f"{sweep.path} cannot be written ({error.strerror})") from error
-        with suppress(OSError):  # not every network file system has locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+        flock_if_possible(file)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import logging
@@ -21,14 +22,18 @@ import psutil
 import pytest
 
 from hpcdist import lease
-from hpcdist.errors import RunFolderError
+from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.lease import hold, holder
 from hpcdist.rundir import RunDir, read_json, write_json
 
 #: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.
 CONTENDER = """
-import sys
+import errno, fcntl, os, sys
 from pathlib import Path
+if sys.argv[2:] == ["without flock"]:
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fcntl.flock = refuse
 from hpcdist.errors import RunFolderError
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir
@@ -49,13 +54,13 @@ def run(runs_dir: Path) -> RunDir:
 
 
 @pytest.fixture
-def contender(run: RunDir) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def contender(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts processes that want the run; none outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start() -> subprocess.Popen[str]:
+    def start(*options: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", CONTENDER, str(run.path)],
+            [sys.executable, "-c", CONTENDER, str(run.path), *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -132,10 +137,11 @@ def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], 
     assert holder(run) is None
 
 
+@pytest.mark.parametrize("options", [[], ["without flock"]], ids=["flock", "no flock"])
 def test_of_eight_processes_at_once_exactly_one_wins(
-    run: RunDir, contender: Callable[[], subprocess.Popen[str]]
+    run: RunDir, contender: Callable[..., subprocess.Popen[str]], options: list[str]
 ) -> None:
-    processes = [contender() for _ in range(8)]
+    processes = [contender(*options) for _ in range(8)]
     for process in processes:
         assert line_of(process) == "ready"
     for process in processes:
@@ -148,15 +154,15 @@ def test_of_eight_processes_at_once_exactly_one_wins(
 def test_looking_at_the_lease_and_taking_it_are_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two would see a free run if it could look before the other has written; so it must not."""
     both_look = threading.Barrier(2)
-    look = lease.holder
+    look = lease.read_json
 
-    def look_together(run: RunDir) -> dict[str, Any] | None:
-        found = look(run)
+    def look_together(path: Path, **options: Any) -> dict[str, Any] | None:
+        found = look(path, **options)
         with suppress(threading.BrokenBarrierError):
             both_look.wait(0.3)
         return found
 
-    monkeypatch.setattr(lease, "holder", look_together)
+    monkeypatch.setattr(lease, "read_json", look_together)
     answers: queue.Queue[str] = queue.Queue()
     over = threading.Event()
 
@@ -188,13 +194,16 @@ def test_a_reused_process_id_is_another_process(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("age_s", "alive"), [(0.0, True), (lease.STALE_S - 5, True), (lease.STALE_S + 5, False), (1e6, False)]
 )
-def test_a_holder_on_another_host_lives_by_its_renewals(run: RunDir, age_s: float, alive: bool) -> None:
+def test_a_holder_on_another_host_lives_by_its_renewals(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, alive: bool
+) -> None:
     write_lease(run, host="n2", pid=1, renewed=time.time() - age_s)
     assert (holder(run) is not None) == alive
     if alive:
         with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
             pytest.fail("held by two")
     else:
+        monkeypatch.setattr(lease, "STALE_S", 0.2)
         with hold(run):
             assert (read_json(run.lease) or {})["host"] == socket.gethostname()
 
@@ -243,7 +252,7 @@ def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float]
     times: list[float] = []
     renewed = threading.Event()
 
-    def write(path: Path, value: dict[str, Any]) -> None:
+    def write(path: Path, value: dict[str, Any], **_: object) -> None:
         if threading.current_thread().name == "lease":
             times.append(value["renewed"])
             if len(times) <= failing:
@@ -270,7 +279,10 @@ def test_a_full_disk_does_not_end_the_renewing(
     _, renewed = renewals(monkeypatch, failing=2)
     with caplog.at_level(logging.WARNING), hold(run):
         assert renewed.wait(10)
-    assert caplog.messages == ["the lease of run first could not be renewed: [Errno 28] No space left on device"] * 2
+    assert caplog.messages == [
+        "the lease of run first could not be renewed: [Errno 28] No space left on device",
+        "the lease of run first is renewed again",
+    ]
 
 
 def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,3 +293,78 @@ def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(getpass, "getuser", fail)
     assert lease.user_name() == str(os.getuid())
+
+
+# --- a holder that is not dead
+
+
+@pytest.mark.parametrize("skew_s", [61.0, -300.0], ids=["its clock is behind", "its clock is ahead"])
+def test_a_holder_whose_clock_differs_is_not_displaced(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew_s: float
+) -> None:
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
+    looks = 0
+    read = read_json
+
+    def renew_meanwhile(path: Path, **options: Any) -> dict[str, Any] | None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
+        return read(path, **options)
+
+    monkeypatch.setattr(lease, "read_json", renew_meanwhile)
+    with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
+        pytest.fail("held by two")
+    assert caplog.messages == [
+        "run first was held by process 1 on n2; waiting up to 60 s to see that it is not renewed"
+    ]
+
+
+def test_a_lease_that_is_released_while_it_is_watched_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lease(run, host="n2", pid=1, renewed=time.time() - 61)
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
+    with hold(run):
+        assert (read_json(run.lease) or {})["pid"] == os.getpid()
+
+
+def test_a_stalled_holder_finds_its_successor_and_leaves_its_lease_alone(run: RunDir) -> None:
+    with hold(run) as held:
+        held.check()
+        write_lease(run, host="n2", pid=7, owner="another")
+        held.check()  # it was renewed a moment ago
+        held._tried -= 3 * lease.RENEW_S  # as after SIGSTOP
+        with pytest.raises(LeaseLostError, match=r"run first was taken over by process 7 of ada on n2, while process"):
+            held.check()
+        with pytest.raises(LeaseLostError, match="was taken over"):
+            held.check()
+    assert (read_json(run.lease) or {})["owner"] == "another"
+
+
+def test_a_stalled_holder_notices_a_successor_that_has_ended(run: RunDir) -> None:
+    with hold(run) as held:
+        run.lease.unlink()
+        held.renew()
+        assert run.lease.exists()  # nobody could take it over in so short a time
+        run.lease.unlink()
+        held._renewed -= 2 * lease.STALE_S
+        held.renew()
+        with pytest.raises(LeaseLostError, match="by another process, which has ended, while process"):
+            held.check()
+    assert not run.lease.exists()
+
+
+def test_a_lease_that_cannot_be_removed_does_not_fail_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(lease.file_retry, "remove", fail)
+    with hold(run):
+        pass
+    assert caplog.messages == [
+        f"the lease of run first could not be removed: [Errno 30] Read-only file system: '{run.lease}'"
+    ]

@@ -33,10 +33,14 @@ _HOST = (
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR", "APPTAINER_*", "SINGULARITY_*", "CH_*", "ENROOT_*",
     "NVIDIA_*", "MELLANOX_*",
 )  # fmt: skip
+#: Present on nodes with InfiniBand or RoCE cards.
+INFINIBAND = Path("/dev/infiniband")
 #: Their containers outlive the step.
 DETACHED = ("podman", "docker")
 #: Their containers see the environment of the one who starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
+#: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
+_NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
 #: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
 DEAF_TO_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 
@@ -185,7 +189,8 @@ def pyxis(box: Box) -> list[str]:
     """Flags of srun: pyxis is a plugin of Slurm."""
     return [
         f"--container-image={box.image}",
-        f"--container-mounts={','.join(mount.text() for mount in box.mounts)}",
+        # srun refuses an empty list of mounts.
+        *([f"--container-mounts={','.join(mount.text() for mount in box.mounts)}"] if box.mounts else []),
         f"--container-workdir={box.workdir}",
         "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
         *box.extra_args,
@@ -222,11 +227,18 @@ def remove_command(box: Box) -> list[str]:
 
 def outer_env(box: Box, env: Mapping[str, str]) -> dict[str, str]:
     """The environment to start a container from: where it inherits all of it, only what it may see."""
+    if box.runtime == "enroot":
+        return {**_NO_LOGIN_SHELL, **env}
     if box.runtime not in _INHERITING:
         return dict(env)
     seen = {name: value for name, value in env.items() if _matches(name, (*box.env, *_HOST)) and name not in WITHHELD}
     # ch-run does not start without it.
-    return {"USER": env.get("LOGNAME", ""), **seen, **_devices(box)}
+    return {
+        "USER": env.get("LOGNAME", ""),
+        **(_NO_LOGIN_SHELL if box.runtime == "pyxis" else {}),
+        **seen,
+        **_devices(box),
+    }
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -234,11 +246,16 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _devices(box: Box) -> dict[str, str]:
-    """What enroot's hooks look at, below pyxis as well: they bring in GPUs and InfiniBand."""
+    """Variables that enroot's hooks read, below pyxis as well: they add GPUs and InfiniBand devices.
+
+    The InfiniBand hook fails the start on a node without such a card. `contained.sh` asks the node itself for enroot;
+    pyxis has no script on the node, so the host of the batch step stands for all nodes.
+    """
     if box.runtime not in ("enroot", "pyxis"):
         return {}
     gpus = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    return {**(gpus if box.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), "MELLANOX_VISIBLE_DEVICES": "all"}
+    found = {"MELLANOX_VISIBLE_DEVICES": "all"} if box.runtime == "pyxis" and INFINIBAND.exists() else {}
+    return {**(gpus if box.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), **found}
 
 
 def _is_shared_tmp(mount: Mount) -> bool:

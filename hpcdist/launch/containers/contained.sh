@@ -31,7 +31,11 @@ node_flags() {
     case $name in HPCDIST_TRACKING_URI | SLURM_JWT) continue ;; esac
     eval "case \$name in $names) flags=\"\$flags --env=\$name\" ;; esac"
   done
-  [ "$1" != enroot ] || return 0
+  if [ "$1" = enroot ]; then
+    # enroot's hook for InfiniBand fails the start on a node without such a card.
+    [ ! -e /dev/infiniband ] || flags="$flags --env=MELLANOX_VISIBLE_DEVICES=all"
+    return 0
+  fi
   # Files are written as the one who submitted, whatever user the image has.
   flags="$flags --user=$(id -u):$(id -g)"
   if [ "$1" = podman ]; then

@@ -32,8 +32,16 @@ import json, os
 print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
 """
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
-#: How a runtime marks what it says itself, where its exit codes tell nothing.
-_MARKS = {"apptainer": "FATAL:", "charliecloud": "ch-run[", "enroot": "[ERROR]", "pyxis": "pyxis:"}
+#: Messages of a runtime itself, where its exit codes do not distinguish them from the command's.
+_MESSAGES = {
+    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:"),
+    "charliecloud": re.compile(r"ch-run\["),
+    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: "),
+    "pyxis": re.compile(r"^pyxis:"),
+}
+_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd): error: (pyxis:.*)")
+#: Slurm's messages, pyxis' progress, and the reference to its help with which docker's client 28 ends every error.
+_NOT_ITS_OWN = re.compile(r"(srun|slurmstepd|pyxis): |(Run|See) 'docker .*--help'")
 
 
 def look_command(box: Box) -> Contained:
@@ -74,18 +82,17 @@ def judge(box: Box, output: str, errors: str, where: str) -> tuple[dict[str, Any
 
 
 def _why_not_started(box: Box, errors: str, where: str) -> tuple[str, bool]:
-    said = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith("srun: ")]
+    said = _own_lines(errors)
     text = " ".join(said)
     if "is not installed on" in text:
         return said[0].removeprefix("hpcdist: "), False
     if re.search("exec format error", text, re.IGNORECASE):
         return f"{box.image} is for another processor than {where} has ({os.uname().machine})", False
     if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
-        return f"{box.image} is not on {where}: {said[-1]}", False
+        return f"{box.image} is not on {where}: {_last(said)}", False
     if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
-        return f"{box.image} cannot be started on {where}, or has no {box.python} in it: {said[-1]}", False
-    last = said[-1] if said else "nothing was said"
-    return f"{box.runtime} could not start {box.image} on {where}: {last}", True
+        return f"{box.image} cannot be started on {where}, or has no {box.python} in it: {_last(said)}", False
+    return f"{box.runtime} could not start {box.image} on {where}: {_last(said)}", True
 
 
 def own_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
@@ -94,15 +101,35 @@ def own_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
     podman and docker keep exit codes 125 to 127 for themselves: they failed, the command cannot be executed, it is
     not there. The others end as a command that failed, and mark their lines.
     """
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
+    last = _last(_own_lines(log))
     if runtime in DETACHED:
         if code not in (125, 126, 127):
             return None
         return f"{runtime} could not start the container (exit code {code}): {last}", code == 125
-    if code <= 0 or _MARKS[runtime] not in last:
+    if code <= 0 or not _MESSAGES[runtime].search(last):
         return None
     return f"{runtime} could not start the container (exit code {code}): {last}", True
+
+
+def _own_lines(text: str) -> list[str]:
+    """The output of a container's start and its command, without Slurm's messages and references to docker's help.
+
+    pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
+    """
+    lines = []
+    for line in filter(str.strip, text.splitlines()):
+        if error := _PYXIS_ERROR.match(line):
+            lines.append(error[1].rstrip())
+        elif not _NOT_ITS_OWN.match(line):
+            lines.append(line.strip())
+    return lines
+
+
+def _last(lines: Sequence[str]) -> str:
+    """The line that gives the reason: the last one, or the last of the log that pyxis quotes, indented."""
+    quoted = [line for line in lines if line.startswith("pyxis:    ")]
+    line = quoted[-1] if quoted and lines[-1].startswith("pyxis:") else lines[-1] if lines else "it printed nothing"
+    return " ".join(line.split())
 
 
 def digest(box: Box, env: Mapping[str, str]) -> str | None:
@@ -126,8 +153,11 @@ def judge_nodes(box: Box, nodes: Sequence[str], output: str, errors: str) -> dic
     answers: dict[str, dict[str, Any]] = {}
     problems: dict[str, list[str]] = {}
     passing = True
+    # srun's own errors carry no label of a task.
+    shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
     for task, node in enumerate(nodes):
-        facts, problem, may_pass = judge(box, _of_task(output, task), _of_task(errors, task), node)
+        complaints = "\n".join([*shared, _of_task(errors, task)])
+        facts, problem, may_pass = judge(box, _of_task(output, task), complaints, node)
         if problem:
             # One line for all nodes that say the same.
             problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist import logs
+from hpcdist import file_retry, logs
 from hpcdist.config import load_run_config, secrets_of
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.launch import snapshot
 from hpcdist.launch.containers.request import box_for
 from hpcdist.launch.job.scontrol import Job
@@ -24,7 +24,7 @@ from hpcdist.launch.policy import Failure
 from hpcdist.launch.submission.components import table
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.launch.watch import Allocation
-from hpcdist.lease import hold
+from hpcdist.lease import Held, hold
 from hpcdist.ownership import require_trusted
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
 from hpcdist.standing import note_life
@@ -100,10 +100,8 @@ def supervise(run_dir: str) -> State:
     # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
-    run = RunDir.open(Path(run_dir))
-    require_trusted(run.path, "submit")
     job = Job.here(os.environ)
-    with hold(run, job_id=job.id):
+    with file_retry.patient(file_retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
             # Slurm may start a job again whose run someone has just stopped, the batch script one whose supervisor
@@ -111,7 +109,9 @@ def supervise(run_dir: str) -> State:
             log.info("nothing is left to do: %s: %s", state.status, state.reason)
         else:
             try:
-                state = _supervise(run, job)
+                state = _supervise(run, job, held)
+            except LeaseLostError:
+                raise
             except HpcdistError as error:
                 # Before any attempt, such as nodes that are not what the roles need: the run waits for nothing more.
                 state = replace(
@@ -127,7 +127,13 @@ def supervise(run_dir: str) -> State:
     return state
 
 
-def _supervise(run: RunDir, job: Job) -> State:
+def _open(path: Path) -> RunDir:
+    run = RunDir.open(path)
+    require_trusted(run.path, "submit")
+    return run
+
+
+def _supervise(run: RunDir, job: Job, held: Held) -> State:
     config = load_run_config(run.effective_config, [], os.environ)
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
@@ -153,6 +159,7 @@ def _supervise(run: RunDir, job: Job) -> State:
             tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
+            check_lease=held.check,
             conclude=lambda state: _after(run, job, state, launcher.avoid, config.cluster.max_requeues),
         ).run()
 

@@ -92,6 +92,8 @@ def perform(verb: str, argument: Any) -> None:
         while time.monotonic() < end:
             print(".", end="", flush=True)
             select.select([], [], [], 0.05)
+    elif verb == "sleep":
+        select.select([], [], [], argument)
     elif verb == "exit":
         os._exit(argument)
     else:

@@ -118,7 +118,6 @@ def test_enroot() -> None:
         "--mount=/shared:/shared:none:x-create=auto,rbind,rw",
         "--mount=/scratch/imagenet:/data:none:x-create=auto,rbind,ro",
         "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-        "--env=MELLANOX_VISIBLE_DEVICES=all",
         "--rw",
         "/images/hpcdist.sqsh", "in", "/shared/project",
         *DEAF, *WORKER,
@@ -135,6 +134,12 @@ def test_pyxis() -> None:
         "--container-writable",
         *DEAF, *WORKER,
     ]  # fmt: skip
+
+
+def test_pyxis_without_mounts_has_no_empty_list() -> None:
+    """The look at an image has no mounts, and srun refuses `--container-mounts=`."""
+    words = step(replace(BOX, runtime="pyxis", mounts=()))
+    assert not [word for word in words if word.startswith("--container-mounts")]
 
 
 def test_components_of_their_own_are_contained_each_for_itself() -> None:
@@ -198,16 +203,26 @@ ENV = {
 }
 
 
-def test_where_a_container_inherits_the_environment_it_is_cut_down_first() -> None:
+def test_where_a_container_inherits_the_environment_it_is_cut_down_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
     seen = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
     box = replace(BOX, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
     for runtime in ("apptainer", "charliecloud"):
         assert outer_env(replace(box, runtime=runtime), ENV) == seen
-    assert outer_env(replace(box, runtime="pyxis"), ENV) == seen | {
+    below_pyxis = seen | {
+        "ENROOT_LOGIN_SHELL": "no",
         "NVIDIA_VISIBLE_DEVICES": "all",
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
-        "MELLANOX_VISIBLE_DEVICES": "all",
     }
+    assert outer_env(replace(box, runtime="pyxis"), ENV) == below_pyxis
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path)
+    with_cards = below_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
+    assert outer_env(replace(box, runtime="pyxis"), ENV) == with_cards
+    theirs = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
+    assert outer_env(replace(box, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
+    assert outer_env(replace(box, runtime="enroot"), theirs) == theirs
     assert outer_env(box, ENV) == ENV, "podman's client is the host's; its container gets names"
 
 

@@ -224,7 +224,15 @@ def test_one_line_for_all_nodes() -> None:
     with pytest.raises(HpcdistError) as passing:
         judge_nodes(BOX, ["n1", "n2"], good, "")
     assert not isinstance(passing.value, UserMistake)
-    assert str(passing.value) == f"podman could not start {IMAGE} on n2: nothing was said"
+    assert str(passing.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
+
+
+def test_errors_of_pyxis_without_a_label_count_for_every_node() -> None:
+    refused = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
+    with pytest.raises(HpcdistError) as caught:
+        judge_nodes(replace(BOX, runtime="pyxis"), ["n1", "n2"], "", refused)
+    problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
+    assert str(caught.value) == problem
 
 
 def test_labels_of_many_tasks_are_as_wide_as_the_widest() -> None:
@@ -338,6 +346,18 @@ def test_digests(tmp_path: Path) -> None:
 
 # --- ranks that never came to be
 
+#: Forms of pyxis' messages, after its source (0.24); progress is printed by srun, errors by slurmstepd.
+PYXIS_PROGRESS = "pyxis: importing docker image: nvcr.io#a/b:1\npyxis: imported docker image: nvcr.io#a/b:1\n"
+PYXIS_LOG = """\
+slurmstepd: error: pyxis: child 77 failed with error code: 1
+slurmstepd: error: pyxis: failed to create container filesystem
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [ERROR] No such file
+slurmstepd: error: pyxis: couldn't start container
+slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd: error: Failed to invoke spank plugin stack
+"""
+
 
 @pytest.mark.parametrize(
     ("runtime", "code", "log", "expected"),
@@ -348,7 +368,7 @@ def test_digests(tmp_path: Path) -> None:
             "x\nError: no space\n",
             ("podman could not start the container (exit code 125): Error: no space", True),
         ),
-        ("docker", 127, "", ("docker could not start the container (exit code 127): it said nothing", False)),
+        ("docker", 127, "", ("docker could not start the container (exit code 127): it printed nothing", False)),
         ("podman", 126, "e", ("podman could not start the container (exit code 126): e", False)),
         ("podman", 1, "Error: mine", None),
         ("podman", 137, "Error: mine", None),
@@ -361,6 +381,39 @@ def test_digests(tmp_path: Path) -> None:
         ("charliecloud", 1, "ch-run[7]: warning\nValueError: x", None),
         ("apptainer", 255, "FATAL: no", ("apptainer could not start the container (exit code 255): FATAL: no", True)),
         ("charliecloud", -9, "ch-run[7]: x", None),
+        (
+            "apptainer",
+            255,
+            "ERROR  : could not open image /i.sif",
+            ("apptainer could not start the container (exit code 255): ERROR : could not open image /i.sif", True),
+        ),
+        (
+            "enroot",
+            1,
+            "enroot-mount: failed to mount: /nowhere: No such file or directory",
+            (
+                "enroot could not start the container (exit code 1): enroot-mount: failed to mount: /nowhere:"
+                " No such file or directory",
+                True,
+            ),
+        ),
+        (
+            "docker",
+            125,
+            "docker: Error response from daemon: no space\n\nRun 'docker run --help' for more information",
+            (
+                "docker could not start the container (exit code 125): docker: Error response from daemon: no space",
+                True,
+            ),
+        ),
+        (
+            "pyxis",
+            1,
+            PYXIS_LOG,
+            ("pyxis could not start the container (exit code 1): pyxis: [ERROR] No such file", True),
+        ),
+        ("pyxis", 1, f"{PYXIS_PROGRESS}ValueError: x\nslurmstepd: error: *** STEP 5.0 ON n1 CANCELLED ***\n", None),
+        ("pyxis", 137, PYXIS_PROGRESS, None),
     ],
 )
 def test_failures_of_the_runtime_itself(runtime: str, code: int, log: str, expected: tuple[str, bool] | None) -> None:

@@ -97,7 +97,7 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
         if path.name == "request.json":
             return read_json(path)
