@@ -444,7 +444,11 @@ def test_every_shipped_config_is_read_back_without_omegaconf(name: str) -> None:
         ("lr: 0.001", "lr: 1e-2", lambda config: config.optim.lr == 0.01),
         ("lr: 0.001", "lr: 1", lambda config: repr(config.optim.lr) == "1.0"),
         ("seed: 0\n", "", lambda config: config.seed == 0),
-        ("params: {}", "params: {twice: '${seed}${seed}'}", lambda config: config.params == {"twice": "00"}),
+        (
+            "params: {}",
+            "params: {twice: '${seed}${seed}'}",
+            lambda config: config.params == {"twice": "${seed}${seed}"},
+        ),
         ("target: ddp", "target: 'own.module:train'", lambda config: config.trainer.target == "own.module:train"),
     ],
     ids=["number", "whole number", "missing key", "interpolation", "plain"],

@@ -15,10 +15,11 @@ from hpcdist.launch.stacks.summary import Summary
 from hpcdist.launch.stragglers import Told
 from hpcdist.launch.watch import LOOK_EVERY_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
 from hpcdist.pace import LOOKS_PER_S
-from hpcdist.rundir import Attempt, RunDir, read_json
+from hpcdist.rundir import Attempt, Request, RunDir, read_json
 from hpcdist.schema import Config, LaunchConfig, TrainerConfig
 
 NUM_RANKS = 1000
+ASKED = Attempt.asked
 HANG_S = 300.0
 NOW = 1_700_000_000.0
 
@@ -77,6 +78,7 @@ class Scene:
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
+        monkeypatch.setattr(Attempt, "asked", lambda attempt, **patience: self._asked(attempt, **patience))
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
@@ -97,10 +99,12 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
+    def _asked(self, attempt: Attempt, **patience: Any) -> Request | None:
+        self.reads.append(attempt.request.name)
+        return ASKED(attempt, **patience)
+
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
-        if path.name == "request.json":
-            return read_json(path)
         rank = int(path.name[5:10])
         return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
 
