@@ -119,8 +119,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "huge": numbers(10**400),
     "infinite": numbers(math.inf),
     "negative": numbers(-(10**15)),
-    "deep": text("[" * 2_000),
-    "deep object": text('{"a":' * 2_000),
+    "deep": text("[" * 1_200),
+    "deep object": text('{"a":' * 1_200),
     "long number": text('{"attempt": ' + "9" * 6000 + "}"),
     "binary": lambda path: path.write_bytes(bytes(range(256)) * 8) and None,
     "surrogate": text('{"status": "\\ud800", "reason": "\\ud800", "text": "\\ud800"}\n'),
@@ -130,6 +130,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "newer": newer,
     "format": lambda path: path.write_text('{"format": "new"}') and None,
 }
+
+
+#: Files that decide most meet all damages, the others those that differ in kind.
+OF_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
+ALL_DAMAGES = ("state.json", "lease", "slurm.json")
+SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "newer")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +194,8 @@ def test_a_damaged_file_costs_one_line(
     name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_dir = tmp_path / "runs"
-    for kind, damage in DAMAGES.items():
+    for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
+        damage = DAMAGES[kind]
         shutil.rmtree(runs_dir, ignore_errors=True)
         shutil.copytree(whole, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
         run = RunDir(runs_dir / "counting" / "half")
@@ -220,7 +227,8 @@ def test_a_damaged_file_costs_one_line(
         training_links(runs_dir, "sqlite:////x.db", 5000)
         assert find_runs(runs_dir), label
         longest_save(runs_dir / "counting")
-        command(lambda: managing.status("grid", runs_dir))
+        if name in ("state.json", "cell.json"):
+            command(lambda: managing.status("grid", runs_dir))
         for act in (
             lambda: managing.status("half", runs_dir),
             lambda: managing.logs("half", 0, None, False, runs_dir),
@@ -231,7 +239,7 @@ def test_a_damaged_file_costs_one_line(
                 assert len(said.splitlines()) == 1, f"{label}: {said}"
                 assert str(run.path) in said, f"{label}: {said}"
         command(lambda: managing.stop("half", runs_dir))
-        for read in (sync_without_mlflow, doctor, code_state, newest_step):
+        for read in (sync_without_mlflow, code_state, newest_step, *([doctor] if name in OF_DOCTOR else [])):
             with suppress(HpcdistError, OSError):
                 read(run)
 
