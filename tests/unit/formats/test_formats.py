@@ -52,7 +52,13 @@ def test_a_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Pa
     assert (began.status, began.attempt) == ("stopped", 1)
     last = int(sorted(run.checkpoints.glob("step-*"))[-1].name.removeprefix("step-")) + 15
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("hpcdist")), "resume", str(run.path), f"params.until={last}", "tracking.drain_timeout_s=0.01"],
+        [
+            str(Path(sys.executable).with_name("hpcdist")),
+            "resume",
+            str(run.path),
+            f"params.until={last}",
+            "tracking.drain_timeout_s=0.01",
+        ],
         cwd=tmp_path,
         env={**os.environ, "NO_COLOR": "1"},
         capture_output=True,
