@@ -10,29 +10,44 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hpcdist import formats
-from hpcdist.errors import ConfigError
+from hpcdist.document import (
+    MAX_DEPTH,
+    as_literal,
+    check_bounds,
+    first_line,
+    parse,
+    protected,
+    read_document,
+    read_text,
+    unfit_values,
+)
+from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
-from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
+from hpcdist.redaction import (
+    REDACTED,
+    REDACTED_NUMBER,
+    hide_values,
+    is_redacted,
+    is_secret_name,
+    redact_text,
+    redact_tree,
+)
+from hpcdist.schema import Config, cross_check, describe, exact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-T = TypeVar("T")
-REDACTED = "***"
-#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
-_NO_INTERPOLATION = "$\ue0f7{"
-_SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
 _ROLE_REQUESTS = "cluster.roles."
-# Up to the last @ before a slash: a password may hold an @ of its own.
-_URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 #: Sections that may stand as one value, and which of their keys it then is.
 _SHORT_FOR = {"trainer": "target", "preflight": "mode"}
 
@@ -57,7 +72,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
             tree["container"] = {**site, **(tree.get("container") or {})}
         own = tree.get("cluster") or {}
         tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
-    return _build(tree, overrides, str(path))
+    with _without_values(tree):
+        return _build(tree, overrides, str(path))
 
 
 def load_run_config(
@@ -76,25 +92,44 @@ def load_run_config(
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
-        key, name = ".".join(path_of_key), _variable(path_of_key)
-        if not _is_redacted(value) or key in given:
+        key, name = ".".join(path_of_key), _variable(path_of_key, tree)
+        if not is_redacted(value) or key in given:
             continue
         if name in env:
-            _insert(tree, path_of_key, env[name] if isinstance(value, str) else json.loads(env[name]))
+            _insert(tree, path_of_key, _given_back(value, env[name], name))
         elif require_secrets:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
-    if not overrides and (config := exact(tree)) is not None:
-        return _checked({field.name: getattr(config, field.name) for field in dataclasses.fields(config)}, str(path))
-    return _literal(_build(_protected(tree), overrides, str(path)))
+    with _without_values(tree):
+        if not overrides and (config := exact(tree)) is not None:
+            sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+            return _checked(sections, str(path))
+        return as_literal(_build(protected(tree), overrides, str(path)))
+
+
+@contextmanager
+def _without_values(tree: Mapping[str, Any]) -> Iterator[None]:
+    """Take secrets, and values that come from the environment, out of the errors that the block raises.
+
+    Args:
+        tree: the config before its interpolations are resolved; overrides may be added to it in the block.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
     """The file that `source` means: a path, or the name of a shipped config in `folder` of them."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return path
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a user who does not exist, a NUL character.
+        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
@@ -136,49 +171,55 @@ def plain_tree(path: Path) -> dict[str, Any]:
 
 def redacted(config: Config) -> dict[str, Any]:
     """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
-    return {key: _redact(key, value) for key, value in dataclasses.asdict(config).items()}
+    return redact_tree(dataclasses.asdict(config))
 
 
 def redacted_argument(text: str) -> str:
     """A word of the command line, its value replaced when it is an override that sets a secret."""
-    key, _, raw = text.partition("=")
-    value = parse_value(raw)
-    if _redact(key.rpartition(".")[2], value) != value:
-        text = f"{key}={REDACTED}"
-    return _URI_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+    key, equals, raw = text.partition("=")
+    if equals and not key.startswith("-"):
+        tree: dict[str, Any] = {}
+        _insert(tree, key.split("."), parse_value(raw))
+        if redact_tree(tree) != tree:
+            text = f"{key}={REDACTED}"
+    return redact_text(text)
 
 
-def _redact(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        secret = _SECRET_NAME.search(name) is not None
-        return {key: _redact(name if secret else str(key), inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_redact(name, inner) for inner in value]
-    if not isinstance(value, str) or not value:
-        return value
-    return REDACTED if _SECRET_NAME.search(name) else _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+def _given_back(shown: Any, text: str, variable: str) -> Any:
+    """The value of a variable, in the form that `secrets_of` has given it: JSON for all that is no string."""
+    if isinstance(shown, str) and shown != REDACTED_NUMBER:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError([f"{variable} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
 
 
-def _is_redacted(value: Any) -> bool:
-    if isinstance(value, Mapping | list):
-        return any(map(_is_redacted, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, str) and REDACTED in value
+def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
+    """The environment variable that gives a redacted key its value back.
 
-
-def _variable(path: Sequence[str]) -> str:
-    """The environment variable that gives a redacted key its value back."""
+    A variable of the ranks is its own; where both sections name it, `launch.env` wins in the ranks, too.
+    """
     if path[:2] == ("launch", "env"):
+        return path[-1]
+    if path[:2] == ("cluster", "env") and path[-1] not in ((tree.get("launch") or {}).get("env") or {}):
         return path[-1]
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
+def secret_keys(config: Config) -> list[tuple[str, ...]]:
+    """The keys whose values `to_yaml` redacts."""
+    clean = dict(leaves(redacted(config)))
+    return [path for path, value in leaves(dataclasses.asdict(config)) if clean[path] != value]
+
+
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
-    clean = dict(leaves(redacted(config)))
+    tree = dataclasses.asdict(config)
+    values = dict(leaves(tree))
     return {
-        _variable(path): value if isinstance(value, str) else json.dumps(value)
-        for path, value in leaves(dataclasses.asdict(config))
-        if clean[path] != value
+        _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
+        for path in secret_keys(config)
     }
 
 
@@ -195,10 +236,10 @@ class _Written(yaml.SafeLoader):
 def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
-        tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except RecursionError:  # libyaml, which OmegaConf uses, would end the process
-        raise ConfigError(["is nested too deeply to be a config"], str(path)) from None
-    except (OSError, ValueError, yaml.YAMLError):
+        text = read_text(path)
+        check_bounds(text)
+        tree = yaml.load(text, _Written)  # noqa: S506  # a SafeLoader
+    except (ConfigError, ValueError, yaml.YAMLError):
         return None
     if not isinstance(tree, dict):
         return None
@@ -206,52 +247,9 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     return tree if exact(tree) is not None else None
 
 
-def _protected(value: Any) -> Any:
-    """Return a tree in whose strings OmegaConf finds no interpolation; `_literal` gives the strings back."""
-    if isinstance(value, dict):
-        return {key: _protected(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_protected(item) for item in value]
-    return value.replace("${", _NO_INTERPOLATION) if isinstance(value, str) else value
-
-
-def _literal(value: T) -> T:
-    """Return a config, or a value of one, with the strings that `_protected` has changed as they were."""
-    found: Any = value
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        fields = {field.name: _literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
-        found = dataclasses.replace(found, **fields)
-    elif isinstance(found, dict):
-        found = {_literal(key): _literal(item) for key, item in found.items()}
-    elif isinstance(found, list):
-        found = [_literal(item) for item in found]
-    elif isinstance(found, str):
-        found = found.replace(_NO_INTERPOLATION, "${")
-    return cast(T, found)
-
-
 def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
     """Read a YAML file; a `literal` one holds no interpolations."""
-    from omegaconf import OmegaConf
-
-    try:
-        if literal:
-            # In the text, since OmegaConf parses interpolations when it reads them.
-            text = path.read_text("utf-8").replace("${", _NO_INTERPOLATION)
-            tree = _literal(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
-        else:
-            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except FileNotFoundError:
-        raise ConfigError(["no such file"], str(path)) from None
-    except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(["is not UTF-8 text"], str(path)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([" ".join(str(error).split())], str(path)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
+    return formats.unstamped(read_document(path, literal=literal), path)
 
 
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
@@ -262,52 +260,84 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     for text in overrides:
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
+            name = re.split(r"[:\s]", text, maxsplit=1)[0]
+            said = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown(said)} is no override: write key=value, as in optim.lr=0.01")
+        elif key.count(".") >= MAX_DEPTH:
+            problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     for section in _SHORT_FOR:
         _unfold(tree, section)
+    if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
+        raise ConfigError([*problems, *unfit], source)
 
-    merged = OmegaConf.structured(Config)
+    merged: Any = _defaults()
+    mistakes = (OmegaConfBaseException, ValueError, TypeError)
     try:
         merged = OmegaConf.merge(merged, tree)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        # A merge stops at the first mistake, so look again leaf by leaf for all of them.
-        for path, value in leaves(tree):
-            leaf: dict[str, Any] = {}
-            _insert(leaf, path, value)
+    except mistakes:
+        # A merge stops at the first mistake: merge section by section, and the leaves of those that fail one by one.
+        for name, content in tree.items():
             try:
-                merged = OmegaConf.merge(merged, leaf)
-            except (OmegaConfBaseException, ValueError, TypeError) as error:
-                problems.append(_sentence(".".join(path), value, error))
+                merged = OmegaConf.merge(merged, {name: content})
+                continue
+            except mistakes:
+                pass
+            for path, value in leaves({name: content}):
+                leaf: dict[str, Any] = {}
+                _insert(leaf, path, value)
+                try:
+                    merged = OmegaConf.merge(merged, leaf)
+                except mistakes as error:
+                    problems.append(_sentence(".".join(path), value, error))
     assert isinstance(merged, DictConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
         try:
             sections[field.name] = _section(merged, field.name)
         except OmegaConfBaseException as error:
-            # Its further lines are detail of no use here.
-            problems.append(f"{error.full_key or field.name}: {str(error).splitlines()[0]}")
+            problems.append(f"{error.full_key or field.name}: {first_line(error)}")
         except ValueError as error:
             problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
+        except (TypeError, AttributeError) as error:
+            problems.append(_of_another_type(field.name, error))
     plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
     try:
         Config(**plain)
     except ValueError as error:
         problems += str(error).splitlines()
+    except (TypeError, AttributeError) as error:
+        problems.append(_of_another_type("the config", error))
     if problems:
         raise ConfigError(problems, source)
     return _checked(sections, source)
 
 
-def parse_value(raw: str) -> Any:
-    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Containers where a dict or list of the schema holds single values: OmegaConf lets them pass."""
+    for key, kind in _kinds().items():
+        of = kind.partition("[")[2].removeprefix("str, ").removesuffix("]")
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if of not in ("int", "str", "float") or not isinstance(value, Mapping | list):
+            continue
+        for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(entry, Mapping | list):
+                yield f"{key}.{name} must be {'a string' if of == 'str' else of}, got {shown(entry)}"
 
+
+def _of_another_type(where: str, error: Exception) -> str:
+    """A section or list where a value belongs, by an interpolation: what OmegaConf does not check."""
+    return f"{where}: an interpolation gives a value of another type than its key has ({shortened(first_line(error))})"
+
+
+def parse_value(raw: str) -> Any:
+    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number); what is no YAML is text."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
-    except (OmegaConfBaseException, yaml.YAMLError):
+        return parse(raw)
+    except ValueError:
         return raw
 
 
@@ -319,23 +349,40 @@ def _section(merged: DictConfig, name: str) -> Any:
 
 
 def _checked(sections: dict[str, Any], source: str) -> Config:
-    data, tracking, trainer = sections["data"], sections["tracking"], sections["trainer"]
+    problems: list[str] = []
+
+    def whole(key: str, text: str) -> str:
+        try:
+            return str(Path(text).expanduser().absolute())
+        except RuntimeError:
+            problems.append(f"{key}: no home folder is known for {shown(Path(text).parts[0])}: write the whole path")
+            return text
+
+    data, tracking, trainer, container = (sections[name] for name in ("data", "tracking", "trainer", "container"))
     if trainer.script:
         # As torchrun takes it: from where the user stands. Ranks and later resumes may stand elsewhere.
-        script = [str(Path(trainer.script[0]).expanduser().absolute()), *trainer.script[1:]]
+        script = [whole("trainer.script", trainer.script[0]), *trainer.script[1:]]
         sections["trainer"] = dataclasses.replace(trainer, script=script)
-    sections["runs_dir"] = str(Path(sections["runs_dir"]).expanduser().absolute())
-    sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
-    files = [str(Path(file).expanduser().absolute()) for file in sections["rnn"].files]
+    sections["runs_dir"] = whole("runs_dir", sections["runs_dir"])
+    sections["data"] = dataclasses.replace(data, root=whole("data.root", data.root))
+    files = [whole("rnn.files", file) for file in sections["rnn"].files]
     sections["rnn"] = dataclasses.replace(sections["rnn"], files=files)
     if (hybrid := sections["hybrid"]).data:
-        sections["hybrid"] = dataclasses.replace(hybrid, data=str(Path(hybrid.data).expanduser().absolute()))
+        sections["hybrid"] = dataclasses.replace(hybrid, data=whole("hybrid.data", hybrid.data))
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
+        file = whole("tracking.uri", uri.removeprefix("sqlite:///"))
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
-    sections["container"] = _absolute_image(sections["container"])
+    image = container.image
+    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
+    # Docker, podman and pyxis take an image from a registry or store of their own by name.
+    if image and is_path and "://" not in image:
+        image = whole("container.image", image)
+    mounts = [whole("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
+    sections["container"] = dataclasses.replace(container, image=image, mounts=mounts)
+    if problems:
+        raise ConfigError(problems, source)
     config = Config(**sections)
-    problems = cross_check(config)
+    problems += [*unfit_values(dataclasses.asdict(config)), *cross_check(config)]
     if config.trainer.target == "ddp" and not config.trainer.script:
         try:
             check_model_name(config.model.name)
@@ -346,14 +393,13 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     return config
 
 
-def _absolute_image(container: ContainerConfig) -> ContainerConfig:
-    """With whole paths, also where the runtime takes its image from a registry or store of its own by name."""
-    image = container.image
-    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
-    if image and is_path and "://" not in image:
-        image = str(Path(image).expanduser().absolute())
-    mounts = [str(Path(mount).expanduser()) for mount in container.mounts]
-    return dataclasses.replace(container, image=image, mounts=mounts)
+@functools.cache
+def _defaults() -> DictConfig:
+    """The schema with its defaults, for merging into; making it takes longer than all else of loading a config."""
+    from omegaconf import OmegaConf
+
+    found: DictConfig = OmegaConf.structured(Config)
+    return found
 
 
 @functools.cache
@@ -366,13 +412,14 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
     known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
-        first = str(error).splitlines()[0]
-        return f"{key} must be {known[key]}, got {value!r} ({first})"
+        detail = first_line(error)
+        # A long one repeats the value.
+        return f"{key} must be {known[key]}, got {shown(value)}" + (f" ({detail})" if len(detail) <= 120 else "")
     if any(path.startswith(f"{key}.") for path in known):
-        return f"{key} is a section: give it keys, got {value!r}"
+        return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
     if holder and not key.startswith(_ROLE_REQUESTS):
-        return f"{holder} must be {known[holder]}, got {value!r} for {key}"
+        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}"
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     sections = {path.partition(".")[0] for path in known if "." in path}

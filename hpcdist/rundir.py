@@ -1,15 +1,17 @@
 """The run folder: where everything about a run lives, and who holds it.
 
     runs/<experiment>/<run>/
-        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
         config.next.yaml                         the config of a resume until its first step (launch/pending.py)
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
+        journal/names.json                       the originals of names that MLflow does not accept
         checkpoints/step-00000100/               see runtime/checkpoint.py
         model/                                   the final model in MLflow's layout
         artifacts/                               what the trainer leaves for people: plots, samples
         attempts/001/                            one per start of the ranks
+            key                                  what its ranks know each other by; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
             preflight.json  preflight.txt        what was found on the nodes; in the first of each life of a job
             network.json                         what the ranks measured between them
@@ -34,10 +36,12 @@ from typing import Any, Literal
 
 from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
+from hpcdist.foreign import read_json_value
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
+KEY_BYTES = 32
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 #: What a user can do about a damaged file, by its name.
@@ -99,8 +103,8 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     Raises RunFolderError when a newer hpcdist has written it.
     """
     try:
-        value = json.loads(file_retry.retry(path.read_bytes, path, within_s=within_s))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
+        value = file_retry.retry(lambda: read_json_value(path), path, within_s=within_s)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
 
@@ -152,6 +156,21 @@ class Attempt:
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
+
+    @property
+    def key(self) -> Path:
+        """32 random bytes that prove that a process belongs to this attempt (`runtime/gate.py`)."""
+        return self.path / "key"
+
+    def read_key(self) -> bytes:
+        """Return the content of `key`. Raises RunFolderError where it cannot be read or is not whole."""
+        try:
+            content = file_retry.retry(self.key.read_bytes, self.key)
+        except OSError as error:
+            raise RunFolderError(f"{self.key}: the attempt's key cannot be read: {error.strerror}") from error
+        if len(content) != KEY_BYTES:
+            raise RunFolderError(f"{self.key}: the attempt's key has {len(content)} bytes, not {KEY_BYTES}")
+        return content
 
     def beat(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.beat.json"
@@ -297,6 +316,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def secrets(self) -> Path:
+        """The values that `config.yaml` shows as `***`, until the run is finished or cancelled (`secret_file.py`)."""
+        return self.path / "secrets.json"
+
+    @property
     def next_config(self) -> Path:
         """The config of a resume that changes keys, until a step has shown that it works (`launch/pending.py`)."""
         return self.path / "config.next.yaml"
@@ -401,6 +425,8 @@ class RunDir:
 
     def write_state(self, state: State) -> None:
         write_json(self.path / "state.json", state.__dict__, durable=True)
+        if state.status in ("finished", "cancelled"):
+            file_retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request with the attempt under way, and with the next one if that begins at this very moment."""
@@ -427,7 +453,11 @@ class RunDir:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()
-        return Attempt(path)
+        attempt = Attempt(path)
+        descriptor = os.open(attempt.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        return attempt
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / f"{number:03d}")

@@ -170,11 +170,12 @@ def resume(
     from hpcdist.lease import hold
     from hpcdist.lookup import resolve_run
     from hpcdist.ownership import require_trusted
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
     require_trusted(found.path, "resume")
-    config = load_run_config(found.effective_config, overrides or [], os.environ)
+    config = load_run_config(found.effective_config, overrides or [], {**kept(found), **os.environ})
     if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
         raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
@@ -211,10 +212,12 @@ def supervise(run_dir: Path) -> int:
     from hpcdist.config import load_run_config
     from hpcdist.ownership import require_trusted
     from hpcdist.rundir import RunDir
+    from hpcdist.secret_file import kept
 
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
-    return supervise_here(found, load_run_config(found.effective_config, [], os.environ), detach=False)
+    config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
+    return supervise_here(found, config, detach=False)
 
 
 @app.command("in-job", hidden=True)

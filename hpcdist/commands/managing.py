@@ -168,6 +168,7 @@ def sync(
     from hpcdist.lease import holder
     from hpcdist.lookup import list_runs, resolve_run
     from hpcdist.ownership import require_trusted
+    from hpcdist.secret_file import kept
     from hpcdist.standing import job_of
     from hpcdist.tracking.shipper import sync as ship
     from hpcdist.tracking.uri import choose_uri, is_server
@@ -182,7 +183,7 @@ def sync(
     for found in chosen:
         try:
             require_trusted(found.path, "sync")
-            config = load_run_config(found.config, [], os.environ, require_secrets=False)
+            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
             uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
             # A job ships to a server alone; to a database those do who stand beside it.
             ships_itself = job_of(found) is None or is_server(uri)
@@ -192,7 +193,7 @@ def sync(
             report = ship(found, uri)
             print(f"{found.name}: {report}")
         except (HpcdistError, OSError) as error:
-            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 1)
+            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)
             print(f"{found.name}: {error}", file=sys.stderr)
     return code
 

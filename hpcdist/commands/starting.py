@@ -44,6 +44,11 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
     return supervise_here(found or start.create_run(config, Path.cwd()), config, detach=detach)
 
 
+def comment(text: str) -> str:
+    """Text as a comment of a shell script; a folder's name may hold a newline."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
+
+
 def check_plan(config: Config) -> None:
     """Raise UserMistake now for a config that this machine cannot start ranks of."""
     from hpcdist.launch.plan import Machine, make_plan
@@ -78,7 +83,7 @@ def send(
     if dry_run:
         checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
-        print(f"{script}\n# then, in the batch step:\n# {step}\n#\n" + "\n".join(f"# {line}" for line in who))
+        print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, who)))
         return 0
     ask_slurm(config, flags, Path.cwd(), force=force)
     print("\n".join(who))
@@ -96,7 +101,7 @@ def supervise_here(run: RunDir, config: Config, *, detach: bool) -> int:
     from hpcdist.view import RunView, show_end
 
     if detach:
-        pid = start.detach(run, config, os.environ)
+        pid = start.detach(run, os.environ)
         print(f"{run.name} runs in the background (process {pid}): `hpcdist logs -f {run.name}` follows it")
         return 0
     logs.configure()
@@ -122,7 +127,11 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
     from hpcdist.launch.submission.dependency import resolve
 
     resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
-    return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    for name, value in chosen.items():
+        if not value.isprintable():
+            raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
+    return chosen
 
 
 def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:

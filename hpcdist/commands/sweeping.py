@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hpcdist.commands.options import console
+from hpcdist.commands.starting import comment
 from hpcdist.commands.sweep_view import say, show_choices, show_end
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
 
@@ -211,7 +212,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     check_config(config, Path.cwd())
     script, _ = render(config, RunDir(sweep.folder), flags, **array)
     _, step = render(config, to_run[0].run)
-    print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n# {step}")
+    print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
 def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:

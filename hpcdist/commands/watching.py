@@ -35,6 +35,7 @@ def follow(
     from hpcdist.config import load_run_config
     from hpcdist.lookup import resolve_run
     from hpcdist.ownership import is_mine
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
@@ -43,7 +44,8 @@ def follow(
     if now.name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # Secrets of the caller have no place in somebody else's config.
-    config = load_run_config(found.effective_config, [], os.environ if mine else {}, require_secrets=False)
+    env = {**kept(found), **os.environ} if mine else {}
+    config = load_run_config(found.effective_config, [], env, require_secrets=False)
     return see_through(found, config, progress=not wait)
 
 
@@ -55,9 +57,10 @@ def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
     """
     from hpcdist.diagnose.explain import explain
     from hpcdist.lookup import resolve_run
+    from hpcdist.redaction import redact_text
 
     for line in explain(resolve_run(run, runs_dir)):
-        console().print(line, markup=False, highlight=False, soft_wrap=True)
+        console().print(redact_text(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def see_through(run: RunDir, config: Config, *, progress: bool) -> int:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config import leaves, plain_tree, redacted, run_yaml
+from hpcdist import secret_file
+from hpcdist.config import leaves, plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.launch.launcher import Reporter
 from hpcdist.launch.policy import Failure
@@ -65,6 +66,8 @@ def propose(run: RunDir, config: Config) -> None:
 
     Hold the run's lease around this. A run without any attempt has no config that is known to work: it is replaced.
     """
+    # The config before may need its own ones again.
+    secret_file.keep(run, {**secret_file.kept(run), **secrets_of(config)})
     text = run_yaml(config)
     if _flat(plain_tree(run.config)) == _flat_config(config):
         drop(run)

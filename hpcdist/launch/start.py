@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist import file_retry
+from hpcdist import file_retry, secret_file
 from hpcdist.boxed import image_facts
 from hpcdist.config import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, TrackingError
@@ -83,12 +83,18 @@ def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
     """Make the run folder with everything that a start, or a later resume, needs. Leaves nothing behind on errors."""
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
-        write_atomic(run.config, run_yaml(config), durable=True)
+        write_config(run, config)
         snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)
         raise
     return run
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """Write a run's config without its secrets, and these into a file of their own."""
+    secret_file.keep(run, secrets_of(config))
+    write_atomic(run.config, run_yaml(config), durable=True)
 
 
 def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str]) -> State:
@@ -112,13 +118,12 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
             return supervisor.run()
 
 
-def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
+def detach(run: RunDir, env: Mapping[str, str]) -> int:
     """Supervise in a process that outlives this one and the terminal; returns its process id."""
     with open(run.path / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
-            # config.yaml holds no secrets: they travel in the environment, as they came.
-            env={**env, **secrets_of(config)},
+            env=dict(env),  # the run's secrets are in its folder
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

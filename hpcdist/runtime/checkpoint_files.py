@@ -27,12 +27,16 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError, RunFolderError
+from hpcdist.file_retry import retry
+from hpcdist.foreign import read_json_value
 from hpcdist.formats import stamped, unstamped
 from hpcdist.rundir import write_atomic
 
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
+#: A broken disk block answers with the same error as a server that is away: after this time an older one is taken.
+READ_WITHIN_S = 30.0
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
@@ -112,8 +116,12 @@ class _HashingFile:
 
 
 def save_file(content: Any, path: Path) -> FileRecord:
-    """`torch.save` to a new file, on disk when this returns. Raises OSError when the disk refuses."""
-    with open(path, "xb", buffering=0) as raw:
+    """`torch.save` to a file of this process's own, on disk when this returns. Raises OSError when the disk refuses."""
+    return retry(lambda: _save_once(content, path), path)
+
+
+def _save_once(content: Any, path: Path) -> FileRecord:
+    with open(path, "wb", buffering=0) as raw:
         file = _HashingFile(raw)
         try:
             torch.save(content, cast(IO[bytes], file))
@@ -182,15 +190,17 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         path = folder / MANIFEST_FILE
-        manifest = _parse(json.loads(path.read_bytes()), path)
-        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+        manifest = parse_manifest(retry(lambda: read_json_value(path), path, within_s=READ_WITHIN_S), path)
+        sizes = {name: _size_of(folder / name) for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
         raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
     except RunFolderError as error:
         raise CheckpointError(str(error)) from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
     if manifest.step != step_of(folder):
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
     for name, record in manifest.files.items():
@@ -201,12 +211,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(raw: Any, path: Path) -> Manifest:
+def _size_of(path: Path) -> int:
+    return retry(path.stat, path, within_s=READ_WITHIN_S).st_size
+
+
+def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
+    """Return the manifest in a JSON value.
+
+    Raises ValueError, TypeError, KeyError, AttributeError or OverflowError, RunFolderError for a newer format.
+    """
     if not isinstance(raw, dict):
         raise TypeError(f"it holds a {type(raw).__name__}")
     unstamped(raw, path)
     if raw["format_version"] != 1:  # what manifests had before all files had `format`
-        raise ValueError(f"format_version {str(raw['format_version'])[:20]!r}, this hpcdist reads 1")
+        raise ValueError(f"format_version {raw['format_version']!r:.50}, this hpcdist reads 1")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
     if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
         raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")
@@ -227,19 +245,24 @@ def _parse(raw: Any, path: Path) -> Manifest:
 def verify_hashes(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless every file's content is what its manifest says."""
     for name, record in manifest.files.items():
+        path = folder / name
         try:
-            with open(folder / name, "rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = retry(lambda path=path: _digest(path), path, within_s=READ_WITHIN_S)  # type: ignore[misc]
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if digest != record.sha256:
             raise CheckpointError(f"{folder}: {name} has changed since it was written (sha256 differs)")
 
 
+def _digest(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def load_file(path: Path) -> dict[str, Any]:
     """`torch.load` to host memory, data only: a file that asks for code to be run is refused."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_WITHIN_S)
     except Exception as error:
         # torch's first line advises to load the file without this protection: name what was refused instead.
         refused = _REFUSED.search(str(error))

@@ -23,11 +23,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from hpcdist import logs
+from hpcdist import file_retry, logs
 from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
+from hpcdist.log_limit import limit_log
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime.flight import record_collectives, tell_on_signal
@@ -52,6 +53,10 @@ _PEER_LOST = (
     "tensorpipe",
 )
 _RESERVE_BYTES = 16 * 1024
+#: How long a rank waits for its files. Peers wait for it meanwhile.
+FILES_WITHIN_S = 120.0
+#: Of an exception's text and of its traceback in the outcome, from both ends; the log has all of it.
+_MAX_TEXT = 10_000
 
 
 class Outcome:
@@ -82,7 +87,7 @@ class Outcome:
 
     def close(self) -> None:
         """Nothing more to report."""
-        self._reserve.unlink(missing_ok=True)
+        file_retry.discard(self._reserve)
 
     def write_error(self, error: BaseException) -> int:
         """Report an exception and return the exit code that goes with it."""
@@ -96,25 +101,38 @@ class Outcome:
             log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         self.write(
             "rejected" if rejected else "failed",
-            error=text if is_ours else f"{type(error).__name__}: {text}",
+            error=_abridged(text if is_ours else f"{type(error).__name__}: {text}"),
             peer_lost=isinstance(error, PeerLost)
             or (isinstance(error, RuntimeError) and any(mark in text for mark in _PEER_LOST)),
-            traceback=[] if is_ours else traceback.format_exception(error),
+            traceback=[] if is_ours else [_abridged("".join(traceback.format_exception(error)))],
         )
         return 2 if rejected else 1
+
+
+def _abridged(text: str) -> str:
+    """Return a text without its middle where it is too long for what reads it: supervisor, commands and MLflow."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters, see the log …\n{text[-half:]}"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one rank of the run folder named in `argv`; never returns."""
     (folder,) = sys.argv[1:] if argv is None else argv
+    with file_retry.patient(FILES_WITHIN_S):
+        _run(Path(folder))
+
+
+def _run(folder: Path) -> NoReturn:
     # A mistake found before the rank is known is printed: there is no outcome file to write yet.
     try:
         topology = Topology.from_env(os.environ)
-        run = RunDir.open(Path(folder))
         logs.configure(rank=topology.rank)
-    except HpcdistError as error:
+        run = RunDir.open(folder)
+    except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        _leave(error.exit_code)
+        _leave(error.exit_code if isinstance(error, HpcdistError) else 1)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
@@ -128,9 +146,10 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     tell_on_signal(attempt, topology.rank, topology.world_size)
     record_collectives(attempt, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    limit_log(run.path, config.launch.log_max_mb)
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)
-        ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"
+        ended: Literal["done", "stopped"] = "stopped" if file_retry.exists(attempt.request) else "done"
         reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
     else:
         ended, reason = _train(config, run, attempt, topology, outcome)
@@ -214,6 +233,7 @@ def _met(
         topology,
         device,
         backend,
+        attempt.read_key(),
         init_timeout_s=limit_s,
         # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
         timeout_s=config.launch.hang_timeout_s + 60,

@@ -66,11 +66,14 @@ REPORTS = ("comm.results", "comm.report", "comm.compare", "comm.bottleneck", "co
 GROUND_FLOOR = (
     "errors",
     "schema",
+    "document",
     "config",
     "formats",
     "ownership",
     "lookup",
     "rundir",
+    "redaction",
+    "secret_file",
     "lease",
     "pace",
     "standing",
@@ -135,7 +138,7 @@ def test_the_walk_sees_the_package() -> None:
 
 
 def test_omegaconf_ends_where_loading_ends() -> None:
-    assert users_of("omegaconf") == {"config"}
+    assert users_of("omegaconf") == {"config", "document"}
 
 
 def test_submitit_is_known_to_the_slurm_launcher_alone() -> None:
@@ -261,10 +264,13 @@ def test_imports_point_one_way(rooms: tuple[str, ...], forbidden: tuple[str, ...
         ("boxed", set()),
         ("schema", {"schema"}),
         ("logs", set()),
+        ("redaction", set()),
         ("cluster", {"errors", "cluster"}),
         ("file_retry", set()),
-        ("rundir", {"errors", "formats", "file_retry"}),
-        ("tracking.journal", {"errors", "formats"}),
+        ("foreign", set()),
+        ("rundir", {"errors", "file_retry", "foreign", "formats"}),
+        ("tracking.journal", {"errors", "file_retry", "foreign", "formats", "tracking"}),
+        ("tracking.names", set()),
         ("launch.policy", set()),
         ("preflight", {"cluster", "errors", "preflight", "rundir"}),
         ("launch.local", {"launch", "rundir"}),

@@ -27,6 +27,7 @@ from hpcdist.launch.watch import Allocation
 from hpcdist.lease import Held, hold
 from hpcdist.ownership import require_trusted
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.secret_file import kept
 from hpcdist.standing import note_life
 from hpcdist.tracking.uri import choose_uri
 
@@ -112,7 +113,7 @@ def supervise(run_dir: str) -> State:
                 state = _supervise(run, job, held)
             except LeaseLostError:
                 raise
-            except HpcdistError as error:
+            except (HpcdistError, OSError) as error:
                 # Before any attempt, such as nodes that are not what the roles need: the run waits for nothing more.
                 state = replace(
                     run.read_state(),
@@ -134,7 +135,8 @@ def _open(path: Path) -> RunDir:
 
 
 def _supervise(run: RunDir, job: Job, held: Held) -> State:
-    config = load_run_config(run.effective_config, [], os.environ)
+    # Slurm hands on the environment of the submitting shell; what the run was given counts for more.
+    config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path

@@ -16,6 +16,7 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.launch import start
 from hpcdist.launch.job.batch import supervise
 from hpcdist.launch.job.scontrol import Job
+from hpcdist.launch.submission.checks import in_the_open
 from hpcdist.rundir import RunDir, State, read_record, write_json
 from hpcdist.schema import ClusterConfig, Config
 
@@ -89,6 +90,8 @@ def _is_half_made(run: RunDir, job_id: str) -> bool:
 
 def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
     start.check_trainer(config, cwd)
+    if problems := in_the_open(config):
+        raise ConfigError(problems)
     try:
         run = start.create_run(config, cwd, launcher="slurm")
     except RunFolderError as error:

@@ -28,7 +28,7 @@ from hpcdist.launch.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.launch.submission.components import allocations, components
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
-from hpcdist.preflight.probe import Request, probe_command, read_answers
+from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rundir import Attempt, RunDir, write_atomic, write_json
 from hpcdist.schema import Config, DataConfig
 
@@ -149,7 +149,12 @@ class Preflight:
         nodes = self._by_component if self._het else [self._nodes]
         command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
         process = subprocess.Popen(
-            command, env=dict(self._env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            command,
+            env={**self._env, **probe_env(request)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         try:
             said, errors = process.communicate(timeout=request.deadline_s + STEP_S[request.mode])
@@ -267,7 +272,7 @@ def newest_checkpoint_bytes(run: RunDir) -> int | None:
 @contextmanager
 def _witness(attempt: Attempt) -> Iterator[tuple[Path, str]]:
     """A file that all nodes must see, in a folder of its own that goes with it, and the token in it."""
-    folder, token = attempt.path / "preflight", secrets.token_hex(8)
+    folder, token = attempt.path / "preflight", secrets.token_hex(16)
     folder.mkdir(exist_ok=True)
     witness = folder / "witness"
     witness.write_text(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
@@ -10,14 +11,18 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from hpcdist.cluster.nodelist import expand
+from hpcdist.file_retry import retry
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.scontrol import steps
 from hpcdist.launch.job.srun import step_name
+from hpcdist.log_text import PIECE_BYTES
 from hpcdist.rundir import Attempt, read_json
+
+log = logging.getLogger(__name__)
 
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
@@ -109,9 +114,18 @@ class StepRanks:
         self._search_again = True
         self._next_search = 0.0
         self._reported: set[int] = set()
-        self._process = guard.start(command, env=env, cwd=cwd, output=attempt.path / "srun.log")
+        self._is_away = False
+        self._num_read = 0
+        self._messages = messages = attempt.path / "srun.log"
+        # Opened before there is an srun, which an error here would leave behind.
+        self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
+        try:
+            self._process = guard.start(command, env=env, cwd=cwd, output=messages)
+        except BaseException:
+            self._log.close()
+            raise
+        self._log.seek(0)
         self._descriptor = os.pidfd_open(self._process.pid)
-        self._log = open(attempt.path / "srun.log", "rb")  # noqa: SIM115  # closed with the step
 
     @property
     def running(self) -> list[int]:
@@ -133,20 +147,52 @@ class StepRanks:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
-        self._read_messages(to_the_end=ended)
-        self._find_failures(in_any_case=ended)
-        if ended:
+        if not ended:
+            try:
+                self._look(ended=False)
+            except OSError as error:
+                if not self._is_away:
+                    log.warning("%s: %s; the ranks go on", error.filename or self._messages, error.strerror)
+                self._is_away = True
+        else:
+            retry(lambda: self._look(ended=True), self._attempt.path)
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
             for rank in self.running:
                 self.exits[rank] = 0
 
+    def _look(self, *, ended: bool) -> None:
+        self._read_messages(to_the_end=ended)
+        self._find_failures(in_any_case=ended)
+        if self._is_away:
+            log.warning("%s is available again", self._attempt.path)
+        self._is_away = False
+
+    def _read_log(self) -> bytes:
+        try:
+            news = self._log.read(PIECE_BYTES)
+        except OSError:
+            # A handle that is stale stays so.
+            anew = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
+            anew.seek(self._num_read)
+            self._log = anew
+            raise
+        self._num_read += len(news)
+        return news
+
     def _read_messages(self, *, to_the_end: bool) -> None:
         """Count what srun has said since the last time, whole lines alone."""
-        self._unread += self._log.read()
-        end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
-        news, self._unread = self._unread[:end], self._unread[end:]
+        while data := self._read_log():
+            *whole, rest = (self._unread + data).split(b"\n")
+            # srun's own lines are short; what is not may be cut.
+            self._unread = rest[-PIECE_BYTES:]
+            self._count(b"\n".join(whole))
+        if to_the_end:
+            self._count(self._unread)
+            self._unread = b""
+
+    def _count(self, news: bytes) -> None:
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:

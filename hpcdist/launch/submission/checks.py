@@ -17,6 +17,7 @@ from typing import Any
 from hpcdist.cluster import site
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.site import Partition
+from hpcdist.config import secret_keys
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.formats import LARGEST
 from hpcdist.launch import start
@@ -51,6 +52,9 @@ def check(
     """
     slurm.require()
     certain = _config_problems(config, cwd)
+    if in_the_open(config):
+        # What follows would show the secrets to Slurm's and the containers' programs.
+        raise ConfigError(certain)
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
     further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
     certain += flags.refused("sbatch", {**further, **submission}, own=submission)
@@ -89,12 +93,23 @@ def check(
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
     problems = list(dict.fromkeys(line for cluster in asked for line in flags.collisions(cluster)))
+    problems += in_the_open(config)
     try:
         if cwd is not None:
             start.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
     return problems
+
+
+def in_the_open(config: Config) -> list[str]:
+    """Secrets where they would become words of the batch script or of a command line, which other users can read."""
+    keys = [path for path in secret_keys(config) if path[0] in ("cluster", "container") and path[1] != "env"]
+    return [
+        f"{'.'.join(key)} holds a secret, which the batch script or a command line would show to other users:"
+        f" give it as a variable, such as cluster.env.MY_TOKEN='${{oc.env:MY_TOKEN}}'"
+        for key in keys
+    ]
 
 
 def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
