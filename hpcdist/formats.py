@@ -7,7 +7,6 @@ it: a reader ignores keys that it does not know.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -76,7 +75,7 @@ def _fits(declared: Any, value: Any) -> bool:
     if declared is NoneType:
         return value is None
     if declared is float:
-        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= LARGEST
+        return type(value) in (int, float) and abs(value) <= LARGEST  # which NaN is not
     if declared is int:
         return type(value) is int and 0 <= value <= LARGEST
     return type(value) is (get_origin(declared) or declared)

@@ -49,8 +49,8 @@ def holder(run: RunDir) -> dict[str, Any] | None:
 
 def last_renewal(run: RunDir) -> float | None:
     """When the lease, whoever holds or held it, was last renewed; None without one."""
-    found = _read(run)
-    return None if found is None else float(found["renewed"])
+    found: Any = (read_json(run.lease) or {}).get("renewed")
+    return float(found) if type(found) in (int, float) and 0 <= found <= LARGEST else None
 
 
 def _read(run: RunDir) -> dict[str, Any] | None:

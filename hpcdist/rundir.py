@@ -105,7 +105,7 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     """
     try:
         value = file_retry.retry(lambda: read_json_value(path), path, within_s=within_s)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
 
@@ -120,7 +120,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
         found = read_json(path)
         if found is None and os.path.lexists(path):
             raise RunFolderError(f"{path} is damaged (it holds no JSON object): {repair}")
-    except (IsADirectoryError, PermissionError) as error:
+    except PermissionError as error:
         raise RunFolderError(f"{path} cannot be read ({error.strerror}): {repair}") from error
     return found
 
@@ -230,7 +230,7 @@ class Attempt:
         """All that was told of stragglers, in order; damaged lines are left out."""
         try:
             lines = file_retry.retry(self.stragglers.read_bytes, self.stragglers).split(b"\n")[:-1]
-        except (FileNotFoundError, IsADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return []
         return [found for line in lines if (found := _straggler(line)) is not None]
 
@@ -260,7 +260,10 @@ class Attempt:
     def outcomes(self, *, besides: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """What the ranks said of their end, by rank; those in `besides` are not read."""
         found = {}
-        names = file_retry.retry(lambda: os.listdir(self.path), self.path)
+        try:
+            names = file_retry.retry(lambda: os.listdir(self.path), self.path)
+        except NotADirectoryError:
+            return {}
         matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
         for rank, name in sorted((int(match[1]), match[0]) for match in matches):
             if rank not in besides and (outcome := read_json(self.path / name)) is not None:

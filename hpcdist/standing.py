@@ -53,7 +53,7 @@ def job_of(run: RunDir) -> JobRef | None:
     saved = read_record(run.slurm)
     if not saved or not saved.get("job_id"):
         return None
-    ref = fill(_SavedJob, saved, run.slurm)
+    ref = fill(_SavedJob, saved | {"job_id": str(saved["job_id"])}, run.slurm)
     # Slurm's commands are given this: a name of theirs must not be taken for an option or another job.
     if _JOB_ID.fullmatch(ref.job_id) is None:
         raise RunFolderError(f"{run.slurm} is damaged: {ref.job_id[:40]!r} is no id of a Slurm job")

@@ -406,7 +406,8 @@ def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir],
     run = make("first", status="finished", attempt=1)
     assert hpcdist("resume", "first", "stop.epochs=20").code == 0
     assert supervised["config"].stop.epochs == 20
-    assert yaml.safe_load(run.config.read_text())["stop"]["epochs"] == 20
+    assert yaml.safe_load(run.effective_config.read_text())["stop"]["epochs"] == 20
+    assert yaml.safe_load(run.config.read_text())["stop"]["epochs"] == 3, "kept until a step is completed"
 
 
 def test_resume_refuses_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ def test_a_preempted_run_is_followed_through_the_queue(
         run.write_state(replace(run.read_state(), **changes))
 
     def beat(step: int) -> None:
-        write_json(run.attempt(1).beat(0), {"step": step, "total_steps": 9, "metrics": {}})
+        write_json(run.attempt(1).beat(0), {"time": 1.0, "step": step, "total_steps": 9, "metrics": {}})
 
     holding = hold(run, job_id="7")
 
@@ -207,7 +207,7 @@ def test_waiting_shows_no_progress(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
-    write_json(run.attempt(1).beat(0), {"step": 4, "total_steps": 9, "metrics": {}})
+    write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
     slurm(job("RUNNING"))
     Life(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
     with hold(run, job_id="7"):

@@ -114,7 +114,10 @@ def test_state_survives_being_written(runs_dir: Path) -> None:
 def test_an_unreadable_state_says_where(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     (run.path / "state.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"exp/first/state\.json is missing or unreadable$"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"exp/first/state\.json is damaged \(it holds no JSON object\): restore it, or remove the run folder$",
+    ):
         run.read_state()
 
 

@@ -90,7 +90,9 @@ def test_a_run_of_that_name(make: Make) -> None:
 def test_a_broken_file_is_told(make: Make) -> None:
     there = write_sweep(make(SEEDS))
     there.file.write_text("{")
-    with pytest.raises(RunFolderError, match=r"sweep\.json is missing or unreadable$"):
+    with pytest.raises(
+        RunFolderError, match=r"sweep\.json is damaged \(it holds no JSON object\): restore it, or remove the folder"
+    ):
         there.read()
 
 

@@ -25,6 +25,7 @@ from hpcdist.cluster.roles import Roles
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import hold
+from hpcdist.lookup import Listing
 from hpcdist.rundir import Attempt, RunDir, State, write_json
 from hpcdist.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.view import RunView, format_metrics, show_end, show_plan, show_runs, show_status
@@ -33,6 +34,10 @@ METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
 
 
 @pytest.fixture
+def listed(*runs: RunDir) -> Listing:
+    return Listing(runs=list(runs), num_others=0)
+
+
 def console() -> Console:
     """A log, not a terminal: 60 columns, in which long lines must stay whole all the same."""
     return Console(file=io.StringIO(), width=60)
@@ -258,12 +263,12 @@ def test_a_table_of_runs_keeps_names_whole_where_there_is_little_room(
     console: Console, make: Callable[..., RunDir], runs_dir: Path
 ) -> None:
     run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long story " * 9)
-    show_runs(console, [run], runs_dir)
+    show_runs(console, listed(run), runs_dir)
     assert "exp/ddp-20261120-051903-ab12" in text_of(console)
 
 
 def test_no_runs(console: Console, runs_dir: Path) -> None:
-    show_runs(console, [], runs_dir)
+    show_runs(console, listed(), runs_dir)
     assert rows_of(console) == [f"no runs under {runs_dir}"]
 
 
@@ -272,7 +277,7 @@ def test_a_table_of_runs_the_newest_last(make: Callable[..., RunDir], runs_dir: 
     old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
-    show_runs(console, [new, old], runs_dir)
+    show_runs(console, listed(new, old), runs_dir)
     lines = [line for line in rows_of(console) if "exp/" in line]
     assert [line.split()[1] for line in lines] == ["exp/zzz", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
@@ -391,7 +396,7 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
 
     monkeypatch.setattr(queue, "ask_many", ask_many)
     monkeypatch.setattr(queue, "look_at", lambda job: asked.append(job.id) or Look())
-    show_runs(console, [*runs, gone], runs_dir)
+    show_runs(console, listed(*runs, gone), runs_dir)
     assert asked == [["7", "8"], "8"]
     text = text_of(console)
     assert [word for word in ("job 7 waits (Priority)", "lost", "Slurm does not know job 8") if word not in text] == []
@@ -405,6 +410,6 @@ def test_runs_say_that_slurm_is_away(
 
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(queue, "ask_many", ask_many)
-    show_runs(console, [waiting(make(status="queued"))], runs_dir)
+    show_runs(console, listed(waiting(make(status="queued"))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not say how jobs stand (no squeue here)"

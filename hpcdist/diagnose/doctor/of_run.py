@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.cluster.job_facts import parse_time
@@ -14,6 +15,7 @@ from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.queue import SlurmAwayError, answer
 from hpcdist.diagnose.doctor.live import LOOK_S, look_at_nodes
 from hpcdist.diagnose.doctor.section import Section
+from hpcdist.formats import fill
 from hpcdist.lease import holder
 from hpcdist.preflight.check import LEVELS, Check
 from hpcdist.rundir import Attempt, RunDir, read_json
@@ -112,16 +114,24 @@ def _failed(attempt: Attempt, failure: dict[str, Any]) -> Check:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Preflight:
+    """The content of `preflight.json` that is shown here."""
+
+    nodes: list[str] = field(default_factory=list)
+    checks: list[Any] = field(default_factory=list)
+
+
 def preflight(run: RunDir) -> list[Check]:
     """What was found on the nodes before the newest attempt that looked at them."""
     looked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
     if not looked:
         return []
     newest = looked[-1]
-    saved = read_json(newest.preflight) or {}
+    saved = fill(_Preflight, read_json(newest.preflight) or {}, newest.preflight)
     ago = max(0, int(time.time() - newest.preflight.stat().st_mtime)) // 60
-    when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.get('nodes', []))} nodes"
-    checks = [Check(**check) for check in saved.get("checks", [])]
+    when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.nodes)} nodes"
+    checks = [fill(Check, check, newest.preflight) for check in saved.checks if isinstance(check, dict)]
     bad = [check for check in checks if LEVELS.index(check.level) >= LEVELS.index("warning")]
     head = f"{len(bad)} finding{'s' * (len(bad) != 1)}" if bad else "all was well"
     return [Check(name="result", level="note" if bad else "ok", text=f"{head} {when}"), *bad]

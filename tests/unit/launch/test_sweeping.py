@@ -169,7 +169,7 @@ def test_a_failed_cell_gets_the_code_as_it_is_now(make: Make, project: Path, sta
     (project / "mine.py").write_text("second\n")
     start(make(["seed=1"], "launch.max_restarts=9", "cluster.time_min=7"), project, "slurm")
     assert (run.code / "mine.py").read_text() == code
-    config = load_config(run.config)
+    config = load_config(run.effective_config)
     assert (config.launch.max_restarts, config.cluster.time_min) == (9, 7)
     assert (run.path / "slurm.json").exists()
     start(make(["seed=1"]), project)

@@ -59,7 +59,7 @@ def test_what_is_written_is_read(store: CheckpointStore) -> None:
     assert names(store) == ["step-00000012"]
 
     manifest = json.loads((path / "manifest.json").read_text())
-    assert set(manifest) == {"format_version", "step", "created", "write_s", "world_size", "metrics", "files"}
+    assert set(manifest) == {"format", "format_version", "step", "created", "write_s", "world_size", "metrics", "files"}
     assert (manifest["step"], manifest["world_size"], manifest["metrics"]) == (12, 2, {"accuracy": 0.5})
     assert 0 < manifest["write_s"] < 60
     store.annotate(12, {"accuracy": 0.5})
@@ -190,7 +190,7 @@ DAMAGE = [
     (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
-    (lambda folder: change_manifest(folder, format_version=9), r"format_version 9, this hpcdist reads 1"),
+    (lambda folder: change_manifest(folder, format_version=9), r"format_version '9', this hpcdist reads 1"),
     (lambda folder: change_manifest(folder, step=4), r"manifest.json is of step 4"),
     (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
     (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),

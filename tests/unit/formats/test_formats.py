@@ -1,0 +1,148 @@
+"""The format number of a run folder's files, and resuming run folders of each released format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpcdist import formats
+from hpcdist.config import load_config, run_yaml
+from hpcdist.errors import RunFolderError
+from hpcdist.lookup import find_runs
+from hpcdist.rundir import RunDir, read_json
+from hpcdist.sweepdir import SweepDir, sweep_of
+from hpcdist.tracking.journal import JournalWriter, read_records
+
+HERE = Path(__file__).parent
+#: Where the run folders of v0 and v1 were made; their files hold this path.
+MADE_IN = "/var/tmp/hpcdist-fixture"
+
+
+@dataclass
+class Sample:
+    whole: int
+    ratio: float = 1.0
+
+
+def unpack(version: str, to: Path) -> Path:
+    """Copy the runs of a format, with the paths in them changed to where they are now; returns the `runs_dir`."""
+    shutil.copytree(HERE / version / "runs", to / "runs")
+    for path in (to / "runs").rglob("*"):
+        if path.suffix in (".json", ".yaml") and path.is_file():
+            path.write_text(path.read_text().replace(MADE_IN, str(to)))
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return to / "runs"
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+def test_a_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path) -> None:
+    """For real: the ranks restore its checkpoint, with the code in the folder, and the run ends as finished."""
+    runs_dir = unpack(version, tmp_path)
+    assert "half" in [run.name for run in find_runs(runs_dir)]
+    run = RunDir(runs_dir / "counting" / "half")
+    began = run.read_state()
+    assert (began.status, began.attempt) == ("stopped", 1)
+    last = int(sorted(run.checkpoints.glob("step-*"))[-1].name.removeprefix("step-")) + 15
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("hpcdist")),
+            "resume",
+            str(run.path),
+            f"params.until={last}",
+            "tracking.drain_timeout_s=0.01",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = run.read_state()
+    assert (state.status, state.attempt, state.reason) == ("finished", 2, f"counted to {last}")
+    records, _ = read_records(run.journal / "attempt-002.rank-00000.jsonl")
+    assert records[0].step == last - 14, "from the checkpoint, not from the beginning"
+    assert records[-1].step == last
+    assert json.loads((run.path / "state.json").read_text())["format"] == formats.FORMAT
+    assert not run.next_config.exists()
+    config = yaml.safe_load(run.config.read_text())
+    assert (config["format"], config["tracking"]["drain_timeout_s"]) == (formats.FORMAT, 0.01), "adopted at a step"
+
+
+def test_a_sweep_of_the_first_format_is_read(tmp_path: Path) -> None:
+    runs_dir = unpack("v0", tmp_path)
+    sweep = SweepDir(runs_dir / "counting" / "grid")
+    assert sweep.read_state().reason == "2 cells: 2 finished"
+    assert [found.name for run in sweep.cells() if (found := sweep_of(run)) is not None] == ["grid", "grid"]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (2, r"^a\.json was written by a newer hpcdist \(format 2; this one reads up to 1\): upgrade hpcdist$"),
+        ("1", r"^a\.json is damaged: its format is '1', not a whole number$"),
+        (-1, r"^a\.json is damaged: its format is '-1', not a whole number$"),
+        (True, r"^a\.json is damaged: its format is 'True', not a whole number$"),
+    ],
+)
+def test_other_formats_are_refused(number: object, message: str) -> None:
+    with pytest.raises(RunFolderError, match=message):
+        formats.unstamped({"format": number}, Path("a.json"))
+
+
+def test_content_without_a_format_is_of_the_first() -> None:
+    assert formats.unstamped({"a": 1}, Path("a.json")) == {"a": 1}
+    assert formats.unstamped(formats.stamped({"a": 1}), Path("a.json")) == {"a": 1}
+
+
+def test_typed_reading_ignores_new_keys_and_names_bad_values() -> None:
+    assert formats.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
+    with pytest.raises(RunFolderError, match=r"^a\.json is damaged: it has no whole$"):
+        formats.fill(Sample, {}, Path("a.json"))
+    for value in (True, "3", None, -1, 10**400, 1.0):
+        with pytest.raises(RunFolderError, match=r"^a\.json is damaged: whole cannot be '"):
+            formats.fill(Sample, {"whole": value}, Path("a.json"))
+    for value in (float("nan"), float("inf"), 10**400, "1"):
+        with pytest.raises(RunFolderError, match=r"^a\.json is damaged: ratio cannot be '"):
+            formats.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
+
+
+def test_a_journal_of_a_newer_format_is_refused_and_that_of_no_format_is_read(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 1)
+    text = writer.path.read_text()
+    assert text.startswith('{"format": 1}\n')
+    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    writer.path.write_text(text.partition("\n")[2])
+    assert [record.step for record in read_records(writer.path)[0]] == [1]
+    writer.path.write_text('{"format": 2}\n' + text)
+    with pytest.raises(RunFolderError, match=r"jsonl was written by a newer hpcdist \(format 2; "):
+        read_records(writer.path)
+
+
+def test_a_run_config_may_be_started_from(tmp_path: Path) -> None:
+    """Its format is no key of a config."""
+    path = tmp_path / "config.yaml"
+    path.write_text(run_yaml(load_config("ddp_digits")))
+    assert path.read_text().startswith("format: 1\n")
+    assert load_config(path).experiment == "digits"
+    path.write_text(path.read_text().replace("format: 1", "format: 7"))
+    with pytest.raises(RunFolderError, match=r"config\.yaml was written by a newer hpcdist"):
+        load_config(path)
+
+
+def test_every_json_file_of_a_run_folder_has_a_format(tmp_path: Path) -> None:
+    """Heartbeats aside, which live as long as their rank."""
+    folder = HERE / "v1" / "runs"
+    for path in folder.rglob("*.json"):
+        if "beat" not in path.name:
+            assert json.loads(path.read_text()).get("format") == 1, path
+    assert read_json(folder / "counting" / "half" / "state.json") is not None
