@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from fault_table import Cell
 from hpcdist_runs import EXACT, HELD, HOLD_AT, LAST_STEP, assert_same, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import nodes, processes
+from hpcdist.devcluster import argv, nodes, processes, system
 from hpcdist.rundir import read_json
 
 
@@ -77,6 +80,41 @@ class FaultScene:
         nodes.kill_node(self.cluster.layout, node)
         assert processes.node_members(self.cluster.layout, self.cluster.settings)[node] == []
         self.release()
+
+    def steps(self) -> str:
+        """The job's steps that Slurm counts as running, with their names."""
+        return self.cluster.run("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i %j")
+
+    def kill_stepd(self, node: str) -> None:
+        """Kill the slurmstepd of the ranks on a node; it alone."""
+        (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
+        step = f"slurmstepd: [{number}]".encode()
+        members = processes.node_members(self.cluster.layout, self.cluster.settings)[node]
+        (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to be gone")
+
+    def _daemon(self, name: str) -> argv.Daemon:
+        return next(d for d in argv.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
+
+    def pid_of_daemon(self, name: str) -> int | None:
+        return processes.pid_of(self.cluster.layout, self._daemon(name))
+
+    def kill_daemon(self, name: str) -> int:
+        """Kill a daemon of Slurm's alone; returns its process id."""
+        pid = self.pid_of_daemon(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: self.pid_of_daemon(name) is None, f"{name} to be gone")
+        return pid
+
+    def start_daemon(self, name: str) -> None:
+        """Start it again, and wait until it answers."""
+        system.start(self.cluster.layout, self._daemon(name))
+        node = name.partition("-")[2]
+        # The controller's own word on a node, which has registered again.
+        asks = ["scontrol", "ping"] if not node else ["scontrol", "show", "node", node]
+        wait_for(lambda: system.succeeds(asks, env=self.cluster.env), f"{name} to answer")
 
     def wait_second_life(self) -> None:
         """The job runs again, by whoever's decision; Slurm's own hold of it is cut short."""
