@@ -16,7 +16,7 @@ from hpcdist.schema import ClusterConfig, Config
 
 PREFLIGHT_STEP = "preflight"
 #: A step that asks the nodes something beside whatever runs there.
-BESIDE_STEP = "beside-ranks"
+BESIDE_STEP = "hpcdist-beside"
 STANDBY_STEP = "standby"
 #: How the names of the steps begin that a supervisor starts and ends again; the standby lives as long as it does.
 STEP_NAMES = ("attempt-", PREFLIGHT_STEP, BESIDE_STEP, CONTAINERS_STEP)

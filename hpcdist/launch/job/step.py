@@ -145,6 +145,8 @@ class StepLauncher:
             beside=self._beside,
             # Ranks in containers may be another user's on the node, and then do not show.
             living=self._living if self._box is None else None,
+            # There the rank opens its log by itself, once its node has imported the image.
+            shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
         )
 
     def _beside(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:

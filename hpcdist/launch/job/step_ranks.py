@@ -93,6 +93,10 @@ class StepRanks:
 
     A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they
     ended, and outcome files are looked for when the attempt's folder has changed.
+
+    Args:
+        living: asks the nodes for ranks, when srun goes on after rank 0's report of the end.
+        shows_start: whether each rank's log is opened as soon as Slurm launches its task.
     """
 
     def __init__(
@@ -109,9 +113,11 @@ class StepRanks:
         containers: ContainerSteps | None = None,
         beside: Beside | None = None,
         living: Living | None = None,
+        shows_start: bool = True,
     ) -> None:
         self._beside = beside
         self._living = living
+        self._shows_start = shows_start
         self._ask_at: float | None = None
         self._ask_after_s = REPORTED_S
         self._planned_hosts = hosts
@@ -175,6 +181,8 @@ class StepRanks:
 
     def absent(self) -> list[int]:
         """Ranks that have left no sign of having been started."""
+        if not self._shows_start:
+            return []
         # Listing the folder makes a network file system look anew, which asking for one file does not.
         names = file_retry.retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
         matches = (_FILE_OF_RANK.match(name) for name in names)

@@ -236,6 +236,8 @@ def test_ranks_that_were_started_have_a_file(four: Step) -> None:
     (four.attempt.path / ".rank-00001.reserve").touch()
     (four.attempt.path / "rank-00003.beat.json").touch()
     assert four.ranks.absent() == [0]
+    four.ranks._shows_start = False
+    assert four.ranks.absent() == [], "nobody can tell"
     four.say("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     said = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     assert four.ranks.last_words() == said
@@ -313,10 +315,11 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
 
 
 def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> None:
-    names = "7.batch batch\n7.0 attempt-001\n7.1 standby\n7.2 preflight\n7.3 mine\n7.4 beside-ranks\n7.5 containers\n"
-    (slurm / "steps").write_text(names)
+    names = ("batch", "attempt-001", "standby", "preflight", "mine", "hpcdist-beside", "hpcdist-containers")
+    listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
+    (slurm / "steps").write_text(listing)
     with launcher_of(slurm, runs_dir):
-        assert (slurm / "cancelled").read_text() == "--signal=KILL 7.0 7.1 7.2 7.4 7.5\n"
+        assert (slurm / "cancelled").read_text() == "--signal=KILL 7.1 7.2 7.3 7.5 7.6\n"
         assert not (slurm / "asked").exists(), "they have ended: no node need look for their ranks"
 
 
@@ -501,5 +504,5 @@ def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
         said = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)
         ranks.close()
-    each = "--overlap --job-name=beside-ranks --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    each = "--overlap --job-name=hpcdist-beside --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
     assert said.read_text() == f"{each} python -m look\n"
