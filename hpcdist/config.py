@@ -10,25 +10,36 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
+from hpcdist import formats
 from hpcdist.errors import ConfigError
 from hpcdist.models import check_model_name
+from hpcdist.redaction import (
+    REDACTED,
+    REDACTED_NUMBER,
+    hide_values,
+    is_redacted,
+    is_secret_name,
+    redact_text,
+    redact_tree,
+)
 from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-REDACTED = "***"
-_SECRET_NAME = re.compile(r"token(?!i[sz])|secret|passw|credential|(api|private|access).?key", re.IGNORECASE)
+T = TypeVar("T")
+#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
+_NO_INTERPOLATION = "$\ue0f7{"
 _ROLE_REQUESTS = "cluster.roles."
-# Up to the last @ before a slash: a password may hold an @ of its own.
-_URI_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
 #: Sections that may stand as one value, and which of their keys it then is.
 _SHORT_FOR = {"trainer": "target", "preflight": "mode"}
 
@@ -53,34 +64,53 @@ def load_config(source: str | Path, overrides: Sequence[str] = (), *, cluster: s
             tree["container"] = {**site, **(tree.get("container") or {})}
         own = tree.get("cluster") or {}
         tree["cluster"] = {**profile, **own} if isinstance(own, dict) else own
-    return _build(tree, overrides, str(path))
+    with _without_values(tree):
+        return _build(tree, overrides, str(path))
 
 
 def load_run_config(
     path: Path, overrides: Sequence[str], env: Mapping[str, str], *, require_secrets: bool = True
 ) -> Config:
-    """Read a run folder's `config.yaml` again; its redacted values come from `env`.
+    """Read a run folder's config again; its redacted values come from `env`.
+
+    Interpolations were resolved when the config was written. Whatever looks like one now is text, also in a file that
+    somebody has edited; only those of `overrides` are resolved.
 
     Without `require_secrets`, what `env` does not hold stays `***`.
     Raises ConfigError when a secret that the run was started with is not there any more.
     """
     # As it was written; what somebody has changed since is read as any other config.
-    tree = _read_written(path) or _read_yaml(path)
+    tree = _read_written(path) or _read_yaml(path, literal=True)
     given = {text.partition("=")[0] for text in overrides}
     problems = []
     for path_of_key, value in list(leaves(tree)):
-        key, name = ".".join(path_of_key), _variable(path_of_key)
-        if not _is_redacted(value) or key in given:
+        key, name = ".".join(path_of_key), _variable(path_of_key, tree)
+        if not is_redacted(value) or key in given:
             continue
         if name in env:
-            _insert(tree, path_of_key, env[name] if isinstance(value, str) else json.loads(env[name]))
+            _insert(tree, path_of_key, _given_back(value, env[name], name))
         elif require_secrets:
             problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
     if problems:
         raise ConfigError(problems, str(path))
-    if not overrides and (config := exact(tree)) is not None:
-        return _checked({field.name: getattr(config, field.name) for field in dataclasses.fields(config)}, str(path))
-    return _build(tree, overrides, str(path))
+    with _without_values(tree):
+        if not overrides and (config := exact(tree)) is not None:
+            sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+            return _checked(sections, str(path))
+        return _literal(_build(_protected(tree), overrides, str(path)))
+
+
+@contextmanager
+def _without_values(tree: Mapping[str, Any]) -> Iterator[None]:
+    """Take secrets, and values that come from the environment, out of the errors that the block raises.
+
+    Args:
+        tree: the config before its interpolations are resolved; overrides may be added to it in the block.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(hide_values(error.problems, tree, os.environ), error.source) from None
 
 
 def find_config(source: str | Path, folder: str = "") -> Path:
@@ -108,51 +138,76 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
 
 
+def run_yaml(config: Config) -> str:
+    """Return the content of a run folder's config: its format, then what `to_yaml` gives."""
+    return yaml.safe_dump(formats.stamped({})) + to_yaml(config)
+
+
+def plain_tree(path: Path) -> dict[str, Any]:
+    """Read a run folder's config as plain containers, without its format and without checks of its keys.
+
+    Raises ConfigError when it cannot be read or holds no keys, RunFolderError when a newer hpcdist has written it.
+    """
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
+
+
 def redacted(config: Config) -> dict[str, Any]:
     """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
-    return {key: _redact(key, value) for key, value in dataclasses.asdict(config).items()}
+    return redact_tree(dataclasses.asdict(config))
 
 
 def redacted_argument(text: str) -> str:
     """A word of the command line, its value replaced when it is an override that sets a secret."""
-    key, _, raw = text.partition("=")
-    value = parse_value(raw)
-    if _redact(key.rpartition(".")[2], value) != value:
-        text = f"{key}={REDACTED}"
-    return _URI_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+    key, equals, raw = text.partition("=")
+    if equals and not key.startswith("-"):
+        tree: dict[str, Any] = {}
+        _insert(tree, key.split("."), parse_value(raw))
+        if redact_tree(tree) != tree:
+            text = f"{key}={REDACTED}"
+    return redact_text(text)
 
 
-def _redact(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        secret = _SECRET_NAME.search(name) is not None
-        return {key: _redact(name if secret else str(key), inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_redact(name, inner) for inner in value]
-    if not isinstance(value, str) or not value:
-        return value
-    return REDACTED if _SECRET_NAME.search(name) else _URI_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+def _given_back(shown: Any, text: str, variable: str) -> Any:
+    """The value of a variable, in the form that `secrets_of` has given it: JSON for all that is no string."""
+    if isinstance(shown, str) and shown != REDACTED_NUMBER:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError([f"{variable} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
 
 
-def _is_redacted(value: Any) -> bool:
-    if isinstance(value, Mapping | list):
-        return any(map(_is_redacted, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, str) and REDACTED in value
+def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
+    """The environment variable that gives a redacted key its value back.
 
-
-def _variable(path: Sequence[str]) -> str:
-    """The environment variable that gives a redacted key its value back."""
+    A variable of the ranks is its own; where both sections name it, `launch.env` wins in the ranks, too.
+    """
     if path[:2] == ("launch", "env"):
+        return path[-1]
+    if path[:2] == ("cluster", "env") and path[-1] not in ((tree.get("launch") or {}).get("env") or {}):
         return path[-1]
     return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
 
 
+def secret_keys(config: Config) -> list[tuple[str, ...]]:
+    """The keys whose values `to_yaml` redacts."""
+    clean = dict(leaves(redacted(config)))
+    return [path for path, value in leaves(dataclasses.asdict(config)) if clean[path] != value]
+
+
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
-    clean = dict(leaves(redacted(config)))
+    tree = dataclasses.asdict(config)
+    values = dict(leaves(tree))
     return {
-        _variable(path): value if isinstance(value, str) else json.dumps(value)
-        for path, value in leaves(dataclasses.asdict(config))
-        if clean[path] != value
+        _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
+        for path in secret_keys(config)
     }
 
 
@@ -170,16 +225,49 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
         tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-    return tree if isinstance(tree, dict) and exact(tree) is not None else None
+    if not isinstance(tree, dict):
+        return None
+    tree = formats.unstamped(tree, path)
+    return tree if exact(tree) is not None else None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _protected(value: Any) -> Any:
+    """Return a tree in whose strings OmegaConf finds no interpolation; `_literal` gives the strings back."""
+    if isinstance(value, dict):
+        return {key: _protected(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_protected(item) for item in value]
+    return value.replace("${", _NO_INTERPOLATION) if isinstance(value, str) else value
+
+
+def _literal(value: T) -> T:
+    """Return a config, or a value of one, with the strings that `_protected` has changed as they were."""
+    found: Any = value
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        fields = {field.name: _literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
+        found = dataclasses.replace(found, **fields)
+    elif isinstance(found, dict):
+        found = {_literal(key): _literal(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [_literal(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace(_NO_INTERPOLATION, "${")
+    return cast(T, found)
+
+
+def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
+    """Read a YAML file; a `literal` one holds no interpolations."""
     from omegaconf import OmegaConf
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if literal:
+            # In the text, since OmegaConf parses interpolations when it reads them.
+            text = path.read_text("utf-8").replace("${", _NO_INTERPOLATION)
+            tree = _literal(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        else:
+            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
         raise ConfigError(["no such file"], str(path)) from None
     except OSError as error:
@@ -187,10 +275,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
     except yaml.YAMLError as error:
-        raise ConfigError([" ".join(str(error).split())], str(path)) from error
+        raise ConfigError([_yaml_problem(error)], str(path)) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return {str(key): value for key, value in tree.items()}
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What YAML does not take, and where. An alias or a tag by mistake may be the beginning of a password: `*p4ss`."""
+    text = " ".join(str(error).split())
+    return re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", text)
 
 
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
@@ -201,7 +295,9 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
     for text in overrides:
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{text!r} is no override: write key=value, as in optim.lr=0.01")
+            name = re.split(r"[:\s]", text, maxsplit=1)[0]
+            shown = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown!r} is no override: write key=value, as in optim.lr=0.01")
         elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     for section in _SHORT_FOR:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from threading import Event
@@ -10,7 +11,8 @@ from rich.console import Console
 
 from hpcdist.cluster.queue import JobRef, JobWatch, Look
 from hpcdist.errors import RunFolderError
-from hpcdist.rundir import RunDir, State, read_json
+from hpcdist.ownership import is_mine, stays_inside
+from hpcdist.rundir import RunDir, State
 from hpcdist.standing import Standing, close_if_dead, job_of, stand
 from hpcdist.view import RunView
 
@@ -49,6 +51,8 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     """
     number = attempt or run.read_state().attempt
     path = run.attempt(number).log(rank)
+    if os.path.lexists(path) and not stays_inside(path, run.path):
+        raise RunFolderError(f"{path} is a symbolic link to a file outside of the run folder: it is not shown")
     if not path.is_file() and not follow:
         raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
     position = 0
@@ -58,7 +62,7 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         # Before the log is read: what is written later belongs to a later look.
         ended = watch is None or watch.now().over
         state = run.read_state()
-        if path.is_file():
+        if path.is_file() and stays_inside(path, run.path):
             with open(path, errors="replace") as file:
                 file.seek(position)
                 yield file.read()
@@ -91,7 +95,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
             if found.away != away and (away := found.away):
                 view.note(f"Slurm does not say how the job stands ({away})")
             if progress and found.state.attempt and found.name == "running":
-                beat = read_json(run.attempt(found.state.attempt).beat(0))
+                beat = run.attempt(found.state.attempt).last_beat(0)
                 if beat is not None:
                     view.progress(beat)
             lines = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
@@ -99,7 +103,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
                 view.note(new["text"])
             told = len(lines)
             waiting.wait(LOOK_EVERY_S)
-    if found.name == "lost":
+    if found.name == "lost" and is_mine(run.path):
         close_if_dead(run)
         return run.read_state()
     return found.state

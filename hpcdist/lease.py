@@ -28,6 +28,7 @@ import psutil
 from hpcdist import file_retry
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.folder_lock import exclusive
+from hpcdist.formats import LARGEST
 from hpcdist.rundir import RunDir, read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,30 @@ LOOK_EVERY_S = 0.5
 
 def holder(run: RunDir) -> dict[str, Any] | None:
     """The live holder of a run's lease, or None when it is free."""
-    found = read_json(run.lease)
+    found = _read(run)
     return found if found is not None and _is_alive(found) else None
+
+
+def last_renewal(run: RunDir) -> float | None:
+    """When the lease, whoever holds or held it, was last renewed; None without one."""
+    found = _read(run)
+    return None if found is None else float(found["renewed"])
+
+
+def _read(run: RunDir) -> dict[str, Any] | None:
+    """The lease; None where there is none, or one that a crash has left half written.
+
+    Raises RunFolderError when a newer hpcdist has written it.
+    """
+    found = read_json(run.lease)
+    if found is None:
+        return None
+    texts = all(isinstance(found.get(key), str) for key in ("host", "user"))
+    numbers = all(
+        type(found.get(key)) in (int, float) and 0 <= found[key] <= LARGEST
+        for key in ("pid", "started", "acquired", "renewed")
+    )
+    return found if texts and numbers else None
 
 
 def user_name() -> str:

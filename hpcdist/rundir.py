@@ -1,7 +1,8 @@
 """The run folder: where everything about a run lives, and who holds it.
 
     runs/<experiment>/<run>/
-        config.yaml  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.next.yaml                         the config of a resume until its first step (launch/pending.py)
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
@@ -16,6 +17,7 @@
             stragglers.jsonl                     who held the others up (launch/stragglers.py), if anyone
 
 Supervisor, ranks and shipper are separate processes, perhaps on separate hosts; these files are all that they share.
+`formats.py` describes the format number in them.
 """
 
 from __future__ import annotations
@@ -25,18 +27,28 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcdist import file_retry
+from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
-_OUTCOME = re.compile(r"rank-(\d+)\.outcome\.json")
+_OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
+_ATTEMPT = re.compile(r"[0-9]{1,9}")
+#: What a user can do about a damaged file, by its name.
+_REPAIRS = {
+    "state.json": "restore it, or remove the run folder",
+    "sweep.json": "restore it, or remove the folder; the cells stay runs of their own",
+    "environment.json": "restore it, or start a new run",
+    "slurm.json": "restore it, or remove it if the run has no job in Slurm",
+    "mlflow.json": "restore it, or remove it to ship everything again as a new MLflow run",
+    "cell.json": "restore it, or remove it, which makes the cell a run of its own",
+}
 
 
 def write_atomic(path: Path, data: bytes | str, *, durable: bool = False, within_s: float | None = None) -> None:
@@ -75,7 +87,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False, within_s: float | None = None) -> None:
-    text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+    """Write a file of a run folder, with the present format in it."""
+    text = json.dumps(formats.stamped(value), indent=2, sort_keys=True) + "\n"
     write_atomic(path, text, durable=durable, within_s=within_s)
 
 
@@ -83,12 +96,28 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     """The object in a JSON file, or None where there is no such file or it holds no object (yet).
 
     Transient errors are retried `within_s`, see `file_retry.retry`.
+    Raises RunFolderError when a newer hpcdist has written it.
     """
     try:
         value = json.loads(file_retry.retry(path.read_bytes, path, within_s=within_s))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return formats.unstamped(value, path) if isinstance(value, dict) else None
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Read a file that is always replaced as a whole; None only where there is no such file.
+
+    Raises RunFolderError, with a repair, when it is damaged, cannot be read, or a newer hpcdist has written it.
+    """
+    repair = _REPAIRS.get(path.name, "remove it")
+    try:
+        found = read_json(path)
+        if found is None and os.path.lexists(path):
+            raise RunFolderError(f"{path} is damaged (it holds no JSON object): {repair}")
+    except (IsADirectoryError, PermissionError) as error:
+        raise RunFolderError(f"{path} cannot be read ({error.strerror}): {repair}") from error
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +134,15 @@ class State:
     rejected: bool = False  #: failed by the user's mistake, which no restart cures
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What someone asks of an attempt."""
+
+    action: Literal["stop", "cancel"] = "stop"
+    by: str = "unknown"
+    reason: str = "a request that cannot be read"
+
+
 class Attempt:
     """`attempts/NNN/`: one start of all ranks."""
 
@@ -117,6 +155,11 @@ class Attempt:
 
     def beat(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.beat.json"
+
+    def last_beat(self, rank: int) -> dict[str, Any] | None:
+        """Return a rank's last sign of life; None before the first, and where it is damaged or half written."""
+        found = read_json(self.beat(rank)) if self.beat(rank).is_file() else None
+        return found if found is not None and _is_beat(found) else None
 
     def outcome(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.outcome.json"
@@ -164,12 +207,12 @@ class Attempt:
         return self.path / "stragglers.jsonl"
 
     def straggler_lines(self) -> list[dict[str, Any]]:
-        """All that was told of stragglers, in order."""
+        """All that was told of stragglers, in order; damaged lines are left out."""
         try:
-            lines = file_retry.retry(self.stragglers.read_text, self.stragglers).splitlines(keepends=True)
-        except FileNotFoundError:
+            lines = file_retry.retry(self.stragglers.read_bytes, self.stragglers).split(b"\n")[:-1]
+        except (FileNotFoundError, IsADirectoryError):
             return []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [found for line in lines if (found := _straggler(line)) is not None]
 
     def straggling(self) -> list[str]:
         """What was told last of those that were stragglers to the end, or are."""
@@ -181,6 +224,19 @@ class Attempt:
         request = {"action": action, "by": by, "reason": reason, "time": time.time()}
         write_json(self.request, request, within_s=within_s)
 
+    def asked(self, *, within_s: float | None = None) -> Request | None:
+        """Return what was asked of this attempt, None when nothing was.
+
+        A damaged request is one to stop: the ranks look at no more than whether the file exists. Transient errors are
+        retried `within_s`, see `file_retry.retry`.
+        """
+        if not file_retry.retry(self.request.exists, self.request, within_s=within_s):
+            return None
+        try:
+            return formats.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
+        except RunFolderError:
+            return Request()
+
     def outcomes(self, *, besides: Container[int] = ()) -> dict[int, dict[str, Any]]:
         """What the ranks said of their end, by rank; those in `besides` are not read."""
         found = {}
@@ -190,6 +246,33 @@ class Attempt:
             if rank not in besides and (outcome := read_json(self.path / name)) is not None:
                 found[rank] = outcome
         return found
+
+
+def _is_beat(found: Mapping[str, Any]) -> bool:
+    metrics, total = found.get("metrics"), found.get("total_steps", 0)
+    return (
+        isinstance(metrics, dict)
+        and all(type(value) is float or _is_count(value) for value in metrics.values())
+        and _is_count(found.get("step"))
+        and (total is None or _is_count(total))
+        and type(found.get("time")) in (int, float)
+        and 0 <= found["time"] <= formats.LARGEST
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) <= formats.LARGEST
+
+
+def _straggler(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(found, dict) and all(
+        isinstance(found.get(key), str) for key in ("role", "name", "event", "text")
+    )
+    return found if known else None
 
 
 class RunDir:
@@ -209,6 +292,25 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def secrets(self) -> Path:
+        """The values that `config.yaml` shows as `***`, until the run is finished or cancelled (`secret_file.py`)."""
+        return self.path / "secrets.json"
+
+    @property
+    def next_config(self) -> Path:
+        """The config of a resume that changes keys, until a step has shown that it works (`launch/pending.py`)."""
+        return self.path / "config.next.yaml"
+
+    @property
+    def effective_config(self) -> Path:
+        """The config that the next attempt, or the present one, uses."""
+        return self.next_config if self.next_config.is_file() else self.config
+
+    @property
+    def slurm(self) -> Path:
+        return self.path / "slurm.json"
 
     @property
     def journal(self) -> Path:
@@ -250,8 +352,8 @@ class RunDir:
 
     def snapshot_of(self, path: Path) -> Path | None:
         """The copy of a file in this run's snapshot of the code, or None where there is none."""
-        code = (read_json(self.environment) or {}).get("code", {})
-        if not code.get("copied") or not path.is_relative_to(code["root"]):
+        code = (read_json(self.environment) or {}).get("code")
+        if not isinstance(code, dict) or not code.get("copied") or not path.is_relative_to(str(code.get("root"))):
             return None
         copy = self.code / path.relative_to(code["root"])
         return copy if copy.is_file() else None
@@ -290,13 +392,19 @@ class RunDir:
         return cls(path.absolute())
 
     def read_state(self) -> State:
-        raw = read_json(self.path / "state.json")
+        """Raises RunFolderError, which names the file and a repair, when `state.json` cannot be read."""
+        path = self.path / "state.json"
+        raw = read_record(path)
         if raw is None:
-            raise RunFolderError(f"{self.path / 'state.json'} is missing or unreadable")
-        return State(**raw)
+            raise RunFolderError(f"{path} is missing: {_REPAIRS['state.json']}")
+        found = formats.fill(State, raw, path)
+        # A reason may quote file names with bytes that no terminal takes.
+        return replace(found, reason=found.reason.encode(errors="replace").decode())
 
     def write_state(self, state: State) -> None:
         write_json(self.path / "state.json", state.__dict__, durable=True)
+        if state.status in ("finished", "cancelled"):
+            file_retry.retry(lambda: self.secrets.unlink(missing_ok=True), self.secrets)
 
     def ask(self, action: Literal["stop", "cancel"], *, by: str, reason: str) -> None:
         """Leave a request with the attempt under way, and with the next one if that begins at this very moment."""
@@ -308,8 +416,12 @@ class RunDir:
     def attempts(self) -> list[Attempt]:
         """All attempts, oldest first."""
         folder = self.path / "attempts"
-        names = file_retry.retry(lambda: os.listdir(folder), folder)
-        return [Attempt(folder / name) for name in sorted(names) if name.isdigit()]
+        try:
+            names = file_retry.retry(lambda: os.listdir(folder), folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise RunFolderError(f"{folder} is missing: restore it, or make an empty folder") from error
+        found = [folder / name for name in sorted(names) if _ATTEMPT.fullmatch(name)]
+        return [Attempt(path) for path in found if path.is_dir()]
 
     def new_attempt(self) -> Attempt:
         # As a whole: a server that has made the folder may still have answered with an error.
@@ -323,28 +435,3 @@ class RunDir:
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / f"{number:03d}")
-
-
-def find_runs(runs_dir: Path) -> Iterator[RunDir]:
-    """All runs below `runs_dir`, in the order of their names."""
-    for state in sorted(runs_dir.glob("*/*/state.json")):
-        if (state.parent / "config.yaml").is_file():
-            yield RunDir(state.parent.absolute())
-
-
-def resolve_run(text: str, runs_dir: Path) -> RunDir:
-    """The run that `text` names: a folder, `experiment/name`, a name, or a unique prefix of a name.
-
-    Raises RunFolderError when nothing or more than one thing matches.
-    """
-    if (Path(text) / "state.json").is_file():
-        return RunDir.open(Path(text))
-    runs = list(find_runs(runs_dir))
-    exact = [run for run in runs if text in (run.name, f"{run.experiment}/{run.name}")]
-    matches = exact or [run for run in runs if run.name.startswith(text)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        names = ", ".join(f"{run.experiment}/{run.name}" for run in matches[:5])
-        raise RunFolderError(f"{text!r} means {len(matches)} runs ({names}): write more of the name, or the folder")
-    raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: `hpcdist runs` lists them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +12,13 @@ from typing import Any
 from hpcdist.cluster import queue
 from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.cluster.queue import JobRef, Look
-from hpcdist.lease import hold, holder
-from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, write_json
+from hpcdist.errors import RunFolderError
+from hpcdist.formats import LARGEST, fill
+from hpcdist.lease import hold, holder, last_renewal
+from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, read_record, write_json
 
 #: How a run is counted whose job came to this end without a word of its supervisor; others are failures.
+_JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
 
 
@@ -34,12 +38,25 @@ class Standing:
         return f"{self.name}: {self.reason}" if self.reason else self.name
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SavedJob:
+    """The content of `slurm.json` once the run was submitted."""
+
+    job_id: str
+    job_name: str = ""
+    cluster: str = ""
+
+
 def job_of(run: RunDir) -> JobRef | None:
     """The job that a run was last submitted as; None for a run of this machine."""
-    saved = read_json(run.path / "slurm.json")
+    saved = read_record(run.slurm)
     if not saved or not saved.get("job_id"):
         return None
-    return JobRef(id=str(saved["job_id"]), name=saved.get("job_name", ""), cluster=saved.get("cluster", ""))
+    ref = fill(_SavedJob, saved, run.slurm)
+    # Slurm's commands are given this: a name of theirs must not be taken for an option or another job.
+    if _JOB_ID.fullmatch(ref.job_id) is None:
+        raise RunFolderError(f"{run.slurm} is damaged: {ref.job_id[:40]!r} is no id of a Slurm job")
+    return JobRef(id=ref.job_id, name=ref.job_name, cluster=ref.cluster)
 
 
 def look_now(run: RunDir, *, history: bool = False) -> Look | None:
@@ -93,8 +110,7 @@ def note_life(run: RunDir, env: Mapping[str, str]) -> None:
     facts = queue.look_at(JobRef(id=job_id)).facts
     if facts is None:
         return
-    before = read_json(run.path / "job.json") or {}
-    lives = before.get("lives", {}) if before.get("job_id") == job_id else {}
+    lives = _lives(run, job_id)
     lives[str(facts.restarts)] = {"nodes": facts.nodes, "queue_s": facts.queue_s(time.time()) or 0.0}
     write_json(run.path / "job.json", {"job_id": job_id, "lives": lives})
 
@@ -102,9 +118,24 @@ def note_life(run: RunDir, env: Mapping[str, str]) -> None:
 def job_lives(run: RunDir) -> list[dict[str, Any]]:
     """What the supervisor noted at each start of the run's present job, oldest first; see `note_life`."""
     job = job_of(run)
-    noted = read_json(run.path / "job.json") or {}
-    lives = noted.get("lives", {}) if job is not None and noted.get("job_id") == job.id else {}
+    lives = _lives(run, job.id) if job is not None else {}
     return [lives[number] for number in sorted(lives, key=int)]
+
+
+def _lives(run: RunDir, job_id: str) -> dict[str, dict[str, Any]]:
+    """What `job.json` holds of a job, by the number of its restarts; entries that are damaged are left out."""
+    noted = read_json(run.path / "job.json") or {}
+    lives = noted.get("lives") if noted.get("job_id") == job_id else None
+    if not isinstance(lives, dict):
+        return {}
+    return {number: life for number, life in lives.items() if number.isdecimal() and _is_life(life)}
+
+
+def _is_life(life: object) -> bool:
+    if not isinstance(life, dict) or not isinstance(life.get("nodes", ""), str):
+        return False
+    waited = life.get("queue_s", 0.0)
+    return type(waited) in (int, float) and 0 <= waited <= LARGEST
 
 
 def dead_reason(run: RunDir, facts: JobFacts | None) -> str:
@@ -140,6 +171,6 @@ def close_if_dead(run: RunDir) -> str:
         ended = found.facts.ended
     # What a dead job has left of its lease binds nobody.
     with hold(run, job_id=left.get("job_id") if look is not None else None):
-        last_sign = float(left.get("renewed") or time.time())
+        last_sign = last_renewal(run) or time.time()
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign))
     return reason

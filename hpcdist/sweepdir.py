@@ -11,18 +11,32 @@ The cells' own folders say how they stand; the sweep's state is derived from the
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
+from hpcdist.formats import fill
 from hpcdist.lease import holder
-from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, write_json
+from hpcdist.ownership import require_trusted
+from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, read_record, write_json
 from hpcdist.sweep import Cell, Sweep, changes, reordered
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """The content of `sweep.json`."""
+
+    uid: str
+    created: float
+    keys: list[str]
+    base: dict[str, Any]
+    cells: list[dict[str, Any]]
 
 
 class SweepDir(RunDir):
@@ -38,9 +52,16 @@ class SweepDir(RunDir):
 
     def read(self) -> dict[str, Any]:
         """`sweep.json`: uid, created, keys, base, and `cells` with name, label and values of each."""
-        found = read_json(self.file)
+        found = read_record(self.file)
         if found is None:
-            raise RunFolderError(f"{self.file} is missing or unreadable")
+            raise RunFolderError(f"{self.file} is missing")
+        fill(_Saved, found, self.file)
+        for cell in found["cells"]:
+            known = isinstance(cell, dict) and isinstance(cell.get("values"), dict)
+            if not known or not all(isinstance(cell.get(key), str) for key in ("name", "label")):
+                raise RunFolderError(f"{self.file} is damaged: {str(cell)[:40]!r} is no cell")
+            if Path(cell["name"]).name != cell["name"] or cell["name"] in ("", "..", "."):
+                raise RunFolderError(f"{self.file} is damaged: {cell['name'][:40]!r} is no name of a run")
         return found
 
     def cells(self) -> list[RunDir]:
@@ -51,18 +72,26 @@ class SweepDir(RunDir):
         """The sweep's state: over when no cell goes on or is about to; failed when one has failed."""
         active = holder(self) is not None
         cells = self.cells()
-        states = [(run, run.read_state()) for run in cells if (run.path / "state.json").is_file()]
+        states, num_unreadable = [], 0
+        for run in cells:
+            if not os.path.lexists(run.path / "state.json"):
+                continue
+            try:
+                states.append((run, run.read_state()))
+            except RunFolderError:
+                num_unreadable += 1
         live = [state for run, state in states if _goes_on(run, state, active)]
         # Who neither goes on nor has ended has lost its supervisor.
         final = ["failed" if state.status == "running" else state.status for _, state in states]
-        num_missing = len(cells) - len(states)
-        counts = Counter([state.status for _, state in states] + ["missing"] * num_missing)
+        num_missing = len(cells) - len(states) - num_unreadable
+        odd = ["missing"] * num_missing + ["unreadable"] * num_unreadable
+        counts = Counter([state.status for _, state in states] + odd)
         reason = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
         status: Status
         if live:
             status = "running" if any(state.attempt for _, state in states) else "queued"
         else:
-            status = _verdict(final + ["missing"] * num_missing)
+            status = _verdict(final + odd)
         return State(
             status=status,
             reason=f"{len(cells)} cells: {reason}",
@@ -75,7 +104,7 @@ class SweepDir(RunDir):
 def _goes_on(run: RunDir, state: State, active: bool) -> bool:
     if state.status in ENDED:
         return False
-    on_slurm = (run.path / "slurm.json").exists()
+    on_slurm = run.slurm.exists()
     if state.status == "running":
         return on_slurm or holder(run) is not None
     # Made, and waiting: for its turn where the sweep is at work, or in Slurm's queue.
@@ -90,25 +119,13 @@ def _verdict(statuses: Sequence[str]) -> Status:
     return "cancelled" if "cancelled" in statuses else "stopped"
 
 
-def find_sweep(text: str, runs_dir: Path) -> SweepDir | None:
-    """The sweep that `text` names: a folder, `experiment/name` or a name; None where there is none.
-
-    Raises RunFolderError when sweeps of several experiments have the name.
-    """
-    if (Path(text) / "sweep.json").is_file():
-        return SweepDir(Path(text).absolute())
-    found = sorted(path.parent for pattern in (text, f"*/{text}") for path in runs_dir.glob(f"{pattern}/sweep.json"))
-    if len(found) > 1:
-        names = ", ".join(f"{path.parent.name}/{path.name}" for path in found)
-        raise RunFolderError(f"{text!r} means {len(found)} sweeps ({names}): write the experiment, too")
-    return SweepDir(found[0].absolute()) if found else None
-
-
 def sweep_of(run: RunDir) -> SweepDir | None:
     """The sweep that a run is a cell of; None for an ordinary run, or when the sweep's folder is gone."""
     name = (read_json(run.path / "cell.json") or {}).get("sweep")
-    found = SweepDir(run.path.parent / name) if name else None
-    return found if found is not None and found.file.is_file() else None
+    if not isinstance(name, str) or Path(name).name != name:
+        return None
+    found = SweepDir(run.path.parent / name)
+    return found if found.file.is_file() else None
 
 
 def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
@@ -122,6 +139,8 @@ def match(sweep: Sweep) -> Sweep:
     Raises RunFolderError when the folder holds something else: a run, or a sweep over other keys or of another config.
     """
     there = SweepDir(sweep.folder)
+    if there.path.exists():
+        require_trusted(there.path, "run --sweep")
     if not there.file.is_file():
         if (there.path / "state.json").exists():
             raise RunFolderError(f"{there.path} is a run, no sweep: choose another `name`")
@@ -156,7 +175,7 @@ def write_sweep(sweep: Sweep) -> SweepDir:
     """Make the sweep's folder, or add new cells to it; returns it. Call `match` first."""
     there = SweepDir(sweep.folder)
     there.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = read_json(there.file) or {
+    known = read_record(there.file) or {
         "uid": uuid.uuid4().hex,
         "created": time.time(),
         "keys": list(sweep.keys),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from hpcdist.cluster import queue
 from hpcdist.cluster.queue import Look, SlurmAwayError
 from hpcdist.cluster.roles import rank_table
 from hpcdist.config import redacted
+from hpcdist.errors import RunFolderError
 from hpcdist.launch.plan import Plan, rank_command
 from hpcdist.launch.policy import Failure
 from hpcdist.lease import holder
-from hpcdist.rundir import ENDED, Attempt, RunDir, State, find_runs, read_json
+from hpcdist.lookup import Listing, find_runs
+from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json, read_record
 from hpcdist.schema import Config
-from hpcdist.standing import job_of, look_now, stand
+from hpcdist.standing import Standing, job_of, look_now, stand
 from hpcdist.tracking.uri import redact_uri
 
 PLAIN_EVERY_S = 5.0
@@ -171,7 +174,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, how to open the UI, and, last, why the run is over in one sentence."""
-    metrics = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("metrics", {}) if state.attempt else {}
+    metrics = _beat(run, state).get("metrics", {})
     is_benchmark = config.trainer.target == "comm"  # the last points of its metrics are of the largest sizes alone
     if metrics and not is_benchmark:
         table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
@@ -201,17 +204,22 @@ def _program() -> str:
     return shlex.quote(os.path.relpath(started)) if started.name == "hpcdist" else f"{sys.executable} -m hpcdist"
 
 
-def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
-    """A table of all runs, the newest last."""
-    if not runs:
-        console.print(f"no runs under {runs_dir.absolute()}", highlight=False, soft_wrap=True)
-        return
+def show_runs(console: Console, listing: Listing, runs_dir: Path) -> None:
+    """A table of all runs, the newest last; runs that cannot be read have a line each below it."""
+    if not listing.runs:
+        console.print(f"no runs under {escape(str(runs_dir.absolute()))}", highlight=False, soft_wrap=True)
     table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
-    looks, away = _looks(runs)
-    found = [stand(run, looks.get(run.path)) for run in runs]
-    for run, now in sorted(zip(runs, found, strict=True), key=lambda pair: pair[1].state.created):
+    looks, away = _looks(listing.runs)
+    found: list[tuple[RunDir, Standing, Any]] = []
+    notes = []
+    for run in listing.runs:
+        try:
+            now = stand(run, looks.get(run.path))
+            found.append((run, now, _beat(run, now.state).get("step", "")))
+        except (RunFolderError, OSError) as error:
+            notes.append(f"{run.experiment}/{run.name} is left out: {error}")
+    for run, now, step in sorted(found, key=lambda item: item[1].state.created):
         name, state = now.name, now.state
-        step = (read_json(run.attempt(state.attempt).beat(0)) or {}).get("step", "") if state.attempt else ""
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(state.created))
         table.add_row(
             escape(f"{run.experiment}/{run.name}"),
@@ -221,14 +229,26 @@ def show_runs(console: Console, runs: list[RunDir], runs_dir: Path) -> None:
             created,
             escape(now.reason or (now.facts.sentence() if now.facts and not now.over else "")),
         )
-    console.print(table)
+    if found:
+        console.print(table)
     if away:
-        console.print(f"Slurm does not say how jobs stand ({escape(away)})", highlight=False, soft_wrap=True)
+        notes.append(f"Slurm does not say how jobs stand ({away})")
+    for note in filter(None, [*notes, listing.note]):
+        console.print(escape(note), highlight=False, soft_wrap=True)
+
+
+def _beat(run: RunDir, state: State) -> dict[str, Any]:
+    """Rank 0's last sign of life in the last attempt; empty before the first, and where it is damaged."""
+    return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
 
 
 def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
     """A look at the jobs of all runs that may go on, in one call; and why there is none."""
-    jobs = {run.path: job for run in runs if (job := job_of(run)) and run.read_state().status not in ENDED}
+    jobs = {}
+    for run in runs:
+        with suppress(RunFolderError, OSError):  # reported where the run's state is read
+            if (job := job_of(run)) and run.read_state().status not in ENDED:
+                jobs[run.path] = job
     try:
         known = queue.ask_many([job.id for job in jobs.values()])
     except SlurmAwayError as error:
@@ -260,7 +280,7 @@ def show_status(console: Console, run: RunDir) -> None:
         rows["what now"] = "its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow"
     world_size = state.world_size if state.attempt else 0
     for rank in range(min(world_size, SHOWN_RANKS)):
-        beat = read_json(run.attempt(state.attempt).beat(rank))
+        beat = run.attempt(state.attempt).last_beat(rank)
         if beat is not None:
             total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
             ago = max(0, int(time.time() - beat["time"]))
@@ -271,7 +291,7 @@ def show_status(console: Console, run: RunDir) -> None:
         rows["straggler"] = escape("\n".join(straggling))
     saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
     rows["checkpoints"] = ", ".join(saved) or "none yet"
-    if (mlflow := read_json(run.mlflow)) is not None and mlflow.get("run_id"):
+    if (mlflow := read_record(run.mlflow)) is not None and mlflow.get("run_id"):
         rows["MLflow run"] = escape(str(mlflow["run_id"]))
     _print_rows(console, rows)
 
@@ -280,8 +300,10 @@ def training_links(runs_dir: Path, tracking_uri: str, port: int) -> list[str]:
     """Where the UI shows each experiment of these runs; without the link it opens on a page for chats and traces."""
     ids: dict[str, str] = {}
     for run in find_runs(runs_dir):
-        known = read_json(run.mlflow) or {}
-        if known.get("experiment_id") and known.get("uri") == redact_uri(tracking_uri):
+        known: dict[str, Any] = {}
+        with suppress(RunFolderError, OSError):  # `hpcdist runs` reports damaged runs
+            known = read_json(run.mlflow) or {}
+        if isinstance(known.get("experiment_id"), str) and known.get("uri") == redact_uri(tracking_uri):
             ids[run.experiment] = known["experiment_id"]
     return [
         f"{name}: http://127.0.0.1:{port}/#/experiments/{number}/runs?workflowType=machine_learning"

@@ -95,7 +95,7 @@ def show(
     """
     from hpcdist.comm import report
     from hpcdist.comm.results import read_results
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
 
     found = resolve_run(run, runs_dir)
     if as_csv + as_json + (compare is not None) > 1:
@@ -112,7 +112,7 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     from hpcdist.comm import compare as comparing
     from hpcdist.comm import report
     from hpcdist.comm.results import read_results
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
 
     results = read_results(run.artifacts)
     terminal = console()
@@ -140,7 +140,7 @@ def _require_like(name: str, config: Config, *, on_slurm: bool) -> None:
     from hpcdist.comm.results import read_results
     from hpcdist.launch.plan import Machine, make_plan
     from hpcdist.launch.submission.components import components
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
 
     earlier = resolve_run(name, Path(config.runs_dir))
     before = compare.facts(read_results(earlier.artifacts))
@@ -176,17 +176,17 @@ def _newest_like(run: RunDir, results: Results) -> RunDir | None:
     from hpcdist.comm import compare
     from hpcdist.comm.results import read_results
     from hpcdist.errors import RunFolderError
-    from hpcdist.rundir import find_runs
+    from hpcdist.lookup import find_runs
 
     found = []
     created = run.read_state().created
     for other in find_runs(run.path.parent.parent):
-        state = other.read_state()
-        if other.experiment != run.experiment or state.status != "finished" or state.created >= created:
-            continue
         try:
+            state = other.read_state()
+            if other.experiment != run.experiment or state.status != "finished" or state.created >= created:
+                continue
             before = read_results(other.artifacts)
-        except RunFolderError:  # a run of another trainer
+        except (RunFolderError, OSError):  # a run of another trainer, or a damaged one
             continue
         if before.complete and not compare.differences(compare.facts(results), compare.facts(before)):
             found.append((state.created, other))

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.commands.options import console
@@ -47,6 +48,8 @@ def run_boxed(
         box = boxes.with_mount(box, path.parent)
     if box.gpus:
         require_driver(facts, subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
+    overrides, variables = boxes.without_secrets(overrides)
+    box = replace(box, env_names=(*box.env_names, *variables))
     words = [
         "run",
         str(path) if is_file else source,
@@ -64,4 +67,4 @@ def run_boxed(
         # An engine would make them itself, as root's.
         folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode

@@ -51,9 +51,12 @@ def doctor(
     """
     import hpcdist
     from hpcdist.diagnose.doctor.page import document, would_fail
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
+    from hpcdist.ownership import require_trusted
 
     found = resolve_run(run, runs_dir) if run is not None else None
+    if found is not None:
+        require_trusted(found.path, "doctor")  # it asks the server and the nodes that the run's config names
     facts = {
         "hpcdist": hpcdist.__version__,
         "host": socket.gethostname(),
@@ -79,9 +82,10 @@ def _sections_of(run: RunDir) -> list[Section]:
     from hpcdist.config import load_run_config
     from hpcdist.diagnose.doctor.of_run import run_sections
     from hpcdist.diagnose.doctor.sections import machine_sections
+    from hpcdist.secret_file import kept
     from hpcdist.standing import job_of
 
-    config = load_run_config(run.config, [], os.environ, require_secrets=False)
+    config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
     sections = run_sections(run, config)
     if job_of(run) is None:
         sections += machine_sections(_request(Path(config.runs_dir), config.tracking.uri, run.path))
@@ -106,7 +110,16 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
 def _looked(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
     from hpcdist.diagnose.doctor.section import examine
 
-    return list(examine(sections))
+    return [_redacted(*section) for section in examine(sections)]
+
+
+def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
+    """A section without secrets: pages are pasted into tickets."""
+    from dataclasses import replace
+
+    from hpcdist.redaction import redact_text
+
+    return title, [replace(check, text=redact_text(check.text), fix=redact_text(check.fix)) for check in checks]
 
 
 def _shown(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
@@ -119,7 +132,8 @@ def _shown(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tu
     _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
     page = []
     with _waiting(out) as status:
-        for title, checks in examine(sections, lambda titles: _tell(status, titles)):
+        for section in examine(sections, lambda titles: _tell(status, titles)):
+            title, checks = _redacted(*section)
             page.append((title, checks))
             if lines := list(section_lines(title, checks, width)):
                 _print(out, [("", ""), *lines])

@@ -19,7 +19,7 @@ from hpcdist.commands.options import (
     SweepAxes,
     exit_code,
 )
-from hpcdist.commands.starting import ask_slurm, queue, send, start_here, submission_flags, supervise_here
+from hpcdist.commands.starting import ask_slurm, check_plan, queue, send, start_here, submission_flags, supervise_here
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
@@ -157,32 +157,40 @@ def resume(
 ) -> int:
     """Go on from the newest valid checkpoint, in the same MLflow run.
 
+    Changed keys become the run's own once a step was completed with them; if the run fails before, the old ones stay.
+
     Examples:
 
         hpcdist resume ddp-2026
 
         hpcdist resume runs/digits/first stop.epochs=20 --with-current-code
     """
-    from hpcdist.config import load_run_config, to_yaml
-    from hpcdist.launch import snapshot
+    from hpcdist.config import load_run_config
+    from hpcdist.launch import pending, snapshot
     from hpcdist.lease import hold
-    from hpcdist.rundir import resolve_run, write_atomic
+    from hpcdist.lookup import resolve_run
+    from hpcdist.ownership import require_trusted
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
-    config = load_run_config(found.config, overrides or [], os.environ)
+    require_trusted(found.path, "resume")
+    config = load_run_config(found.effective_config, overrides or [], {**kept(found), **os.environ})
     if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
         raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
         raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")
-    on_slurm = (found.path / "slurm.json").exists()
+    on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")
     flags = submission_flags(config, dependency, begin)
+    pending.check(found, config)
     if on_slurm:
         ask_slurm(config, flags, None, force=force)
+    else:
+        check_plan(config)
     with hold(found):
-        write_atomic(found.config, to_yaml(config), durable=True)
+        pending.propose(found, config)
         if with_current_code:
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
     if on_slurm:
@@ -202,10 +210,14 @@ def worker(run_dir: Path) -> None:
 def supervise(run_dir: Path) -> int:
     """Supervise a run folder in the foreground; what `--detach` leaves behind."""
     from hpcdist.config import load_run_config
+    from hpcdist.ownership import require_trusted
     from hpcdist.rundir import RunDir
+    from hpcdist.secret_file import kept
 
     found = RunDir.open(run_dir)
-    return supervise_here(found, load_run_config(found.config, [], os.environ), detach=False)
+    require_trusted(found.path, "supervise")
+    config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
+    return supervise_here(found, config, detach=False)
 
 
 @app.command("in-job", hidden=True)

@@ -13,6 +13,7 @@ from hpcdist.commands.options import RUNS, Overrides, RunName, RunsDir, console
 from hpcdist.errors import HpcdistError, UserMistake
 
 if TYPE_CHECKING:
+    from hpcdist.rundir import RunDir
     from hpcdist.sweepdir import SweepDir
 
 app = typer.Typer()
@@ -24,10 +25,10 @@ def runs(runs_dir: RunsDir = RUNS) -> None:
 
     Example:  hpcdist runs
     """
-    from hpcdist.rundir import find_runs
+    from hpcdist.lookup import list_runs
     from hpcdist.view import show_runs
 
-    show_runs(console(), list(find_runs(runs_dir)), runs_dir)
+    show_runs(console(), list_runs(runs_dir), runs_dir)
 
 
 @app.command()
@@ -36,14 +37,15 @@ def status(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
     Example:  hpcdist status ddp-2026
     """
-    from hpcdist.rundir import resolve_run
-    from hpcdist.sweepdir import find_sweep
+    from hpcdist.lookup import resolve
+    from hpcdist.sweepdir import SweepDir
     from hpcdist.view import show_status
 
-    if (sweep := find_sweep(run, runs_dir)) is not None:
-        _show_sweep(sweep)
-        return
-    show_status(console(), resolve_run(run, runs_dir))
+    found = resolve(run, runs_dir)
+    if isinstance(found, SweepDir):
+        _show_sweep(found)
+    else:
+        show_status(console(), found)
 
 
 @app.command()
@@ -63,7 +65,7 @@ def logs(
         hpcdist logs ddp-2026 -f
     """
     from hpcdist.following import stream_log
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
 
     for text in stream_log(resolve_run(run, runs_dir), rank, attempt, follow=follow):
         sys.stdout.write(text)
@@ -92,23 +94,32 @@ def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
 def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     from hpcdist.launch.ending import end, end_sweep
-    from hpcdist.rundir import resolve_run
-    from hpcdist.sweepdir import find_sweep
+    from hpcdist.lookup import resolve
+    from hpcdist.ownership import require_mine
+    from hpcdist.sweepdir import SweepDir
 
-    sweep = find_sweep(name, runs_dir)
-    said = end_sweep(sweep, action) if sweep is not None else [end(resolve_run(name, runs_dir), action)]
-    print("\n".join(said))
+    found = resolve(name, runs_dir)
+    require_mine(found.path, action)
+    print("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
 
 
 def _show_sweep(sweep: SweepDir) -> None:
     from hpcdist.commands.sweep_view import show_cells
-    from hpcdist.config import load_run_config
 
     cells = sweep.cells()
     labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
-    config = next((run.config for run in cells if run.config.is_file()), None)
-    best = load_run_config(config, [], os.environ, require_secrets=False).checkpoint.best if config else "eval/accuracy"
+    best = next((found for run in cells if (found := _best_metric(run))), "eval/accuracy")
     show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
+
+
+def _best_metric(run: RunDir) -> str:
+    """Return the metric that decides on a run's best checkpoint, nothing where its config cannot be read."""
+    from hpcdist.config import load_run_config
+
+    try:
+        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.best
+    except UserMistake:
+        return ""
 
 
 @app.command("config")
@@ -145,6 +156,8 @@ def sync(
 ) -> int:
     """Ship to MLflow what the runs' journals still hold, and close runs whose supervisor or job has died.
 
+    Only runs of your own are shipped, and only while group and others may not write to their folders.
+
     Examples:
 
         hpcdist sync
@@ -153,16 +166,24 @@ def sync(
     """
     from hpcdist.config import load_run_config
     from hpcdist.lease import holder
-    from hpcdist.rundir import find_runs, resolve_run
+    from hpcdist.lookup import list_runs, resolve_run
+    from hpcdist.ownership import require_trusted
+    from hpcdist.secret_file import kept
     from hpcdist.standing import job_of
     from hpcdist.tracking.shipper import sync as ship
     from hpcdist.tracking.uri import choose_uri, is_server
 
-    chosen = [resolve_run(name, runs_dir) for name in runs or []] or list(find_runs(runs_dir))
-    failed = 0
+    chosen = [resolve_run(name, runs_dir) for name in runs or []]
+    if not runs:
+        listing = list_runs(runs_dir)
+        chosen = listing.runs
+        if listing.note:
+            print(listing.note)
+    code = 0
     for found in chosen:
         try:
-            config = load_run_config(found.config, [], os.environ, require_secrets=False)
+            require_trusted(found.path, "sync")
+            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
             uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
             # A job ships to a server alone; to a database those do who stand beside it.
             ships_itself = job_of(found) is None or is_server(uri)
@@ -171,10 +192,10 @@ def sync(
                 continue
             report = ship(found, uri)
             print(f"{found.name}: {report}")
-        except HpcdistError as error:
-            failed += 1
+        except (HpcdistError, OSError) as error:
+            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 1)
             print(f"{found.name}: {error}", file=sys.stderr)
-    return 1 if failed else 0
+    return code
 
 
 @app.command()

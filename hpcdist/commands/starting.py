@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcdist.commands.options import console, exit_code
+from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
     from hpcdist.rundir import RunDir
@@ -43,6 +44,18 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
     return supervise_here(found or start.create_run(config, Path.cwd()), config, detach=detach)
 
 
+def comment(text: str) -> str:
+    """Text as a comment of a shell script; a folder's name may hold a newline."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
+
+
+def check_plan(config: Config) -> None:
+    """Raise UserMistake now for a config that this machine cannot start ranks of."""
+    from hpcdist.launch.plan import Machine, make_plan
+
+    make_plan(config, Machine.inspect(os.environ))
+
+
 def send(
     config: Config,
     flags: dict[str, str],
@@ -70,7 +83,7 @@ def send(
     if dry_run:
         checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
-        print(f"{script}\n# then, in the batch step:\n# {step}\n#\n" + "\n".join(f"# {line}" for line in who))
+        print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, who)))
         return 0
     ask_slurm(config, flags, Path.cwd(), force=force)
     print("\n".join(who))
@@ -88,7 +101,7 @@ def supervise_here(run: RunDir, config: Config, *, detach: bool) -> int:
     from hpcdist.view import RunView, show_end
 
     if detach:
-        pid = start.detach(run, config, os.environ)
+        pid = start.detach(run, os.environ)
         print(f"{run.name} runs in the background (process {pid}): `hpcdist logs -f {run.name}` follows it")
         return 0
     logs.configure()
@@ -120,10 +133,14 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
     from hpcdist.commands.watching import see_through
-    from hpcdist.launch import start
+    from hpcdist.launch import pending, start
     from hpcdist.launch.submission import slurm
 
-    job_id = slurm.submit(config, run, flags)
+    try:
+        job_id = slurm.submit(config, run, flags)
+    except UserMistake:  # Slurm has refused the job
+        pending.drop(run)
+        raise
     print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")
     if follow or wait:
         return see_through(run, config, progress=follow)

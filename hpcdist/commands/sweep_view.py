@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.best)
     if set(names) != {"finished"}:
         say("the same command again runs what is missing or has failed")
-    if {"failed", "lost"} & set(names):
+    if {"failed", "lost", "unreadable"} & set(names):
         return 1
     return 130 if "cancelled" in names else 0
 
@@ -53,6 +54,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.markup import escape
     from rich.table import Column, Table
 
+    from hpcdist.errors import RunFolderError
     from hpcdist.standing import look_now, stand
 
     beats = [_last_beat(run) for _, run in cells]
@@ -61,11 +63,15 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=title)
     names = []
     for (label, run), beat in zip(cells, beats, strict=True):
-        there = (run.path / "state.json").is_file()
-        names.append(stand(run, look_now(run)).name if there else "missing")
+        try:
+            there = os.path.lexists(run.path / "state.json")
+            name = stand(run, look_now(run)).name if there else "missing"
+            reason = run.read_state().reason if there else "never made"
+        except (RunFolderError, OSError) as error:
+            name, reason = "unreadable", str(error)
+        names.append(name)
         value = beat.get("metrics", {}).get(metric)
         number = "" if value is None else f"{value:.6g}"
-        reason = run.read_state().reason if there else "never made"
         table.add_row(escape(label), names[-1], str(beat.get("step", "")), number, escape(reason))
     console().print(table)
     counts = Counter(names)
@@ -75,9 +81,12 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
 
 def _last_beat(run: RunDir) -> dict[str, Any]:
     """Rank 0's last sign of life, with its metrics; empty before the first."""
-    from hpcdist.rundir import read_json
+    from hpcdist.errors import RunFolderError
 
-    if not (run.path / "state.json").is_file():
+    if not os.path.lexists(run.path / "state.json"):
         return {}
-    state = run.read_state()
-    return (read_json(run.attempt(state.attempt).beat(0)) or {}) if state.attempt else {}
+    try:
+        state = run.read_state()
+        return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+    except (RunFolderError, OSError):  # reported in the cell's row
+        return {}

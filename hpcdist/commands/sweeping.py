@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hpcdist.commands.options import console
+from hpcdist.commands.starting import comment
 from hpcdist.commands.sweep_view import say, show_choices, show_end
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
 
@@ -111,10 +112,9 @@ def _run_cell(choice: Choice, plan: Plan) -> None:
 
 def _ended_by_signal(run: RunDir) -> bool:
     """Whether what ended the cell was meant for all of the sweep, unlike `hpcdist stop CELL`."""
-    from hpcdist.rundir import read_json
-
     state = run.read_state()
-    return state.attempt > 0 and (read_json(run.attempt(state.attempt).request) or {}).get("by") in _BY_SIGNAL
+    request = run.attempt(state.attempt).asked() if state.attempt else None
+    return request is not None and request.by in _BY_SIGNAL
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     check_config(config, Path.cwd())
     script, _ = render(config, RunDir(sweep.folder), flags, **array)
     _, step = render(config, to_run[0].run)
-    print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n# {step}")
+    print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
 def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:
@@ -232,12 +232,13 @@ def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -
 def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Show the cells' states, and ship them unless their jobs do so, until all have ended."""
     from hpcdist.launch.sweeping import queued_jobs
-    from hpcdist.rundir import ENDED, read_json
+    from hpcdist.rundir import ENDED
+    from hpcdist.standing import job_of
     from hpcdist.tracking.uri import choose_uri
 
     config = sweep.cells[0].config
     ships = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
-    jobs = {choice.run.name: (read_json(choice.run.path / "slurm.json") or {}).get("job_id") for choice in choices}
+    jobs = {choice.run.name: job.id if (job := job_of(choice.run)) else None for choice in choices}
     said: dict[str, str] = {}
     shipped: dict[str, object] = {}
     gone: Counter[str] = Counter()
@@ -262,7 +263,7 @@ def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
             break
         if time.monotonic() - asked >= ASK_EVERY_S:
             asked = time.monotonic()
-            ids = [job for run in open_runs if (job := jobs[run.name])]
+            ids = [job_id for run in open_runs if (job_id := jobs[run.name])]
             queued = queued_jobs(ids)
             for run in open_runs:
                 # Twice, since a job leaves the queue before a slow file system shows its last words.

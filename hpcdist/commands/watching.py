@@ -33,14 +33,19 @@ def follow(
         hpcdist follow ddp-2026 --wait && evaluate.sh
     """
     from hpcdist.config import load_run_config
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
+    from hpcdist.ownership import is_mine
+    from hpcdist.secret_file import kept
     from hpcdist.standing import look_now, stand
 
     found = resolve_run(run, runs_dir)
+    mine = is_mine(found.path)
     now = stand(found, look_now(found))
     if now.name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
-    config = load_run_config(found.config, [], os.environ, require_secrets=False)
+    # Secrets of the caller have no place in somebody else's config.
+    env = {**kept(found), **os.environ} if mine else {}
+    config = load_run_config(found.effective_config, [], env, require_secrets=False)
     return see_through(found, config, progress=not wait)
 
 
@@ -51,20 +56,26 @@ def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
     Example:  hpcdist explain ddp-2026
     """
     from hpcdist.diagnose.explain import explain
-    from hpcdist.rundir import resolve_run
+    from hpcdist.lookup import resolve_run
+    from hpcdist.redaction import redact_text
 
     for line in explain(resolve_run(run, runs_dir)):
-        console().print(line, markup=False, highlight=False, soft_wrap=True)
+        console().print(redact_text(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def see_through(run: RunDir, config: Config, *, progress: bool) -> int:
-    """Stay with a run until it is over, and ship it where nobody else does; returns the command's exit code."""
+    """Stay with a run until it is over, and ship it where nobody else does; returns the command's exit code.
+
+    A run of somebody else is only shown.
+    """
     from hpcdist.following import follow
     from hpcdist.launch import start
+    from hpcdist.ownership import is_mine
     from hpcdist.standing import job_of
     from hpcdist.view import show_end
 
-    shipping = start.shipping_from_here(run, config, os.environ) if job_of(run) is not None else nullcontext()
+    ships = job_of(run) is not None and is_mine(run.path)
+    shipping = start.shipping_from_here(run, config, os.environ) if ships else nullcontext()
     try:
         with shipping:
             state = follow(console(), run, progress=progress)

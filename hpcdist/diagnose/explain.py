@@ -22,6 +22,7 @@ from hpcdist.diagnose.patterns import (
     first_match,
     quote,
 )
+from hpcdist.ownership import stays_inside
 from hpcdist.rundir import Attempt, RunDir, State, read_json
 from hpcdist.standing import Standing, look_now, stand
 
@@ -194,7 +195,13 @@ def _logs(run: RunDir, attempt: Attempt) -> Iterator[Path]:
     """srun's messages, the batch step's and supervisor's logs, and the ranks' own."""
     yield from (path for path in (attempt.path / "srun.log",) if path.is_file())
     yield from _batch_logs(run)
-    yield from sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+    yield from _rank_logs(run, attempt)
+
+
+def _rank_logs(run: RunDir, attempt: Attempt) -> list[Path]:
+    """The ranks' logs; links that leave the run folder are not followed."""
+    found = sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]
+    return [path for path in found if path.is_file() and stays_inside(path, run.path)]
 
 
 def _batch_logs(run: RunDir) -> list[Path]:
@@ -224,7 +231,7 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
     """Where a rank's log has a line, else what the rank said in its outcome."""
     path = attempt.log(rank)
     wanted = next((part for part in line.splitlines() if part.strip()), line).strip()
-    if path.is_file():
+    if path.is_file() and stays_inside(path, run.path):
         found = next(((number, text) for number, text in reversed(_tail(path)) if wanted in text), None)
         if found is not None:
             return _cite(run, path, *found)
@@ -233,7 +240,7 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
 
 def _stack(run: RunDir, attempt: Attempt) -> str:
     """The innermost frame of the first stack that a rank which hung has printed."""
-    for path in sorted(attempt.path.glob("rank-*.log"))[:MAX_LOGS]:
+    for path in _rank_logs(run, attempt):
         lines = _tail(path)
         for (_, head), (number, frame) in pairwise(lines):
             if "Current thread" in head and "(most recent call first)" in head:

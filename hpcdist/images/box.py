@@ -11,6 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpcdist.boxed import DIGEST, NAME
+from hpcdist.config import parse_value, redacted_argument
+from hpcdist.errors import UserMistake
 from hpcdist.images.engine import EngineName
 from hpcdist.schema import Config
 
@@ -18,6 +20,7 @@ from hpcdist.schema import Config
 PASSED = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
 #: Ours to set: the image has its own values, or the line gives them.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
+_REFERENCE = "${oc.env:"
 CAP_SYS_RESOURCE = 24  # capabilities(7)
 STATUS = Path("/proc/self/status")
 
@@ -90,6 +93,28 @@ def folders_in_words(config: Config, default: Config) -> list[str]:
     """Overrides for folders that a config names itself: `~` and relative paths mean something else inside."""
     chosen = {"runs_dir": (config.runs_dir, default.runs_dir), "data.root": (config.data.root, default.data.root)}
     return [f"{key}={value}" for key, (value, usual) in chosen.items() if value != usual]
+
+
+def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Overrides whose secrets come from variables, and these: `docker inspect` and `ps` show words to other users.
+
+    Raises UserMistake for a secret inside a list or a mapping.
+    """
+    words, variables = [], {}
+    for number, text in enumerate(overrides):
+        key, _, raw = text.partition("=")
+        if redacted_argument(text) == text or _REFERENCE in raw:
+            words.append(text)
+            continue
+        if not isinstance(value := parse_value(raw), str):
+            raise UserMistake(
+                f"{key} holds a secret, which the container's command line would show to other users:"
+                f" give each by a key of its own, such as {key}.NAME=…"
+            )
+        name = f"HPCDIST_OVERRIDE_{number}"
+        variables[name] = value
+        words.append(f"{key}={_REFERENCE}{name}}}")
+    return words, variables
 
 
 def argv(box: Box, words: Sequence[str]) -> list[str]:

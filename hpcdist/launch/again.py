@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config import load_run_config, to_yaml
-from hpcdist.errors import ConfigError
+from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.lease import is_held
-from hpcdist.rundir import RunDir, find_runs
+from hpcdist.lookup import find_runs
+from hpcdist.ownership import require_trusted
+from hpcdist.rundir import RunDir
 from hpcdist.schema import Config
+
+log = logging.getLogger(__name__)
 
 
 def unfinished(config: Config) -> RunDir | None:
@@ -20,8 +25,13 @@ def unfinished(config: Config) -> RunDir | None:
     """
     found: list[tuple[float, RunDir]] = []
     for run in find_runs(Path(config.runs_dir)):
-        state = run.read_state()
-        if run.experiment != config.experiment or (run.path / "slurm.json").exists():
+        if run.experiment != config.experiment or run.slurm.exists():
+            continue
+        try:
+            state = run.read_state()
+            require_trusted(run.path, "run --again")
+        except (RunFolderError, OSError) as error:
+            log.warning("run %s is not gone on with: %s", run.name, error)
             continue
         if state.status in ("stopped", "running") and _same(run, config):
             found.append((state.created, run))
@@ -36,7 +46,7 @@ def _same(run: RunDir, config: Config) -> bool:
     if config.name not in ("", run.name):
         return False
     try:
-        theirs = load_run_config(run.config, [], {}, require_secrets=False)
-    except ConfigError:  # of another version of hpcdist
+        theirs = load_run_config(run.effective_config, [], {}, require_secrets=False)
+    except UserMistake:  # of another version of hpcdist
         return False
     return to_yaml(theirs) == to_yaml(replace(config, name=run.name))

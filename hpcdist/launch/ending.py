@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Literal
@@ -10,6 +11,7 @@ from hpcdist.cluster import queue
 from hpcdist.cluster.queue import Look
 from hpcdist.errors import UserMistake
 from hpcdist.lease import hold, holder, user_name
+from hpcdist.ownership import require_mine
 from hpcdist.rundir import ENDED, RunDir, Status, read_json, write_json
 from hpcdist.standing import job_of, look_now, stand
 from hpcdist.sweepdir import SweepDir
@@ -51,13 +53,15 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
         write_json(sweep.request, {"action": action, "by": by, "reason": f"`hpcdist {action}` by {by}"})
     said = []
     for cell in sweep.cells():
-        state = cell.read_state() if (cell.path / "state.json").is_file() else None
-        if state is None or state.status in ENDED:
-            continue
-        if holder(cell) is None and not (cell.path / "slurm.json").exists():
-            said += [f"{cell.name} will not be started"] * at_work
+        if not os.path.lexists(cell.path / "state.json"):
             continue
         try:
+            if cell.read_state().status in ENDED:
+                continue
+            if holder(cell) is None and not cell.slurm.exists():
+                said += [f"{cell.name} will not be started"] * at_work
+                continue
+            require_mine(cell.path, action)
             said.append(end(cell, action))
         except UserMistake as mistake:
             said.append(str(mistake))

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hpcdist
 from hpcdist.config import redacted_argument
-from hpcdist.errors import UserMistake
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.formats import fill
+from hpcdist.launch.exclusion import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
 from hpcdist.lease import user_name
-from hpcdist.rundir import RunDir, write_atomic, write_json
+from hpcdist.redaction import redact_words
+from hpcdist.rundir import RunDir, read_record, write_atomic, write_json
 from hpcdist.schema import Config
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
+#: So many secrets are named in one line.
+SHOWN = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,31 +41,103 @@ class CodeState:
     git_commit: str | None
     git_dirty: bool
     copied: bool  #: whether the run folder holds the code, and ranks import from there
+    #: Files, and lines (`train.py:12`), that are likely secrets and neither in the copy nor in the patch.
+    left_out: list[str] = field(default_factory=list)
 
 
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     """Copy the user's code into the run folder, with the commit and the uncommitted changes.
 
     In a git work tree these are the tracked and the uncommitted files, ignored ones left out; elsewhere all files
-    below `cwd` but hidden ones and virtual environments. A shipped trainer needs no copy, unless hpcdist itself is
-    being worked on in this tree.
+    below `cwd` but hidden ones and virtual environments. `.gitignore` counts there, too, and `.hpcdistignore`
+    everywhere. Likely secrets are left out and named. A shipped trainer needs no copy, unless hpcdist itself is being
+    worked on in this tree.
 
     Raises UserMistake when the code is larger than `launch.code_max_mb`.
     """
     root = git_root(cwd)
     commit = _git(root, "rev-parse", "HEAD").strip() or None if root else None
     dirty = bool(root and _git(root, "status", "--porcelain"))
-    if root and commit:
-        patch = _git(root, "diff", "--binary", "--no-color", "--no-ext-diff", "HEAD")
-        write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     top = root or cwd
     is_users = bool(config.trainer.script) or ":" in config.trainer.target
+    ignored = _ignored(top, in_git=root is not None)
+    left_out: list[str] = []
+    if root and commit:
+        patch, left_out = _patch(root, ignored)
+        write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
     files = _git_files(root) if root else _plain_files(cwd) if is_users else []
     copied = is_users or Path(hpcdist.__file__).resolve() in files
     if copied:
         runs_dir = Path(config.runs_dir).resolve()  # git, too, names its work tree without links
-        _copy(top, [path for path in files if not path.is_relative_to(runs_dir)], run.code, config)
-    return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied)
+        wanted = [path for path in files if path not in ignored and not path.is_relative_to(runs_dir)]
+        kept, secret = _without_secrets(top, wanted, in_git=root is not None)
+        left_out = list(dict.fromkeys([*left_out, *secret]))
+        _copy(top, kept, run.code, config)
+    if left_out:
+        log.warning(
+            "likely secrets are left out of the run's patch and copy of the code: %s"
+            " (a comment `pragma: allowlist secret` keeps a line)",
+            ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""),
+        )
+    return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied, left_out=left_out)
+
+
+def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
+    """The uncommitted changes without likely secrets, and where these are."""
+    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
+    names = [name for name in _git(root, "diff", "--name-only", "-z", *options).split("\0") if name]
+    patch = _git(root, "diff", "--binary", *options)
+    return clean_patch(patch, names, lambda name: root / name in ignored)
+
+
+def _without_secrets(top: Path, files: list[Path], *, in_git: bool) -> tuple[list[Path], list[str]]:
+    """Files to copy. Where git tracks a file its content is in the commit already, so only its name counts."""
+    new = set(_git_paths(top, "--others", "--exclude-standard")) if in_git else set(files)
+    kept, secret = without_secrets(top, [path for path in files if path in new])
+    tracked = [path for path in files if path not in new]
+    secret += [name for path in tracked if is_secret_file(name := path.relative_to(top).as_posix())]
+    out = new - set(kept)
+    return [path for path in files if path not in out and not is_secret_file(path.relative_to(top).as_posix())], secret
+
+
+def _ignored(top: Path, *, in_git: bool) -> set[Path]:
+    """Files that `.hpcdistignore` names and, outside of a git work tree, `.gitignore`.
+
+    Raises UserMistake where there is no git to read the first.
+    """
+    own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
+    if in_git:
+        if not own:
+            return set()
+        # Tracked ones, too: git ignores only what it does not track.
+        return {*_git_paths(top, "--cached", "--ignored", *own), *_git_paths(top, "--others", "--ignored", *own)}
+    if not own and not (top / ".gitignore").is_file():
+        return set()
+    if shutil.which("git") is None:
+        if own:
+            raise UserMistake(f"{top / IGNORE_FILE} needs git to be read: install git, or remove the file")
+        return set()
+    with tempfile.TemporaryDirectory() as folder:
+        _git(Path(folder), "init", "--quiet")
+        place = ("--git-dir", f"{folder}/.git", "--work-tree", str(top))
+        return set(_git_paths(top, "--others", "--ignored", "--exclude-standard", *own, place=place))
+
+
+def _git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
+    listing = _git(top, *place, "ls-files", "-z", *options)
+    return [top / name for name in listing.split("\0") if name]
+
+
+def code_state(run: RunDir) -> CodeState:
+    """Read from `environment.json` where the code of a run comes from. Raises RunFolderError when it is not there."""
+    facts = read_record(run.environment)
+    if facts is None:
+        raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+    code = facts.get("code")
+    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
+    if found.copied and not Path(found.cwd).is_relative_to(found.root):
+        raise RunFolderError(f"{run.environment} is damaged: the folder {found.cwd} is not below {found.root}")
+    return found
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:
@@ -77,7 +157,7 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
             "user": user_name(),
             "platform": platform.platform(),
             "python": platform.python_version(),
-            "command": " ".join(["hpcdist", *map(redacted_argument, sys.argv[1:])]),
+            "command": " ".join(["hpcdist", *map(str, redact_words([*map(redacted_argument, sys.argv[1:])]))]),
             "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
             "git_commit": code.git_commit,
             "git_dirty": code.git_dirty,
@@ -113,9 +193,8 @@ def git_root(cwd: Path) -> Path | None:
 
 
 def _git_files(root: Path) -> list[Path]:
-    listing = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     # A deleted file is still listed, and a submodule is listed as a folder.
-    return [path for name in listing.split("\0") if name and _can_be_copied(path := root / name)]
+    return [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _can_be_copied(path)]
 
 
 def _plain_files(cwd: Path) -> list[Path]:

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist import file_retry
+from hpcdist import file_retry, secret_file
 from hpcdist.boxed import image_facts
-from hpcdist.config import secrets_of, to_yaml
-from hpcdist.errors import ConfigError, RunFolderError, TrackingError
+from hpcdist.config import run_yaml, secrets_of
+from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.launch import snapshot
 from hpcdist.launch.launcher import Reporter
 from hpcdist.launch.local import LocalLauncher
@@ -25,7 +25,7 @@ from hpcdist.launch.plan import Plan
 from hpcdist.launch.shipping import ShipperProcess, ship_once
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.lease import hold
-from hpcdist.rundir import RunDir, State, read_json, write_atomic, write_json
+from hpcdist.rundir import RunDir, State, read_record, write_atomic, write_json
 from hpcdist.schema import TRAINER_SECTIONS, Config
 from hpcdist.tracking.uri import choose_uri, is_server
 
@@ -83,12 +83,18 @@ def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
     """Make the run folder with everything that a start, or a later resume, needs. Leaves nothing behind on errors."""
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
-        write_atomic(run.config, to_yaml(config), durable=True)
+        write_config(run, config)
         snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)
         raise
     return run
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """Write a run's config without its secrets, and these into a file of their own."""
+    secret_file.keep(run, secrets_of(config))
+    write_atomic(run.config, run_yaml(config), durable=True)
 
 
 def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str]) -> State:
@@ -97,12 +103,10 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
     Raises RunFolderError when another supervisor holds it, or when it is only half made.
     """
     with file_retry.patient(file_retry.UNATTENDED_S), hold(run) as held:
-        facts = read_json(run.environment)
-        if facts is None:
-            raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+        code = snapshot.code_state(run)
+        facts = read_record(run.environment) or {}
         if facts | (image := image_facts(env)) != facts:  # the first start in this image
             write_json(run.environment, facts | image)
-        code = snapshot.CodeState(**facts["code"])
         # Where the run was started is gone on another machine; the code is in the run folder anyway.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
         # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
@@ -114,13 +118,12 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
             return supervisor.run()
 
 
-def detach(run: RunDir, config: Config, env: Mapping[str, str]) -> int:
+def detach(run: RunDir, env: Mapping[str, str]) -> int:
     """Supervise in a process that outlives this one and the terminal; returns its process id."""
     with open(run.path / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],
-            # config.yaml holds no secrets: they travel in the environment, as they came.
-            env={**env, **secrets_of(config)},
+            env=dict(env),  # the run's secrets are in its folder
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from hpcdist import file_retry
 from hpcdist.cluster.roles import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
 from hpcdist.launch.launcher import Launcher, Ranks, Reporter
+from hpcdist.launch.pending import AdoptingReporter, settle
 from hpcdist.launch.policy import Failure, decide, first_failure, not_started
 from hpcdist.launch.shipping import ShipperProcess
-from hpcdist.launch.watch import Allocation, Request, Watch
-from hpcdist.rundir import Attempt, RunDir, State, Status, read_json, write_json
+from hpcdist.launch.watch import Allocation, Watch
+from hpcdist.rundir import Attempt, Request, RunDir, State, Status, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
 
@@ -64,7 +65,7 @@ class Supervisor:
         self._run = run
         self._config = config
         self._launcher = launcher
-        self._report = report
+        self._report = AdoptingReporter(run, report)
         self._tracking_uri = tracking_uri
         self._env = dict(env)
         self._allocation = allocation
@@ -87,7 +88,8 @@ class Supervisor:
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:
-                state = self._conclude(self._attempts(state))
+                state = settle(self._run, self._attempts(state), self._report.first_step)
+                state = self._conclude(state)
             except LeaseLostError:
                 raise
             except Exception as error:
@@ -179,28 +181,26 @@ class Supervisor:
     def _take_over_request(self, attempt: Attempt) -> None:
         """What was asked of the attempt before, after that had failed, is asked of this one."""
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            write_json(attempt.request, late)
+            attempt.ask(late.action, by=late.by, reason=late.reason)
 
-    def _request_of(self, attempt: Attempt) -> Mapping[str, Any] | None:
+    def _request_of(self, attempt: Attempt) -> Request | None:
         """What was asked of an attempt, by its file or by a signal to this process that no file could take."""
-        found = read_json(attempt.request)
-        signalled = self._asked_by_signal()
-        return signalled._asdict() if found is None and signalled is not None else found
+        return attempt.asked() or self._asked_by_signal()
 
     def _write_request(self, attempt: Attempt) -> None:
         """Write down what a signal asks of an attempt, for ranks that start and for the commands that look later."""
         asked = self._asked_by_signal()
         try:
-            if asked is not None and read_json(attempt.request) is None:
+            if asked is not None and attempt.asked() is None:
                 attempt.ask(asked.action, by=asked.by, reason=asked.reason)
         except OSError as error:
             self._report.note(f"the request to {asked.action if asked else 'stop'} is not in {attempt.path}: {error}")
 
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
-            request = self._request_of(attempt) or {}
+            request = self._request_of(attempt)
             verb = "stopped with everything saved" if end == "stopped" else "cancelled"
-            return f"{verb} ({request.get('reason', 'a stop signal reached the ranks')})"
+            return f"{verb} ({request.reason if request is not None else 'a stop signal reached the ranks'})"
         return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer reached its end")
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
@@ -282,7 +282,7 @@ class Supervisor:
         if self._signalled is None:
             return None
         action: Literal["cancel", "stop"] = "cancel" if self._num_interrupts > 1 else "stop"
-        return Request(action, self._signalled, f"{self._signalled} to the supervisor")
+        return Request(action=action, by=self._signalled, reason=f"{self._signalled} to the supervisor")
 
     def _leave_terminal(self) -> None:
         """Writing to a closed terminal fails, and a message nobody reads must not end the run."""

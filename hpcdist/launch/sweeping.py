@@ -10,12 +10,14 @@ from pathlib import Path
 
 from hpcdist.cluster import queue
 from hpcdist.cluster.queue import SlurmAwayError
-from hpcdist.config import to_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.launch import snapshot
+from hpcdist.launch.pending import propose
 from hpcdist.launch.start import create_run
 from hpcdist.lease import hold, holder
-from hpcdist.rundir import ENDED, RunDir, State, read_json, write_atomic
+from hpcdist.ownership import require_trusted
+from hpcdist.rundir import ENDED, RunDir, State
+from hpcdist.standing import job_of
 from hpcdist.sweep import Cell, Sweep
 from hpcdist.sweepdir import SweepDir, mark, sweep_of, write_sweep
 
@@ -37,15 +39,16 @@ def choose(sweep: Sweep) -> list[Choice]:
     Raises RunFolderError when a cell's name is taken by a run that is none of this sweep's.
     """
     runs = [RunDir(sweep.folder.parent / cell.name) for cell in sweep.cells]
-    jobs = {run.name: job for run in runs if (job := (read_json(run.path / "slurm.json") or {}).get("job_id"))}
+    jobs = {run.name: job.id for run in runs if (job := job_of(run)) is not None}
     queued = queued_jobs(list(jobs.values()))
     found = []
     for cell, run in zip(sweep.cells, runs, strict=True):
         if _is_new(run, sweep):
             found.append(Choice(cell=cell, run=run, runs=True, why="new", is_new=True))
             continue
-        job = jobs.get(run.name)
-        in_queue = None if job is None else "UNKNOWN" if queued is None else queued.get(job)
+        require_trusted(run.path, "run --sweep")
+        job_id = jobs.get(run.name)
+        in_queue = None if job_id is None else "UNKNOWN" if queued is None else queued.get(job_id)
         runs_now, why = verdict(run.read_state(), held=holder(run) is not None, in_queue=in_queue)
         found.append(Choice(cell=cell, run=run, runs=runs_now, why=why, is_new=False))
     return found
@@ -129,7 +132,7 @@ def make_ready(choices: Sequence[Choice], there: SweepDir, cwd: Path, *, launche
 def _renew(choice: Choice, cwd: Path, launcher: str) -> None:
     run = choice.run
     with hold(run):
-        write_atomic(run.config, to_yaml(choice.cell.config), durable=True)
+        propose(run, choice.cell.config)
         if choice.why == "failed":
             snapshot.write_environment(run, snapshot.take(choice.cell.config, run, cwd), launcher=launcher)
         if launcher == "local":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from hpcdist.cluster.roles import Roles
 from hpcdist.launch.launcher import Ranks, Reporter
@@ -18,7 +18,7 @@ from hpcdist.launch.policy import Failure, not_started
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stragglers import Stragglers, Told
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
-from hpcdist.rundir import Attempt, read_json
+from hpcdist.rundir import Attempt, Request, read_json
 from hpcdist.schema import Config
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,6 @@ class Allocation(NamedTuple):
     stop_at: float  #: when they are asked to save and leave
     by: str  #: who asks then
     end: float  #: when everything here is killed
-
-
-class Request(NamedTuple):
-    """What someone asks of an attempt; see `Attempt.request`."""
-
-    action: Literal["stop", "cancel"]
-    by: str
-    reason: str
 
 
 class LastSteps(Mapping[int, int | None]):
@@ -204,32 +196,32 @@ class Watch:
         request = self._request(now)
         if request is None:
             return
-        if request["action"] == "cancel":
+        if request.action == "cancel":
             self.cancelled = True
         elif not self.stop_asked:
             self.stop_asked = True
             self._kill_by(now + self._grace_s())
-            self._report.note(f"stopping: the ranks save and leave ({request['reason']})")
+            self._report.note(f"stopping: the ranks save and leave ({request.reason})")
             if self._config.trainer.script:
                 # A plain script knows nothing of requests; the signal is all that it can hear.
                 self._ask_ranks()
 
-    def _request(self, now: float) -> Mapping[str, Any] | None:
+    def _request(self, now: float) -> Request | None:
         """What is asked of the attempt: in its folder, by a signal to this process, or by the allocation's end."""
         found = self._read_request(now)
         asked = self._asked_by_signal()
         if asked is None and self._allocation is not None and time.time() >= self._allocation.stop_at:
-            asked = Request("stop", self._allocation.by, self._allocation.by)
-        if asked is None or (found is not None and (asked.action == "stop" or found["action"] == "cancel")):
+            asked = Request(action="stop", by=self._allocation.by, reason=self._allocation.by)
+        if asked is None or (found is not None and (asked.action == "stop" or found.action == "cancel")):
             return found
         if now >= self._ask_at:
             self._ask_at = now + ASK_AGAIN_S
             self._leave(asked, now)
-        return asked._asdict()
+        return asked
 
-    def _read_request(self, now: float) -> Mapping[str, Any] | None:
+    def _read_request(self, now: float) -> Request | None:
         try:
-            found = read_json(self._attempt.request, within_s=0)
+            found = self._attempt.asked(within_s=0)
         except OSError as error:
             if self._away_since is None:
                 self._away_since = now

@@ -4,7 +4,7 @@
         model.pt        the model's state dict
         trainer.pt      {"trainer": what the trainer gave, "rank_states": one state for each rank}
         shard-00002.pt  where rank 2 owns a part of the model: see shards.py
-        manifest.json   written last: {format_version, step, created (unix s), write_s, world_size, metrics,
+        manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 
 The `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
@@ -26,13 +26,13 @@ from typing import IO, Any, cast
 
 import torch
 
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, RunFolderError
+from hpcdist.formats import stamped, unstamped
 from hpcdist.rundir import write_atomic
 
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
@@ -129,7 +129,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write or replace the manifest, on disk when this returns. Metrics that are not finite become null."""
     text = json.dumps(
         {
-            "format_version": FORMAT_VERSION,
+            **stamped({"format_version": 1}),  # the second for hpcdist 0.1, which knows no other
             "step": manifest.step,
             "created": manifest.created,
             "write_s": manifest.write_s,
@@ -181,12 +181,15 @@ def read_manifest(folder: Path) -> Manifest:
     Raises CheckpointError, in one line that names what is wrong; hashes are not looked at.
     """
     try:
-        manifest = _parse(json.loads((folder / MANIFEST_FILE).read_bytes()))
+        path = folder / MANIFEST_FILE
+        manifest = _parse(json.loads(path.read_bytes()), path)
         sizes = {name: (folder / name).stat().st_size for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
         raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except RunFolderError as error:
+        raise CheckpointError(str(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {error})") from error
     if manifest.step != step_of(folder):
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
@@ -198,9 +201,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(raw: Any) -> Manifest:
-    if raw["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format_version {raw['format_version']!r}, this hpcdist reads {FORMAT_VERSION}")
+def _parse(raw: Any, path: Path) -> Manifest:
+    if not isinstance(raw, dict):
+        raise TypeError(f"it holds a {type(raw).__name__}")
+    unstamped(raw, path)
+    if raw["format_version"] != 1:  # what manifests had before all files had `format`
+        raise ValueError(f"format_version {str(raw['format_version'])[:20]!r}, this hpcdist reads 1")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
     if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
         raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")

@@ -127,7 +127,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     # `kill -USR1` prints the stacks of all threads, which is what one wants to see of a rank that hangs.
     tell_on_signal(attempt, topology.rank, topology.world_size)
     record_collectives(attempt, os.environ)
-    config = load_run_config(run.config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)
         ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"

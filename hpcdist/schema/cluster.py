@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hpcdist.schema.checks import at_least, check, strings
+from hpcdist.schema.checks import at_least, check, flags, one_line, strings, variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class RoleRequest:
             at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task")
             + at_least(self, 0, "gpus_per_node")
             + strings(self, "sbatch")
+            + one_line(self, "mem", "partition", "constraint", "sbatch")
+            + flags(self, "sbatch")
         )
 
 
@@ -78,13 +80,17 @@ class ClusterConfig:
     srun: dict[str, str] = field(default_factory=dict)
     """Any further flag of srun by its long name, in the same way."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the job, ranks included."""
+    """Environment variables for the job, ranks included. Secrets among them are never in the batch script."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that the batch script runs first, such as `module load cuda`."""
+    """Shell lines that the batch script runs first, such as `module load cuda`; they see no secrets of `env`."""
 
     def __post_init__(self) -> None:
         check(
             at_least(self, 1, "nodes", "tasks_per_node", "cpus_per_task", "time_min")
             + at_least(self, 0, "gpus_per_node", "signal_lead_s", "max_requeues")
+            + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
+            + flags(self, "sbatch", "srun")
+            + variables(self, "env")
+            + ["setup must not hold a NUL character" for line in self.setup if "\0" in line]
             + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.schema.checks import check
+from hpcdist.schema.checks import check, one_line
 
 _MOUNT = re.compile(r"[/~][^:,]*(:/[^:,]*)?(:(ro|rw))?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
@@ -45,5 +45,6 @@ class ContainerConfig:
                 for name in self.env
                 if not _NAME.fullmatch(name)
             ]
+            + one_line(self, "image", "python", "mounts", "extra_args")
             + (["image must say what to start"] if self.runtime != "none" and not self.image else [])
         )

@@ -16,10 +16,7 @@ _SCALARS = (NoneType, bool, int, float, str)
 
 
 def exact(tree: Mapping[str, Any]) -> Config | None:
-    """The config whose `dataclasses.asdict` is `tree`; None where a key, a type or a value is not a config's.
-
-    None, too, where a string holds an interpolation: to resolve it is not for this module.
-    """
+    """The config whose `dataclasses.asdict` is `tree`; None where a key, a type or a value is not a config's."""
     try:
         return cast(Config, _section(Config, tree))
     except (TypeError, ValueError):
@@ -48,6 +45,6 @@ def _value(declared: Any, value: Any) -> Any:
             return [_value(of, entry) for entry in value]
         return {_value(str, key): _value(of, entry) for key, entry in value.items()}
     fits = value in arguments if origin is Literal else type(value) in (_SCALARS if declared is Any else (declared,))
-    if not fits or (type(value) is str and "${" in value):
+    if not fits:
         raise TypeError(f"{value!r} is no {declared}")
     return value

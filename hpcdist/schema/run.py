@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcdist.schema.checks import at_least, check
+from hpcdist.schema.checks import at_least, check, one_line
 from hpcdist.schema.cluster import ClusterConfig
 from hpcdist.schema.comm import CommConfig
 from hpcdist.schema.container import ContainerConfig
@@ -79,7 +79,8 @@ class Config:
                 problems.append(f"roles: {role!r} is no name for a role: letters, digits and '_', a letter first")
             if count < 1:
                 problems.append(f"roles.{role} must be >= 1, got {count}")
-        check(problems + at_least(self, 0, "seed"))
+        # It becomes a line of the batch script.
+        check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
 
 
 def role_device(config: Config, role: str) -> str:
@@ -119,6 +120,8 @@ def cross_check(config: Config) -> list[str]:
         without = [role for role in config.roles if role_device(config, role) == "cpu"]
         if without:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
+    if "trainer" in config.cluster.roles and not config.roles:
+        problems.append("cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [

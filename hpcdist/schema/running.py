@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpcdist.schema.checks import above, at_least, check, strings
+from hpcdist.schema.checks import above, at_least, check, strings, variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class LaunchConfig:
             at_least(self, 0, "ranks", "threads", "max_restarts")
             + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
             + strings(self, "env")
+            + variables(self, "env")
             + [
                 f"devices.{role} must be auto, cpu or cuda, got {device!r}"
                 for role, device in self.devices.items()

@@ -1,12 +1,17 @@
-"""Which files of a run belong into MLflow, and which of them it does not have in their present form."""
+"""Which files of a run belong into MLflow, and which of them it does not have in their present form.
+
+Symbolic links are followed inside the run folder only: see `leaves_folder`.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist.ownership import stays_inside
 from hpcdist.rundir import Attempt, RunDir, read_json
 
 #: A log larger than this is uploaded at the end only.
@@ -30,6 +35,15 @@ def fingerprint(path: Path) -> str:
     if not stats:
         return ""
     return f"{path.name}:{len(stats)}:{sum(item.st_size for item in stats)}:{max(item.st_mtime_ns for item in stats)}"
+
+
+def leaves_folder(item: Artifact, run: RunDir) -> str:
+    """Return why an artifact is not to be uploaded: the link in it that leaves the run folder; empty when none does."""
+    paths = [item.source, *item.source.rglob("*")] if item.source.is_dir() else [item.source]
+    for path in paths:
+        if not stays_inside(path, run.path):
+            return f"{path} is a symbolic link that leaves the run folder"
+    return ""
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
@@ -64,14 +78,14 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
         logs = sorted(attempt.path.glob("rank-*.log"))
         outcomes = sorted(attempt.path.glob("rank-*.outcome.json"))
         if len(logs) > MAX_RANKS:
-            outcomes = sorted(outcomes, key=lambda path: path.stat().st_mtime_ns)[:MAX_RANKS]
+            outcomes = sorted(outcomes, key=lambda path: path.lstat().st_mtime_ns)[:MAX_RANKS]
             told = {path.name.split(".")[0] for path in outcomes}
             logs = sorted(logs, key=lambda path: path.stem not in told)[:MAX_RANKS]
         for path in sorted([*logs, *outcomes, *attempt.path.glob(attempt.stragglers.name)]):
-            if ended or path.stat().st_size <= LIVE_LOG_BYTES:
+            if path.is_file() and (ended or path.stat().st_size <= LIVE_LOG_BYTES):
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
         for path in _of_hang(attempt):
-            if path.stat().st_size <= LIVE_LOG_BYTES:
+            if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
 
 
@@ -107,4 +121,6 @@ def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
 def _score(manifest: Mapping[str, Any], name: str) -> float | None:
     metrics = manifest.get("metrics")
     value = metrics.get(name) if isinstance(metrics, dict) else None
-    return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None
+    if not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
+        return None
+    return None if math.isnan(value) else float(value)

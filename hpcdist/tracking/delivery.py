@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent import Parent
 from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Tail
+
+log = logging.getLogger(__name__)
 
 LOGS_EVERY_S = 60.0
 #: How long one pass sends records of a run that goes on, before it tells the rest (tags, artifacts, status).
@@ -30,12 +33,15 @@ class Shipper:
     def __init__(self, run: RunDir, uri: str) -> None:
         self.run = run
         self.uri = uri
+        self._config_mark = artifacts.fingerprint(run.config)
         self.config = labels.read_config(run)
         self.progress = Progress()
         self._saved = run.journal / "shipped.json"
         self._mlflow: MlflowRun | None = None
         self._parent = Parent.of(run, uri)
         self._logs_shipped = 0.0
+        #: Artifacts that are not uploaded, each reported once.
+        self._left_out: set[str] = set()
         #: How long to wait, at least, before the next pass: journals of many nodes are not to be asked often.
         self.pause_s = 0.0
 
@@ -63,6 +69,7 @@ class Shipper:
             state: what to tell of the run, by default what `state.json` says.
         """
         self.open_run()
+        self._follow_config()
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
@@ -77,6 +84,13 @@ class Shipper:
         if failure is not None:
             raise failure
         return num_points
+
+    def _follow_config(self) -> None:
+        """Log what a resume has changed, once the supervisor has made it the run's config."""
+        if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
+            self.config = labels.read_config(self.run)
+            self.open_run().log_params(labels.params(self.config))
+            self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
         """Send what the journal has and MLflow has not; returns the number of points sent.
@@ -136,6 +150,12 @@ class Shipper:
         try:
             for item in found:
                 if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
+                    # Right before the upload, which follows links.
+                    if reason := artifacts.leaves_folder(item, self.run):
+                        if item.target not in self._left_out:
+                            log.warning("%s: it is not uploaded", reason)
+                        self._left_out.add(item.target)
+                        continue
                     self.open_run().upload(item.source, item.target)
                     self.progress.artifacts[item.target] = item.fingerprint
                     self.progress.save(self._saved)
@@ -147,6 +167,8 @@ class Shipper:
             return
         model = self.progress.model
         mark = artifacts.fingerprint(self.run.model)
+        if reason := artifacts.leaves_folder(Artifact(self.run.model, "model", mark), self.run):
+            raise TrackingError(f"{reason}: the model is not uploaded")
         if model.get("fingerprint") != mark:
             steps = [
                 own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()

@@ -1,6 +1,7 @@
 """The journal: metrics of one rank and attempt, one JSON line a record, appended with one system call.
 
-    journal/attempt-001.rank-00000.jsonl     {"t":1760000000000,"s":120,"m":{"train/loss":0.31}}
+    journal/attempt-001.rank-00000.jsonl     {"format":1}
+                                             {"t":1760000000000,"s":120,"m":{"train/loss":0.31}}
 
 A rank never waits for a tracking server: it writes here, and the shipper reads. Steps of a key should rise through
 the attempts of a run: what a later attempt repeats is left out when the journal is shipped.
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.formats import KEY, stamped, unstamped
 
 log = logging.getLogger(__name__)
 
 _FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)\.jsonl")
+_FORMAT_LINE = f'{{"{KEY}"'.encode()
 #: How JSON, as Python reads it, writes what is not finite.
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 #: What one call of `read_chunk` reads; no record is that long.
@@ -134,7 +137,9 @@ class JournalWriter:
             raise OSError("the journal is closed")
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        if not size:
+            self._pending[:0] = json.dumps(stamped({})).encode() + b"\n"
+        elif os.pread(descriptor, 1, size - 1) != b"\n":
             self._pending[:0] = b"\n"  # an earlier writer was killed in the middle of a line
         return descriptor
 
@@ -227,12 +232,24 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
 
 
 def _parse(path: Path, offset: int, data: bytes) -> Chunk:
-    lines = [line for line in data.split(b"\n") if line]
+    lines = [line for line in data.split(b"\n") if line and not _is_format(line, path)]
     records = [record for line in lines if (record := _record(line)) is not None]
     broken = len(lines) - len(records)
     if broken:
         log.warning("%s: %d broken line(s) from byte %d on were skipped", path, broken, offset)
     return Chunk(records, offset + len(data), broken)
+
+
+def _is_format(line: bytes, path: Path) -> bool:
+    """Whether a line says which format those after it have. Raises RunFolderError for a newer one."""
+    if not line.startswith(_FORMAT_LINE):
+        return False
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    unstamped(found, path)
+    return True
 
 
 def _record(line: bytes) -> Record | None:

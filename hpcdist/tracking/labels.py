@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
-from hpcdist.errors import TrackingError
+from hpcdist.config import plain_tree
+from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.rundir import RunDir, State, read_json
 from hpcdist.schema import TRAINER_SECTIONS
 from hpcdist.standing import job_lives
@@ -31,12 +30,9 @@ MLFLOW_STATUS = {
 def read_config(run: RunDir) -> dict[str, Any]:
     """The run's resolved config as plain containers. Raises TrackingError when it cannot be read."""
     try:
-        tree = yaml.safe_load(run.config.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise TrackingError(f"{run.config} cannot be read ({error}): a run cannot be shipped without it") from error
-    if not isinstance(tree, dict):
-        raise TrackingError(f"{run.config} holds no config: a run cannot be shipped without it")
-    return tree
+        return plain_tree(run.config)
+    except ConfigError as error:
+        raise TrackingError(f"{error}: a run cannot be shipped without its config") from error
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

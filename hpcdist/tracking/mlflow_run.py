@@ -19,7 +19,7 @@ import yaml
 
 from hpcdist.errors import TrackingError
 from hpcdist.folder_lock import flock_if_possible
-from hpcdist.rundir import RunDir, read_json, write_json
+from hpcdist.rundir import RunDir, read_record, write_json
 from hpcdist.tracking.tail import Point
 from hpcdist.tracking.uri import redact_uri, sqlite_path
 
@@ -86,7 +86,10 @@ class MlflowRun:
         self.uri = uri
         self._client = open_client(uri)
         self._folder = run
-        saved = read_json(run.mlflow) or {}
+        saved = read_record(run.mlflow) or {}
+        for key in ("run_uid", "run_id"):
+            if not isinstance(saved.get(key, ""), str):
+                raise TrackingError(f"{run.mlflow} is damaged: {key} cannot be {str(saved[key])[:40]!r}")
         if "run_uid" not in saved:
             # On disk before the run exists: whoever dies after creating it finds it again by this.
             saved["run_uid"] = uuid.uuid4().hex

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpcdist.errors import TrackingError
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.formats import fill, stamped
 from hpcdist.rundir import read_json, write_atomic
 
 
@@ -38,18 +39,20 @@ class Progress:
 
     @classmethod
     def load(cls, path: Path) -> Progress:
-        """What the file says. Nothing or nonsense in it means: from the beginning, which MLflow absorbs."""
+        """What the file says. Nothing or nonsense in it means: from the beginning, which MLflow absorbs.
+
+        Raises RunFolderError when a newer hpcdist has written it.
+        """
         raw = read_json(path) or {}
-        empty = asdict(cls())
-        known = {item.name for item in fields(cls)}
-        if any(key not in known or type(value) is not type(empty[key]) for key, value in raw.items()):
+        try:
+            return fill(cls, raw, path)
+        except RunFolderError:
             return cls()
-        return cls(**raw)
 
     def save(self, path: Path) -> None:
         """Raises TrackingError when the disk does not take it."""
         try:
-            write_atomic(path, json.dumps(asdict(self), sort_keys=True))
+            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
         except OSError as error:
             raise TrackingError(f"{path} cannot be written ({error.strerror}): make room there") from error
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.errors import TrackingError
-
-# Up to the last @ before a slash: a password may hold an @ of its own.
-_PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
+from hpcdist.redaction import REDACTED, redact_text
 
 
 def redact_uri(text: str) -> str:
-    """`text` with the password of every URI in it replaced: `http://user:***@host`."""
-    return _PASSWORD.sub(r"\1:***@", text)
+    """`text` with the secrets of every URI in it replaced: `http://user:***@host`."""
+    return redact_text(text)
 
 
 def default_uri(runs_dir: Path) -> str:
@@ -38,7 +35,7 @@ def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     Raises TrackingError when it has lost its password to redaction.
     """
     uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
-    if ":***@" in uri:
+    if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
         raise TrackingError(
             f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"
         )

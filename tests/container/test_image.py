@@ -14,7 +14,8 @@ import pytest
 from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines
 from hpcdist_runs import wait_for
 
-from hpcdist.rundir import RunDir, find_runs, read_json
+from hpcdist.lookup import find_runs
+from hpcdist.rundir import RunDir, read_json
 
 #: The first test to ask for an image builds it.
 pytestmark = pytest.mark.timeout(1200)

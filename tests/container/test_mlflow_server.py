@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from containers import STRANGER, Containers
 
-from hpcdist.rundir import find_runs, read_json
+from hpcdist.lookup import find_runs
+from hpcdist.rundir import read_json
 
 #: The first test to ask for an image builds it.
 pytestmark = pytest.mark.timeout(1200)

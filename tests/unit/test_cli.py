@@ -25,6 +25,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.launch import start
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_json
+from hpcdist.secret_file import kept
 
 COMMANDS = (
     "run",
@@ -236,7 +237,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hpcdist.rundir.find_runs", fail)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", fail)
     result = hpcdist("runs")
     assert (result.code, result.err) == (code, message)
 
@@ -244,7 +245,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
 def test_a_bug_of_ours_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hpcdist.rundir.find_runs", lambda _: 1 // 0)
+    monkeypatch.setattr("hpcdist.lookup.list_runs", lambda _: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["hpcdist", "runs"])
     with pytest.raises(ZeroDivisionError):
         cli.main()
@@ -339,7 +340,7 @@ def test_run_detached_says_how_to_follow(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(start, "detach", lambda run, config, env: seen.append(run.name) or 4711)
+    monkeypatch.setattr(start, "detach", lambda run, env: seen.append(run.name) or 4711)
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
@@ -426,6 +427,10 @@ def test_resume_wants_the_secrets_back(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    run.write_state(replace(run.read_state(), status="cancelled"))
+    assert not run.secrets.exists()
     assert "launch.env.API_KEY was redacted when the run was written: set API_KEY in the environment" in one_line(
         hpcdist("resume", "first")
     )
@@ -433,6 +438,10 @@ def test_resume_wants_the_secrets_back(
     assert hpcdist("resume", "first").code == 0
     assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
     assert "s3cret" not in run.config.read_text()
+    monkeypatch.setenv("API_KEY", "another")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "another"}
+    assert kept(run) == {"API_KEY": "another"}
 
 
 # --- looking at runs
@@ -670,7 +679,9 @@ def test_sync_ships_all_runs_but_those_that_ship_themselves(
 
     monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=ship))
     make("first")
-    make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
+    second = make("second", "tracking.uri=http://ada:s3cret@mlflow", "launch.env.API_KEY=s3cret")
+    assert hpcdist("sync", "second").code == 0
+    second.write_state(replace(second.read_state(), status="finished"))
     busy = make("third")
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     with hold(busy):
@@ -685,7 +696,8 @@ def test_sync_ships_all_runs_but_those_that_ship_themselves(
     )
     monkeypatch.setenv("HPCDIST_TRACKING_URI", "http://ada:s3cret@mlflow")
     assert hpcdist("sync", "second").code == 0
-    assert shipped == [("first", uri), ("first", uri), ("second", "http://ada:s3cret@mlflow")]
+    with_password = ("second", "http://ada:s3cret@mlflow")
+    assert shipped == [with_password, ("first", uri), ("first", uri), with_password]
     make("down")
     assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
 

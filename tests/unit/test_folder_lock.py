@@ -39,9 +39,12 @@ def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None) -> None:
     with exclusive(path):
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
-        with pytest.raises(
-            RunFolderError, match=r"\.lock\.held is locked by another process for more than 0\.1 s: `fus"
-        ), exclusive(path, within_s=0.1):
+        with (
+            pytest.raises(
+                RunFolderError, match=r"\.lock\.held is locked by another process for more than 0\.1 s: `fus"
+            ),
+            exclusive(path, within_s=0.1),
+        ):
             pytest.fail("held twice")
     assert not held.exists()
     with exclusive(path):
@@ -51,9 +54,11 @@ def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None
 def test_with_flock_there_is_no_second_file(path: Path, held: Path) -> None:
     with exclusive(path):
         assert not held.exists()
-        with pytest.raises(RunFolderError, match=r"\.lock is locked by another process for more than 0\.1 s"):
-            with exclusive(path, within_s=0.1):
-                pytest.fail("held twice")
+        with (
+            pytest.raises(RunFolderError, match=r"\.lock is locked by another process for more than 0\.1 s"),
+            exclusive(path, within_s=0.1),
+        ):
+            pytest.fail("held twice")
 
 
 def test_the_file_of_a_process_that_was_killed_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:

@@ -68,6 +68,8 @@ GROUND_FLOOR = (
     "schema",
     "config",
     "rundir",
+    "redaction",
+    "secret_file",
     "lease",
     "pace",
     "standing",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.rundir import RunDir, find_runs, read_json, resolve_run, write_atomic, write_json
+from hpcdist.lookup import find_runs, resolve_run
+from hpcdist.rundir import RunDir, read_json, write_atomic, write_json
 
 
 def make(runs_dir: Path, experiment: str, name: str) -> RunDir:

@@ -405,6 +405,69 @@ def test_a_missing_secret_says_which_variable_to_set(write: Write, tmp_path: Pat
     assert (config.launch.env["WANDB_API_KEY"], config.params["hf_token"]) == ("new", "new")
 
 
+def test_numbers_and_cluster_variables_come_back_as_they_were(write: Write, tmp_path: Path) -> None:
+    config = load_config(
+        write("""
+            params: {pin_pwd: 1234, my_key: "1234", ratio_key: 1.5, use_auth: true, words: [--token, s3cret]}
+            cluster: {env: {WANDB_API_KEY: s3cret-1, BOTH_KEY: s3cret-2, HTTPS_PROXY: "http://u:s3cret@proxy"}}
+            launch: {env: {BOTH_KEY: s3cret-3}}
+        """)
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert "s3cret" not in path.read_text()
+    assert "1234" not in path.read_text()
+    env = secrets_of(config)
+    assert env["WANDB_API_KEY"] == "s3cret-1"
+    assert (env["BOTH_KEY"], env["HPCDIST_CLUSTER_ENV_BOTH_KEY"]) == ("s3cret-3", "s3cret-2")
+    assert env["HTTPS_PROXY"] == "http://u:s3cret@proxy"
+    assert load_run_config(path, [], env) == config
+    with pytest.raises(ConfigError, match=r"HPCDIST_PARAMS_PIN_PWD in the environment must hold JSON, such as 3"):
+        load_run_config(path, [], {**env, "HPCDIST_PARAMS_PIN_PWD": "[1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("launch: {env: {API_KEY: {x: hunter-s3cret}}}", []),
+        ("launch: {env: {API_KEY: [hunter-s3cret]}}", []),
+        ("", ["launch.env.API_KEY={a: hunter-s3cret}"]),
+        ("launch: {env: ['API_KEY=hunter-s3cret']}", []),
+        ("launch: {env: [{API_KEY: hunter-s3cret}]}", []),
+        ("params: {password: *hunter-s3cret}", []),
+        ("tracking: {uri: 'http://u:hunter-s3cret@h', log_every: 'http://u:hunter-s3cret@h'}", []),
+        ("params: {my_key: hunter-s3cret}\nseed: ${params.my_key}", []),
+        ("params: {my_key: hunter-s3cret}\nexperiment: a/${params.my_key}", []),
+        ("seed: ${oc.env:MINE}", []),
+        ("experiment: ${oc.env:MINE}", []),
+        ("launch: {device: '${oc.env:MINE}'}", []),
+        ("launch: {devices: {trainer: '${oc.env:MINE}'}}", []),
+        ("container: {env: ['${oc.env:MINE}'], mounts: ['${oc.env:MINE}'], runtime: podman}", []),
+        ("params: {a: '${oc.decode:${oc.env:MINE}}'}", []),
+        ("params: {which: MINE}\nseed: ${oc.env:${params.which}}", []),
+        ("model: {name: '${oc.env:MINE}'}", []),
+        ("", ["seed=${oc.env:MINE}"]),
+        ("", ["roles.trainer=${oc.env:MINE}"]),
+        ("", ["token hunter-s3cret", "API_KEY:hunter-s3cret", "--password=hunter-s3cret"]),
+    ],
+)
+def test_no_error_shows_a_secret_or_a_variable_of_the_environment(
+    write: Write, monkeypatch: pytest.MonkeyPatch, text: str, overrides: list[str]
+) -> None:
+    monkeypatch.setenv("MINE", "{a/hunter-s3cret")
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(text), overrides)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None or "s3cret" not in str(caught.value.__cause__)
+
+
+def test_a_short_value_from_the_environment_leaves_the_message_readable(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINE", "0")
+    assert problems(write("cluster: {nodes: '${oc.env:MINE}'}")) == ("cluster.nodes must be >= 1, got ${oc.env:MINE}",)
+
+
 def test_a_config_survives_being_written_and_read(write: Write, tmp_path: Path) -> None:
     config = load_config(write("params: {text: 'größe: 3', list: [1, {a: null}]}\n"), ["name=first", "seed=3"])
     path = tmp_path / "config.yaml"
@@ -592,6 +655,10 @@ def test_roles_come_back_from_their_yaml(write: Write, tmp_path: Path) -> None:
             "cluster: {roles: {trainer: {nodes: x}}}",
             "cluster.roles.trainer.nodes must be int | None, got 'x'"
             " (Value 'x' of type 'str' could not be converted to Integer)",
+        ),
+        (
+            "cluster: {roles: {trainer: {nodes: 2}}}",
+            "cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2",
         ),
         ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
         ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),

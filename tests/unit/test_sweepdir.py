@@ -12,7 +12,8 @@ import pytest
 from hpcdist.config import load_config
 from hpcdist.errors import RunFolderError
 from hpcdist.lease import hold
-from hpcdist.rundir import RunDir, Status, find_runs, read_json, write_json
+from hpcdist.lookup import find_runs
+from hpcdist.rundir import RunDir, Status, read_json, write_json
 from hpcdist.sweep import Sweep, make_sweep, parse_axes
 from hpcdist.sweepdir import SweepDir, mark, match, sweep_of, write_sweep
 

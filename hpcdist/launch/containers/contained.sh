@@ -7,7 +7,7 @@
 #   contained.sh remove podman|docker LABEL                                   whatever was left behind
 #   contained.sh in FOLDER COMMAND…                                           inside: enroot's command script
 #
-# NAMES is a pattern of sh, 'SLURM_*|NCCL_*': variables whose names match are passed, by name, so that no value ever
+# NAMES are patterns, 'SLURM_*|NCCL_*': variables whose names match are passed, by name, so that no value ever
 # stands in a command line.
 #
 # Containers of podman and docker are no children of the step: Slurm's signals do not reach them, and they live on when
@@ -26,11 +26,18 @@ present() {
 # Put what only this node knows between the runtime's verb and its other flags; leaves the words in "$@" to `run`.
 node_flags() {
   flags=
+  set -f # patterns are matched against names, not against files
   # Names alone: a value of several lines may give a name that is none, which the runtimes pass over.
   for name in $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p'); do
     case $name in HPCDIST_TRACKING_URI | SLURM_JWT) continue ;; esac
-    eval "case \$name in $names) flags=\"\$flags --env=\$name\" ;; esac"
+    before=$IFS IFS='|'
+    for pattern in $names; do
+      # shellcheck disable=SC2254 # a pattern it is
+      case $name in $pattern) flags="$flags --env=$name" && break ;; esac
+    done
+    IFS=$before
   done
+  set +f
   if [ "$1" = enroot ]; then
     # enroot's hook for InfiniBand fails the start on a node without such a card.
     [ ! -e /dev/infiniband ] || flags="$flags --env=MELLANOX_VISIBLE_DEVICES=all"

@@ -19,12 +19,15 @@ from hpcdist.launch.containers.request import box_for
 from hpcdist.launch.job.scontrol import Job
 from hpcdist.launch.job.srun import rank_env
 from hpcdist.launch.job.step import StepLauncher
+from hpcdist.launch.pending import newest_step, settle
 from hpcdist.launch.policy import Failure
 from hpcdist.launch.submission.components import table
 from hpcdist.launch.supervisor import Supervisor
 from hpcdist.launch.watch import Allocation
 from hpcdist.lease import Held, hold
+from hpcdist.ownership import require_trusted
 from hpcdist.rundir import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.secret_file import kept
 from hpcdist.standing import note_life
 from hpcdist.tracking.uri import choose_uri
 
@@ -99,7 +102,7 @@ def supervise(run_dir: str) -> State:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
     job = Job.here(os.environ)
-    with file_retry.patient(file_retry.UNATTENDED_S), hold(run := RunDir.open(Path(run_dir)), job_id=job.id) as held:
+    with file_retry.patient(file_retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
             # Slurm may start a job again whose run someone has just stopped, the batch script one whose supervisor
@@ -119,15 +122,23 @@ def supervise(run_dir: str) -> State:
                     ended=time.time(),
                     rejected=isinstance(error, UserMistake),
                 )
+                state = settle(run, state, newest_step(run) or 0)
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)
     return state
 
 
+def _open(path: Path) -> RunDir:
+    run = RunDir.open(path)
+    require_trusted(run.path, "submit")
+    return run
+
+
 def _supervise(run: RunDir, job: Job, held: Held) -> State:
-    config = load_run_config(run.config, [], os.environ)
+    # Slurm hands on the environment of the submitting shell; what the run was given counts for more.
+    config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
-    code = snapshot.CodeState(**(read_json(run.environment) or {})["code"])
+    code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
     import_path = snapshot.import_path(code, run)
@@ -184,8 +195,8 @@ def _told(state: State) -> State:
 
 def _asked_by(run: RunDir, state: State) -> str | None:
     """Who has asked the last attempt to stop or end."""
-    by = (read_json(run.attempt(state.attempt).request) or {}).get("by")
-    return None if by is None else str(by)
+    request = run.attempt(state.attempt).asked()
+    return None if request is None else request.by
 
 
 def _is_over(run: RunDir, state: State, job: Job) -> bool:

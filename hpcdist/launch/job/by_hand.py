@@ -16,7 +16,8 @@ from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.launch import start
 from hpcdist.launch.job.batch import supervise
 from hpcdist.launch.job.scontrol import Job
-from hpcdist.rundir import RunDir, State, read_json, write_json
+from hpcdist.launch.submission.checks import in_the_open
+from hpcdist.rundir import RunDir, State, read_record, write_json
 from hpcdist.schema import ClusterConfig, Config
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
     config = named_after(config, job.id)
     own = Path(config.runs_dir) / config.experiment / config.name
     run = RunDir(own)
-    if (read_json(own / "slurm.json") or {}).get("job_id") != job.id:
+    if (read_record(run.slurm) or {}).get("job_id") != job.id:
         if _is_half_made(run, job.id):
             shutil.rmtree(own)
         cluster = cluster_of(config.cluster, env, job.time_limit_min)
@@ -89,6 +90,8 @@ def _is_half_made(run: RunDir, job_id: str) -> bool:
 
 def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
     start.check_trainer(config, cwd)
+    if problems := in_the_open(config):
+        raise ConfigError(problems)
     try:
         run = start.create_run(config, cwd, launcher="slurm")
     except RunFolderError as error:

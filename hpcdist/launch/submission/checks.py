@@ -10,12 +10,16 @@ import os
 import pwd
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpcdist.cluster import site
 from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.site import Partition
-from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.config import secret_keys
+from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.formats import LARGEST
 from hpcdist.launch import start
 from hpcdist.launch.containers import request as containing
 from hpcdist.launch.submission import flags, limits, slurm
@@ -86,12 +90,23 @@ def check(
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
     problems = list(dict.fromkeys(line for cluster in asked for line in flags.collisions(cluster)))
+    problems += in_the_open(config)
     try:
         if cwd is not None:
             start.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
     return problems
+
+
+def in_the_open(config: Config) -> list[str]:
+    """Secrets where they would become words of the batch script or of a command line, which other users can read."""
+    keys = [path for path in secret_keys(config) if path[0] in ("cluster", "container") and path[1] != "env"]
+    return [
+        f"{'.'.join(key)} holds a secret, which the batch script or a command line would show to other users:"
+        f" give it as a variable, such as cluster.env.MY_TOKEN='${{oc.env:MY_TOKEN}}'"
+        for key in keys
+    ]
 
 
 def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
@@ -142,8 +157,12 @@ def _check_lead(config: Config, found: Findings) -> None:
 
 def longest_save(experiment: Path) -> tuple[float, str]:
     """Seconds of the longest save among the checkpoints of an experiment's runs, and which run's; 0 without any."""
-    manifests = {path: read_json(path) or {} for path in experiment.glob("*/checkpoints/step-*/manifest.json")}
-    saves = [(float(manifest.get("write_s") or 0), path.parents[2].name) for path, manifest in manifests.items()]
+    saves = []
+    for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
+        with suppress(RunFolderError, OSError):  # a doubt about another run is none about this one
+            seconds: Any = (read_json(path) or {}).get("write_s")
+            if type(seconds) in (int, float) and 0 <= seconds <= LARGEST:
+                saves.append((float(seconds), path.parents[2].name))
     return max(saves, default=(0.0, ""))
 
 

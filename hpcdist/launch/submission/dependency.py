@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from hpcdist.errors import UserMistake
-from hpcdist.rundir import read_json, resolve_run
+from hpcdist.lookup import resolve_run
+from hpcdist.standing import job_of
 
 KINDS = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok", "singleton")
 _JOB = re.compile(r"\d+(_(\d+|\*))?")
@@ -41,10 +42,10 @@ def _job(kind: str, name: str, runs_dir: Path) -> str:
     if _JOB.fullmatch(name):
         return f"{name}{plus}{minutes}"
     run = resolve_run(name, runs_dir)
-    job = (read_json(run.path / "slurm.json") or {}).get("job_id")
+    job = job_of(run)
     if job is None:
         raise UserMistake(f"--dependency {kind}:{name}: run {run.name} was never submitted to Slurm")
     status = run.read_state().status
     if status == _NEVER.get(kind):
         raise UserMistake(f"--dependency {kind}:{name}: run {run.name} is {status}: this would never start")
-    return f"{job}{plus}{minutes}"
+    return f"{job.id}{plus}{minutes}"

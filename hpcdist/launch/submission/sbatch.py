@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config import secret_keys
 from hpcdist.launch.containers.request import box_for
 from hpcdist.launch.job.srun import step_command
 from hpcdist.launch.plan import rank_command
@@ -51,7 +52,6 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "gpus_per_node": cluster.gpus_per_node or None,
     }
     further = {name: shown for name, value in cluster.sbatch.items() if (shown := without_value(value)) is not None}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -63,7 +63,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         # stands before the first command is as good as those.
         "setup": [
             *components,
-            *exports,
+            *_exports(config),
             *cluster.setup,
             _SUPERVISE % _PYTHON,
         ],
@@ -75,6 +75,17 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "signal_delay_s": cluster.signal_lead_s,
         "additional_parameters": {"requeue": True, **further, **(flags or {})},
     }
+
+
+def _exports(config: Config) -> list[str]:
+    """The job's variables. Slurm keeps the script and shows it, so secrets come from the run folder (`secret_file`)."""
+    hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
+    return [
+        f"# {name} is set by the supervisor, which reads it from secrets.json in the run folder"
+        if name in hidden
+        else f"export {name}={shlex.quote(value)}"
+        for name, value in config.cluster.env.items()
+    ]
 
 
 def component_lines(cluster: ClusterConfig) -> list[str]:

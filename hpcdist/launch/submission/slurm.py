@@ -15,7 +15,7 @@ from hpcdist.launch.job.batch import supervise_in_job
 from hpcdist.launch.job.scontrol import why_no_het_jobs
 from hpcdist.launch.submission.components import allocations, is_het
 from hpcdist.launch.submission.sbatch import SUPERVISOR, render, sbatch_parameters
-from hpcdist.rundir import RunDir, read_json, write_json
+from hpcdist.rundir import RunDir, read_record, write_json
 from hpcdist.schema import Config
 
 #: `sbatch --test-only` may look through all partitions of a busy controller.
@@ -75,7 +75,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
 
-    before, job_before = run.read_state(), read_json(run.path / "slurm.json")
+    before, job_before = run.read_state(), read_record(run.slurm)
     # Before the run waits: one that waits for a job that is over counts as dead.
     write_json(run.path / "slurm.json", {"job_id": None})
     # First, since the job may start before this process goes on.
@@ -111,7 +111,7 @@ def submit_array(
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
 
-    before = [(run, run.read_state(), read_json(run.path / "slurm.json")) for run in runs]
+    before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
     for run, state, _ in before:
         write_json(run.path / "slurm.json", {"job_id": None})
         run.write_state(replace(state, status="queued", reason="", ended=None))

@@ -16,6 +16,8 @@ import pytest
 import hpcdist
 from hpcdist import cli
 from hpcdist.config import load_config
+from hpcdist.errors import UserMistake
+from hpcdist.images.box import without_secrets
 from hpcdist.launch import start
 from hpcdist.rundir import RunDir, State
 
@@ -112,9 +114,26 @@ def test_an_old_driver_is_told_before_the_start(
 
 
 def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:
-    _, output, _ = call("run", "ddp_digits", "tracking.tags.api_token=hidden", "--in", "podman")
+    _, output, _ = call("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
     assert "hidden" not in output
-    assert "tracking.tags.api_token=hidden" in (podman / "words").read_text()
+    words = (podman / "words").read_text()
+    assert "hidden" not in words
+    assert "--env\nHPCDIST_OVERRIDE_1\n" in words
+    assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
+
+
+def test_a_secret_override_reaches_the_container_by_its_environment() -> None:
+    overrides = ["seed=1", "launch.env.A_KEY='1234'", "launch.env.B_KEY=${oc.env:B_KEY}", "tracking.uri=http://u:p@h"]
+    words, variables = without_secrets(overrides)
+    assert words == [
+        "seed=1",
+        "launch.env.A_KEY=${oc.env:HPCDIST_OVERRIDE_1}",
+        "launch.env.B_KEY=${oc.env:B_KEY}",
+        "tracking.uri=${oc.env:HPCDIST_OVERRIDE_3}",
+    ]
+    assert variables == {"HPCDIST_OVERRIDE_1": "1234", "HPCDIST_OVERRIDE_3": "http://u:p@h"}
+    with pytest.raises(UserMistake, match=r"^launch\.env holds a secret, .* such as launch\.env\.NAME=…$"):
+        without_secrets(["launch.env={A_KEY: abc}"])
 
 
 @pytest.mark.parametrize(

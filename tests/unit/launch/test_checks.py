@@ -10,7 +10,7 @@ import pytest
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.launch.submission.checks import check, check_config, longest_save
 from hpcdist.rundir import write_json
-from hpcdist.schema import ClusterConfig, Config, DataConfig, RoleRequest, TrainerConfig
+from hpcdist.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
 SCRIPTS = {
@@ -176,3 +176,24 @@ def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> Non
         "cluster.gpus_per_node=9: partition main offers at most 2 GPUs on a node: lower it or choose another",
     )
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
+
+
+def test_a_secret_that_would_stand_in_the_script_or_a_command_line(tmp_path: Path) -> None:
+    config = Config(
+        runs_dir=str(tmp_path),
+        cluster=ClusterConfig(
+            setup=["export HF_TOKEN=s3cret", "export B_TOKEN=$(cat ~/.token)"],
+            srun={"export": "ALL,WANDB_API_KEY=s3cret"},
+            env={"FINE_TOKEN": "s3cret"},
+        ),
+        container=ContainerConfig(runtime="podman", image="i", extra_args=["--env=A_KEY=s3cret"]),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, tmp_path)
+    assert [line.partition(" holds a secret, which the batch script")[0] for line in caught.value.problems] == [
+        "cluster.srun.export",
+        "cluster.setup",
+        "container.extra_args",
+    ]
+    assert "s3cret" not in str(caught.value)
+    assert "give it as a variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

@@ -204,3 +204,20 @@ def test_what_is_left_of_a_run_is_removed_and_nothing_else(node: Node) -> None:
 def test_enroots_command_script_goes_to_the_folder(node: Node) -> None:
     done = node.script("in", str(node.attempt), "pwd")
     assert (done.returncode, done.stdout) == (0, f"{node.attempt}\n")
+
+
+@pytest.mark.parametrize(
+    "hostile", ["A) touch x;; B", "A$(touch x)", "`touch x`", "A; touch x", "'", '"', "*) touch x"]
+)
+def test_names_are_never_executed(node: Node, tmp_path: Path, hostile: str) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "SLURM_file").touch()  # which a pattern must not be taken for
+    command = ["sh", str(SCRIPT), "once", f"{hostile}|SLURM_*", "podman", "run", "IMAGE", "true"]
+    done = subprocess.run(command, env=node.env, cwd=here, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in here.iterdir()] == ["SLURM_file"]
+    assert {"--env=SLURM_JOB_ID", "--env=SLURM_PROCID", "--env=SLURMD_NODENAME"} & set(node.args()) == {
+        "--env=SLURM_JOB_ID",
+        "--env=SLURM_PROCID",
+    }

@@ -15,7 +15,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpcdist.launch.submission import sbatch
 from hpcdist.rundir import RunDir
-from hpcdist.schema import ClusterConfig, Config, RoleRequest
+from hpcdist.schema import ClusterConfig, Config, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
 
 RUN = RunDir(Path("/shared/my runs/digits/first"))
 SUPERVISE = f"""\
@@ -251,3 +251,34 @@ def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_
     assert pickle.loads((tmp_path / "7_0_result.pkl").read_bytes()) == ("success", "b")
     assert "submitit.core.submission" in done.stderr
     assert "numpy." not in done.stderr, "its parts: the attempt itself is listed"
+
+
+def test_no_secret_is_in_the_script_or_the_step() -> None:
+    env = {"WANDB_API_KEY": "s3cret", "HTTPS_PROXY": "http://u:s3cret@proxy", "PLAIN": "visible"}
+    mine = {**SITE, "env": env}
+    other = {"A_TOKEN": "s3cret"}
+    config = Config(
+        cluster=ClusterConfig(**mine),
+        launch=LaunchConfig(env=other),
+        tracking=TrackingConfig(uri="http://u:s3cret@mlflow"),
+        container=ContainerConfig(runtime="podman", image="i"),
+    )
+    script, step = sbatch.render(config, RUN)
+    assert "s3cret" not in script + step
+    assert "# WANDB_API_KEY is set by the supervisor, which reads it from secrets.json in the run folder" in script
+    assert "export PLAIN=visible" in script
+    assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
+
+
+def test_no_secret_of_a_role_is_in_the_step_of_a_heterogeneous_job() -> None:
+    """srun has one environment for all components; what differs between them becomes words of `env`."""
+    roles = {"cpu": RoleRequest(nodes=1), "gpu": RoleRequest(nodes=1, gpus_per_node=1)}
+    config = Config(
+        roles={"cpu": 1, "gpu": 1},
+        cluster=ClusterConfig(roles=roles, env={"WANDB_API_KEY": "s3cret"}),
+        launch=LaunchConfig(env={"A_TOKEN": "s3cret"}),
+    )
+    script, step = sbatch.render(config, RUN)
+    assert "hetjob" in script
+    assert "env -u" in step
+    assert "s3cret" not in script + step

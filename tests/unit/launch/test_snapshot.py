@@ -17,6 +17,7 @@ import pytest
 import hpcdist
 from hpcdist.errors import UserMistake
 from hpcdist.launch import snapshot
+from hpcdist.launch.exclusion import is_secret_file
 from hpcdist.launch.snapshot import CodeState, import_path, take
 from hpcdist.rundir import RunDir, read_json
 from hpcdist.schema import Config, LaunchConfig, TrainerConfig
@@ -320,3 +321,127 @@ def test_the_environment_file_has_versions_and_code_but_no_variables(
     assert (found["git_commit"], found["git_dirty"], found["launcher"]) == ("abc", True, "local")
     assert CodeState(**found["code"]) == code
     assert "s3cret" not in run.environment.read_text()
+
+
+# --- secrets, and what is ignored
+
+TOKEN = "ghp_0123456789abcdefghijABCDEFGHIJ456789"
+
+
+def test_hunks_and_files_with_secrets_are_left_out_and_named(
+    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"line = {number}\n" for number in range(60)]
+    (project / "train.py").write_text("".join(lines))
+    (project / "gone.py").write_text("x = 1\n")
+    (project / "tracked.pem").write_text("committed\n")
+    (project / "späte Zeile.txt").write_text("a\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    lines[2] = f'token = "{TOKEN}"\n'
+    lines[30] = "changed = 30\n"
+    lines[57] = "password = 'hunter2'\n"
+    (project / "train.py").write_text("".join(lines))
+    (project / "tracked.pem").write_text("new-key-s3cret\n")
+    (project / "späte Zeile.txt").write_text(f"curl https://{TOKEN}@host\n")
+    (project / "added.py").write_text("api_key = 'abcdef0123456789'\n")
+    git("add", "added.py")
+    (project / ".env").write_text("WANDB_API_KEY=abcdef0123456789\n")
+    (project / "settings.yaml").write_text("a: 1\ndb_password: hunter2\n")
+    (project / "module.py").write_text("password = 'hunter2'\n")
+    (project / "data.bin").write_bytes(b"\0password='hunter2'\n")
+    (project / "fine.yaml").write_text("db_password: ${DB_PASSWORD}\n")
+
+    code = take(config(run), run, project)
+
+    patch = (run.path / "code.patch").read_text()
+    for secret in (TOKEN, "hunter2", "new-key-s3cret", "abcdef0123456789"):
+        assert secret not in patch
+    assert "+changed = 30" in patch
+    assert list(code.left_out) == [
+        "added.py:1",
+        "späte Zeile.txt:1",
+        "tracked.pem",
+        "train.py:3",
+        "train.py:58",
+        ".env",
+        "settings.yaml:2",
+    ]
+    # Modules are there: ranks import them, and the folder is the owner's alone. The committed text file is.
+    assert set(contents(run.code)) == {
+        "added.py", "data.bin", "fine.yaml", "gone.py", "module.py", "späte Zeile.txt", "train.py",
+    }  # fmt: skip
+    (line,) = caplog.messages
+    assert line == (
+        "likely secrets are left out of the run's patch and copy of the code: added.py:1, späte Zeile.txt:1,"
+        " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2"
+        " (a comment `pragma: allowlist secret` keeps a line)"
+    )
+    snapshot.write_environment(run, code)
+    assert "train.py:58" in (read_json(run.environment) or {})["code"]["left_out"]
+    git("checkout", "--quiet", ".")
+    git("rm", "--quiet", "--cached", "added.py")
+    git("apply", str(run.path / "code.patch"))
+    assert (project / "train.py").read_text().count("changed = 30") == 1
+
+
+def test_a_clean_change_names_nothing(project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    write(project, train="1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    write(project, train="token = args.token\npassword = 'hunter2'  # pragma: allowlist secret\n")
+    assert take(config(run), run, project).left_out == []
+    assert "hunter2" in (run.path / "code.patch").read_text()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_what_hpcdistignore_names_is_left_out_without_a_word(
+    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project, train="1", sub__notes="2", keep="3", big__a="4", big__b="5", late="6")
+    (project / ".gitignore").write_text("late.py\n")
+    (project / ".hpcdistignore").write_text("# mine\nnotes.py\n/big/*\n!/big/b.py\n.env\n")
+    (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
+    if in_git:
+        git = request.getfixturevalue("git")
+        git("add", "--force", "train.py", "sub", "keep.py")
+        git("commit", "--quiet", "-m", "first")
+        write(project, sub__notes="changed")
+    take(config(run), run, project)
+    ours = set() if not in_git else {".gitignore", ".hpcdistignore"}
+    assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | ours
+    if in_git:
+        assert "notes" not in (run.path / "code.patch").read_text()
+    assert not caplog.messages
+
+
+def test_hpcdistignore_without_git(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project, train="1")
+    (project / ".gitignore").write_text("x\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    take(config(run), run, project)
+    (project / ".hpcdistignore").write_text("x\n")
+    with pytest.raises(UserMistake, match=r"\.hpcdistignore needs git to be read: install git, or remove the file"):
+        take(config(run), run, project)
+
+
+def test_a_patch_whose_parts_have_no_names_is_left_out() -> None:
+    from hpcdist.launch.exclusion import clean_patch
+
+    assert clean_patch("diff --git a/x b/x\n", [], lambda _: False) == (
+        "",
+        ["code.patch (files that are not merged yet)"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        (".env", True), ("a/.env.local", True), (".env.example", False), ("deploy.PEM", True), ("id_rsa", True),
+        ("id_rsa.pub", False), (".netrc", True), ("credentials.json", True), ("credentials.py", False),
+        ("secrets.yaml", True), (".aws/config", True), ("model.py", False), ("keys.yaml", False), ("x.key", True),
+    ],
+)  # fmt: skip
+def test_files_that_are_secret_by_name(name: str, secret: bool) -> None:
+    assert is_secret_file(name) == secret

@@ -22,6 +22,7 @@ from hpcdist.launch.start import check_trainer, create_run, supervise, with_name
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json
 from hpcdist.schema import CommConfig, Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.secret_file import kept
 
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
@@ -129,8 +130,9 @@ def test_create_run_leaves_all_that_a_restart_needs(
     assert (run.code / "train.py").is_file()
     facts = read_json(run.environment) or {}
     assert (facts["launcher"], facts["user"]) == ("local", getpass.getuser())
+    assert kept(run) == secrets
     for path in run.path.rglob("*"):
-        assert not path.is_file() or b"s3cret" not in path.read_bytes(), path
+        assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path
 
 
 def test_create_run_that_fails_leaves_nothing_behind(project: Path, make: Callable[..., Config]) -> None:
@@ -224,7 +226,7 @@ def test_supervise_refuses_a_run_that_was_never_made_to_the_end(
     assert not run.lease.exists()
 
 
-def test_detach_starts_a_supervisor_of_its_own_with_the_secrets(
+def test_detach_starts_a_supervisor_of_its_own(
     project: Path, make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = tmp_path / "python"
@@ -241,11 +243,11 @@ def test_detach_starts_a_supervisor_of_its_own_with_the_secrets(
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    pid = start.detach(run, config, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
+    pid = start.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
     assert started[0].wait(20) == 0
     assert (run.path / "supervisor.log").read_text().splitlines() == [
         f"-P -m hpcdist supervise {run.path}",
-        "/home/ada s3cret",
+        "/home/ada ",  # `supervise` reads it from the run folder
         "err",
         str(pid),
     ]
