@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # What only the benchmarks against other tools need is installed by `make bench`.
 EXTRAS := train,dev
 
-.PHONY: help quickstart install check test faults bench lock clean
+MINUTES ?= 60
+
+.PHONY: help quickstart install check test faults fuzz bench lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,6 +35,9 @@ test: install ## all tests but the heavy ones
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh
 	$(BIN)/python -m pytest -m 'faults or smoke' --timeout 1800
+
+fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time
+	$(BIN)/python scripts/fuzz.py $(MINUTES)
 
 bench: install ## benchmarks against bare loops and other tools; results in benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'

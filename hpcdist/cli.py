@@ -5,14 +5,18 @@ The commands themselves are in `commands/` and `devcluster/commands.py`.
 
 from __future__ import annotations
 
+import io
 import sys
+import tempfile
+import traceback
 from typing import NoReturn
 
 import typer
 
+from hpcdist import __version__
 from hpcdist.commands import benching, doctoring, image, launching, managing, watching
 from hpcdist.devcluster.commands import app as devcluster_app
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import HpcdistError, shortened
 
 app = typer.Typer(
     name="hpcdist",
@@ -21,13 +25,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+#: Exit code after an exception that no code expects (EX_SOFTWARE of sysexits.h).
+DEFECT = 70
+#: Commands whose standard error is a log, where the traceback belongs.
+_LOGGED = ("supervise", "worker", "in-job")
 COMMANDS = (launching, managing, watching, doctoring, benching, image)
 for commands in (*(module.app for module in COMMANDS), devcluster_app):
     app.add_typer(commands)
 
 
 def main() -> NoReturn:
-    """Run the command line. A mistake of the user ends with one message and exit code 2, never a traceback."""
+    """Run the command line.
+
+    A mistake of the user ends with one message and exit code 2, a defect with one line that names a file with the
+    traceback, and exit code DEFECT.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names of files need not be text, nor need the terminal's encoding have all characters.
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
     except HpcdistError as error:
@@ -44,5 +60,22 @@ def main() -> NoReturn:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             sys.exit(error.exit_code)
-        raise
+        if sys.argv[1:] and sys.argv[1] in _LOGGED:
+            raise
+        print(f"hpcdist: {_report(error)}", file=sys.stderr)
+        sys.exit(DEFECT)
     sys.exit(code or 0)
+
+
+def _report(error: Exception) -> str:
+    """Keep the traceback of an exception that no code expects; returns the sentence for the user."""
+    name = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 200)}"
+    text = f"{traceback.format_exc()}\nhpcdist {__version__}, Python {sys.version}\n"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="hpcdist-", suffix=".traceback", delete=False, errors="backslashreplace"
+        ) as file:
+            file.write(text)
+    except OSError:
+        return f"a defect of hpcdist ({name}):\n{text}"
+    return f"a defect of hpcdist ({name}): please report it with {file.name}"

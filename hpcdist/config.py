@@ -15,12 +15,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hpcdist import formats
-from hpcdist.errors import ConfigError
+from hpcdist.document import (
+    MAX_DEPTH,
+    as_literal,
+    check_bounds,
+    first_line,
+    parse,
+    protected,
+    read_document,
+    read_text,
+    unfit_values,
+)
+from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.models import check_model_name
 from hpcdist.redaction import (
     REDACTED,
@@ -31,14 +42,11 @@ from hpcdist.redaction import (
     redact_text,
     redact_tree,
 )
-from hpcdist.schema import Config, ContainerConfig, cross_check, describe, exact
+from hpcdist.schema import Config, cross_check, describe, exact
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-T = TypeVar("T")
-#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
-_NO_INTERPOLATION = "$\ue0f7{"
 _ROLE_REQUESTS = "cluster.roles."
 #: Sections that may stand as one value, and which of their keys it then is.
 _SHORT_FOR = {"trainer": "target", "preflight": "mode"}
@@ -97,7 +105,7 @@ def load_run_config(
         if not overrides and (config := exact(tree)) is not None:
             sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
             return _checked(sections, str(path))
-        return _literal(_build(_protected(tree), overrides, str(path)))
+        return as_literal(_build(protected(tree), overrides, str(path)))
 
 
 @contextmanager
@@ -115,9 +123,13 @@ def _without_values(tree: Mapping[str, Any]) -> Iterator[None]:
 
 def find_config(source: str | Path, folder: str = "") -> Path:
     """The file that `source` means: a path, or the name of a shipped config in `folder` of them."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return path
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, a user who does not exist, a NUL character.
+        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
     shipped = shipped_configs(folder)
     if str(source) in shipped:
         return shipped[str(source)]
@@ -224,8 +236,10 @@ class _Written(yaml.SafeLoader):
 def _read_written(path: Path) -> dict[str, Any] | None:
     """The content of a run folder's config, None where it is not as `to_yaml` has written it."""
     try:
-        tree = yaml.load(path.read_bytes(), _Written)  # noqa: S506  # a SafeLoader
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        text = read_text(path)
+        check_bounds(text)
+        tree = yaml.load(text, _Written)  # noqa: S506  # a SafeLoader
+    except (ConfigError, ValueError, yaml.YAMLError):
         return None
     if not isinstance(tree, dict):
         return None
@@ -233,58 +247,9 @@ def _read_written(path: Path) -> dict[str, Any] | None:
     return tree if exact(tree) is not None else None
 
 
-def _protected(value: Any) -> Any:
-    """Return a tree in whose strings OmegaConf finds no interpolation; `_literal` gives the strings back."""
-    if isinstance(value, dict):
-        return {key: _protected(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_protected(item) for item in value]
-    return value.replace("${", _NO_INTERPOLATION) if isinstance(value, str) else value
-
-
-def _literal(value: T) -> T:
-    """Return a config, or a value of one, with the strings that `_protected` has changed as they were."""
-    found: Any = value
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        fields = {field.name: _literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
-        found = dataclasses.replace(found, **fields)
-    elif isinstance(found, dict):
-        found = {_literal(key): _literal(item) for key, item in found.items()}
-    elif isinstance(found, list):
-        found = [_literal(item) for item in found]
-    elif isinstance(found, str):
-        found = found.replace(_NO_INTERPOLATION, "${")
-    return cast(T, found)
-
-
 def _read_yaml(path: Path, *, literal: bool = False) -> dict[str, Any]:
     """Read a YAML file; a `literal` one holds no interpolations."""
-    from omegaconf import OmegaConf
-
-    try:
-        if literal:
-            # In the text, since OmegaConf parses interpolations when it reads them.
-            text = path.read_text("utf-8").replace("${", _NO_INTERPOLATION)
-            tree = _literal(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
-        else:
-            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except FileNotFoundError:
-        raise ConfigError(["no such file"], str(path)) from None
-    except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(["is not UTF-8 text"], str(path)) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([_yaml_problem(error)], str(path)) from None
-    if not isinstance(tree, dict):
-        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
-    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    """What YAML does not take, and where. An alias or a tag by mistake may be the beginning of a password: `*p4ss`."""
-    text = " ".join(str(error).split())
-    return re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", text)
+    return formats.unstamped(read_document(path, literal=literal), path)
 
 
 def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Config:
@@ -296,53 +261,83 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         key, equals, raw = text.partition("=")
         if not equals or not key or key.startswith("-"):
             name = re.split(r"[:\s]", text, maxsplit=1)[0]
-            shown = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
-            problems.append(f"{shown!r} is no override: write key=value, as in optim.lr=0.01")
+            said = f"{name} {REDACTED}" if name != text and is_secret_name(name) else text
+            problems.append(f"{shown(said)} is no override: write key=value, as in optim.lr=0.01")
+        elif key.count(".") >= MAX_DEPTH:
+            problems.append(f"{key}: more than {MAX_DEPTH} levels deep")
         elif not _insert(tree, key.split("."), parse_value(raw)):
             problems.append(f"{key}: a part of this path is a value already, not a section")
     for section in _SHORT_FOR:
         _unfold(tree, section)
+    if unfit := [*unfit_values(tree), *_nested_too_deep(tree)]:
+        raise ConfigError([*problems, *unfit], source)
 
-    merged = OmegaConf.structured(Config)
+    merged: Any = _defaults()
+    mistakes = (OmegaConfBaseException, ValueError, TypeError)
     try:
         merged = OmegaConf.merge(merged, tree)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        # A merge stops at the first mistake, so look again leaf by leaf for all of them.
-        for path, value in leaves(tree):
-            leaf: dict[str, Any] = {}
-            _insert(leaf, path, value)
+    except mistakes:
+        # A merge stops at the first mistake: merge section by section, and the leaves of those that fail one by one.
+        for name, content in tree.items():
             try:
-                merged = OmegaConf.merge(merged, leaf)
-            except (OmegaConfBaseException, ValueError, TypeError) as error:
-                problems.append(_sentence(".".join(path), value, error))
+                merged = OmegaConf.merge(merged, {name: content})
+                continue
+            except mistakes:
+                pass
+            for path, value in leaves({name: content}):
+                leaf: dict[str, Any] = {}
+                _insert(leaf, path, value)
+                try:
+                    merged = OmegaConf.merge(merged, leaf)
+                except mistakes as error:
+                    problems.append(_sentence(".".join(path), value, error))
     assert isinstance(merged, DictConfig)
     sections: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
         try:
             sections[field.name] = _section(merged, field.name)
         except OmegaConfBaseException as error:
-            # Its further lines are detail of no use here.
-            problems.append(f"{error.full_key or field.name}: {str(error).splitlines()[0]}")
+            problems.append(f"{error.full_key or field.name}: {first_line(error)}")
         except ValueError as error:
             problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
+        except (TypeError, AttributeError) as error:
+            problems.append(_of_another_type(field.name, error))
     plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
     try:
         Config(**plain)
     except ValueError as error:
         problems += str(error).splitlines()
+    except (TypeError, AttributeError) as error:
+        problems.append(_of_another_type("the config", error))
     if problems:
         raise ConfigError(problems, source)
     return _checked(sections, source)
 
 
-def parse_value(raw: str) -> Any:
-    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number)."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Containers where a dict or list of the schema holds single values: OmegaConf lets them pass."""
+    for key, kind in _kinds().items():
+        of = kind.partition("[")[2].removeprefix("str, ").removesuffix("]")
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if of not in ("int", "str", "float") or not isinstance(value, Mapping | list):
+            continue
+        for name, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(entry, Mapping | list):
+                yield f"{key}.{name} must be {'a string' if of == 'str' else of}, got {shown(entry)}"
 
+
+def _of_another_type(where: str, error: Exception) -> str:
+    """A section or list where a value belongs, by an interpolation: what OmegaConf does not check."""
+    return f"{where}: an interpolation gives a value of another type than its key has ({shortened(first_line(error))})"
+
+
+def parse_value(raw: str) -> Any:
+    """The value of an override, read as OmegaConf reads YAML (`3e-4` is a number); what is no YAML is text."""
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]), resolve=False)["value"]  # type: ignore[index,call-overload]
-    except (OmegaConfBaseException, yaml.YAMLError):
+        return parse(raw)
+    except ValueError:
         return raw
 
 
@@ -354,23 +349,40 @@ def _section(merged: DictConfig, name: str) -> Any:
 
 
 def _checked(sections: dict[str, Any], source: str) -> Config:
-    data, tracking, trainer = sections["data"], sections["tracking"], sections["trainer"]
+    problems: list[str] = []
+
+    def whole(key: str, text: str) -> str:
+        try:
+            return str(Path(text).expanduser().absolute())
+        except RuntimeError:
+            problems.append(f"{key}: no home folder is known for {shown(Path(text).parts[0])}: write the whole path")
+            return text
+
+    data, tracking, trainer, container = (sections[name] for name in ("data", "tracking", "trainer", "container"))
     if trainer.script:
         # As torchrun takes it: from where the user stands. Ranks and later resumes may stand elsewhere.
-        script = [str(Path(trainer.script[0]).expanduser().absolute()), *trainer.script[1:]]
+        script = [whole("trainer.script", trainer.script[0]), *trainer.script[1:]]
         sections["trainer"] = dataclasses.replace(trainer, script=script)
-    sections["runs_dir"] = str(Path(sections["runs_dir"]).expanduser().absolute())
-    sections["data"] = dataclasses.replace(data, root=str(Path(data.root).expanduser().absolute()))
-    files = [str(Path(file).expanduser().absolute()) for file in sections["rnn"].files]
+    sections["runs_dir"] = whole("runs_dir", sections["runs_dir"])
+    sections["data"] = dataclasses.replace(data, root=whole("data.root", data.root))
+    files = [whole("rnn.files", file) for file in sections["rnn"].files]
     sections["rnn"] = dataclasses.replace(sections["rnn"], files=files)
     if (hybrid := sections["hybrid"]).data:
-        sections["hybrid"] = dataclasses.replace(hybrid, data=str(Path(hybrid.data).expanduser().absolute()))
+        sections["hybrid"] = dataclasses.replace(hybrid, data=whole("hybrid.data", hybrid.data))
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
-        file = Path(uri.removeprefix("sqlite:///")).expanduser().absolute()
+        file = whole("tracking.uri", uri.removeprefix("sqlite:///"))
         sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
-    sections["container"] = _absolute_image(sections["container"])
+    image = container.image
+    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
+    # Docker, podman and pyxis take an image from a registry or store of their own by name.
+    if image and is_path and "://" not in image:
+        image = whole("container.image", image)
+    mounts = [whole("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
+    sections["container"] = dataclasses.replace(container, image=image, mounts=mounts)
+    if problems:
+        raise ConfigError(problems, source)
     config = Config(**sections)
-    problems = cross_check(config)
+    problems += [*unfit_values(dataclasses.asdict(config)), *cross_check(config)]
     if config.trainer.target == "ddp" and not config.trainer.script:
         try:
             check_model_name(config.model.name)
@@ -381,14 +393,13 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
     return config
 
 
-def _absolute_image(container: ContainerConfig) -> ContainerConfig:
-    """With whole paths, also where the runtime takes its image from a registry or store of its own by name."""
-    image = container.image
-    is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
-    if image and is_path and "://" not in image:
-        image = str(Path(image).expanduser().absolute())
-    mounts = [str(Path(mount).expanduser()) for mount in container.mounts]
-    return dataclasses.replace(container, image=image, mounts=mounts)
+@functools.cache
+def _defaults() -> DictConfig:
+    """The schema with its defaults, for merging into; making it takes longer than all else of loading a config."""
+    from omegaconf import OmegaConf
+
+    found: DictConfig = OmegaConf.structured(Config)
+    return found
 
 
 @functools.cache
@@ -401,13 +412,12 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
     known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
-        first = str(error).splitlines()[0]
-        return f"{key} must be {known[key]}, got {value!r} ({first})"
+        return f"{key} must be {known[key]}, got {shown(value)} ({shortened(first_line(error))})"
     if any(path.startswith(f"{key}.") for path in known):
-        return f"{key} is a section: give it keys, got {value!r}"
+        return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)
     if holder and not key.startswith(_ROLE_REQUESTS):
-        return f"{holder} must be {known[holder]}, got {value!r} for {key}"
+        return f"{holder} must be {known[holder]}, got {shown(value)} for {key}"
     leaf = key.rpartition(".")[2]
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     sections = {path.partition(".")[0] for path in known if "." in path}

@@ -8,8 +8,57 @@ from __future__ import annotations
 
 import base64
 import re
+import reprlib
 import traceback
 from collections.abc import Sequence
+
+#: Bounds of a UserMistake's message: characters in a line, and problems that are listed.
+MAX_LINE = 500
+MAX_PROBLEMS = 20
+#: How much of a value a message shows.
+MAX_SHOWN = 60
+
+
+class _Short(reprlib.Repr):
+    """`repr` whose length, depth and cost are bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 3, 3, 4, MAX_SHOWN, MAX_SHOWN
+
+    def repr_int(self, value: int, _level: int) -> str:
+        # Python refuses to write an integer of more than 4,300 digits.
+        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length():,} bits"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """Return the repr of a value for a message; of a long one the beginning, and its size."""
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f"{shortened(repr(value[:MAX_SHOWN]), MAX_SHOWN)} ({len(value):,} characters)"
+    text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
+    if len(text) <= 2 * MAX_SHOWN:
+        return text
+    size = f" ({len(value):,} entries)" if isinstance(value, list | tuple | dict | set) else ""
+    return shortened(text, 2 * MAX_SHOWN) + size
+
+
+def shortened(text: str, limit: int = 120) -> str:
+    """Return `text` with its middle left out where it is longer than `limit` characters."""
+    end = limit // 5
+    return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
+
+
+def _printable(text: str) -> str:
+    """Lines without control characters and lone surrogates, each at most MAX_LINE characters long."""
+    lines = text.encode("utf-8", "backslashreplace").decode().split("\n")
+    # Escapes, since names and values of a file must not steer the terminal.
+    clean = (
+        "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in line) for line in lines
+    )
+    return "\n".join(shortened(line, MAX_LINE) for line in clean)
 
 
 class HpcdistError(Exception):
@@ -19,23 +68,31 @@ class HpcdistError(Exception):
 
 
 class UserMistake(HpcdistError):
-    """Something that only the user can put right; never retried."""
+    """Something that only the user can put right; never retried.
+
+    The lines of its message are at most MAX_LINE characters long and free of control characters.
+    """
 
     exit_code = 2
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_printable(message))
+
 
 class ConfigError(UserMistake):
-    """One or more mistakes in a config; `problems` holds one line for each."""
+    """One or more mistakes in a config; `problems` holds one line for each. The message lists MAX_PROBLEMS of them."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(" ".join(_printable(problem).split("\n")) for problem in problems)
         self.source = source
-        head = f"{source}: " if source else ""
+        head = f"{shortened(source, MAX_LINE // 2)}: " if source else ""
         if len(self.problems) == 1:
             super().__init__(head + self.problems[0])
-        else:
-            lines = "\n".join(f"  - {problem}" for problem in self.problems)
-            super().__init__(f"{head}{len(self.problems)} mistakes\n{lines}")
+            return
+        listed = [*self.problems[:MAX_PROBLEMS]]
+        if len(self.problems) > MAX_PROBLEMS:
+            listed.append(f"and {len(self.problems) - MAX_PROBLEMS:,} more")
+        super().__init__("\n".join([f"{head}{len(self.problems):,} mistakes", *(f"  - {line}" for line in listed)]))
 
 
 class TopologyError(UserMistake):

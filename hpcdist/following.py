@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from hpcdist.cluster.queue import JobRef, JobWatch, Look
 from hpcdist.errors import RunFolderError
+from hpcdist.log_text import PIECE_BYTES
 from hpcdist.ownership import is_mine, stays_inside
 from hpcdist.rundir import RunDir, State
 from hpcdist.standing import Standing, close_if_dead, job_of, stand
@@ -56,6 +58,7 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     if not path.is_file() and not follow:
         raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
     position = 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()
     watch = RunWatch(run) if follow else None
     while True:
@@ -63,12 +66,17 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         ended = watch is None or watch.now().over
         state = run.read_state()
         if path.is_file() and stays_inside(path, run.path):
-            with open(path, errors="replace") as file:
+            with open(path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < position:
+                    yield "\n[hpcdist: this log was shortened meanwhile, see launch.log_max_mb]\n"
+                    position = os.fstat(file.fileno()).st_size
                 file.seek(position)
-                yield file.read()
+                while data := file.read(PIECE_BYTES):
+                    yield decoder.decode(data)
                 position = file.tell()
         if attempt is None and state.attempt > number:
             number, position = number + 1, 0
+            decoder.reset()
             path = run.attempt(number).log(rank)
         elif ended:
             return

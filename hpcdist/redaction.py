@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from hpcdist.errors import MAX_SHOWN, shown
+
 REDACTED = "***"
 #: In the place of a number: tells a reader of the config that the value is not a string.
 REDACTED_NUMBER = "*** (number)"
@@ -174,15 +176,20 @@ def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str,
         tree: the config that the error is about, its interpolations unresolved.
         env: the environment that they are resolved with.
     """
-    hidden = {text: shown for text, shown in _hidden(tree, env) if text}
-    texts = sorted({form for text in hidden for form in (text, repr(text)[1:-1])}, key=len, reverse=True)
-    shown = {form: shown for text, shown in hidden.items() for form in (text, repr(text)[1:-1])}
+    # A message quotes a value, and of a long one the beginning and the end (`errors.shown`).
+    instead = {
+        form: name
+        for text, name in _hidden(tree, env)
+        if text
+        for form in (text, repr(text)[1:-1], *([shown(text)] if len(text) > MAX_SHOWN else []))
+    }
+    texts = sorted(instead, key=len, reverse=True)
     if not texts:
         return [redact_text(line) for line in lines]
     words = "|".join(re.escape(text) if len(text) >= _SHORT else rf"(?<=got ){re.escape(text)}" for text in texts)
     quoted = "|".join(re.escape(text) for text in texts)
     pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)|(?<=')(?:{quoted})(?=')")
-    return [redact_text(pattern.sub(lambda match: shown[match[0]], line)) for line in lines]
+    return [redact_text(pattern.sub(lambda match: instead[match[0]], line)) for line in lines]
 
 
 def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterator[tuple[str, str]]:

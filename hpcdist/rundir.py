@@ -6,6 +6,7 @@
         container.json                           runtime, image and digest, where ranks stand in containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record a line
         journal/shipped.json                     how far MLflow has them
+        journal/names.json                       the originals of names that MLflow does not accept
         checkpoints/step-00000100/               see runtime/checkpoint.py
         model/                                   the final model in MLflow's layout
         artifacts/                               what the trainer leaves for people: plots, samples
@@ -34,6 +35,7 @@ from typing import Any, Literal
 
 from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
+from hpcdist.foreign import read_json_value
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
@@ -99,8 +101,8 @@ def read_json(path: Path, *, within_s: float | None = None) -> dict[str, Any] | 
     Raises RunFolderError when a newer hpcdist has written it.
     """
     try:
-        value = json.loads(file_retry.retry(path.read_bytes, path, within_s=within_s))
-    except (FileNotFoundError, ValueError, RecursionError):
+        value = file_retry.retry(lambda: read_json_value(path), path, within_s=within_s)
+    except (FileNotFoundError, ValueError):
         return None
     return formats.unstamped(value, path) if isinstance(value, dict) else None
 

@@ -84,16 +84,25 @@ class JobFacts:
 
 
 def parse_facts(line: str) -> dict[str, str]:
-    """`Key=value` words as `scontrol --oneliner` prints them; a value with spaces is cut at the first."""
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+    """Return the `Key=value` words that `scontrol --oneliner` prints; a value with spaces is cut at the first.
+
+    Of a key that occurs twice the first value counts: free text (`SubmitLine=`, `Comment=`) comes last and may hold
+    words of this form.
+    """
+    return dict(word.split("=", 1) for word in reversed(line.split()) if "=" in word)
 
 
 def parse_time(text: str | None) -> float | None:
     """Slurm's local time (`2026-11-20T07:05:00`) in seconds since the epoch; None for Unknown and the like."""
     try:
         return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
+
+
+def number(text: str) -> int | None:
+    """Return a count of up to 18 digits; None for anything else, such as `UNLIMITED`."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
@@ -104,8 +113,8 @@ def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
     if not records:
         return None
     facts = records[0]
-    code, number = _exit(facts.get("ExitCode", ""))
-    state = facts["JobState"]
+    code, signal = _exit(facts.get("ExitCode", ""))
+    state = facts.get("JobState", "UNKNOWN")
     return JobFacts(
         id=job_id,
         name=facts.get("JobName", ""),
@@ -115,9 +124,9 @@ def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
         started=parse_time(facts.get("StartTime")),
         ended=parse_time(facts.get("EndTime")),
         exit_code=code,
-        signal=number,
+        signal=signal,
         nodes=",".join(filter(None, (_text(record.get("NodeList", "")) for record in records))),
-        restarts=int(facts.get("Restarts", "0")),
+        restarts=number(facts.get("Restarts", "0")) or 0,
         time_limit=_text(facts.get("TimeLimit", "")),
     )
 
@@ -125,8 +134,10 @@ def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
 def parse_squeue(text: str, job_id: str) -> JobFacts | None:
     """A job from squeue's lines of the fields that this module asks for."""
     for line in text.splitlines():
-        number, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
-        if number in (job_id, f"{job_id}+0"):
+        if line.count("|") < 8:
+            continue  # no line of the format that was asked for
+        own, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
+        if own in (job_id, f"{job_id}+0"):
             return JobFacts(
                 id=job_id,
                 name=name,
@@ -145,9 +156,12 @@ def parse_sacct(text: str, job_id: str) -> JobFacts | None:
     """A job from `sacct --duplicates`: its last life, with the ends of those before it. Steps give memory alone."""
     lives: list[tuple[dict[str, str], list[dict[str, str]]]] = []
     for line in text.splitlines():
-        row = dict(zip(SACCT_FIELDS.split(","), line.split("|"), strict=False))
-        number, dot, _ = row["JobID"].partition(".")
-        if number not in (job_id, f"{job_id}+0"):
+        fields = SACCT_FIELDS.split(",")
+        if line.count("|") < len(fields) - 1:
+            continue  # no line of the format that was asked for
+        row = dict(zip(fields, line.split("|"), strict=False))
+        own, dot, _ = row["JobID"].partition(".")
+        if own not in (job_id, f"{job_id}+0"):
             continue
         if not dot:
             lives.append((row, []))
@@ -156,7 +170,7 @@ def parse_sacct(text: str, job_id: str) -> JobFacts | None:
     if not lives:
         return None
     row, steps = lives[-1]
-    code, number_ = _exit(row["ExitCode"])
+    code, signal = _exit(row["ExitCode"])
     return JobFacts(
         id=job_id,
         name=row["JobName"],
@@ -165,7 +179,7 @@ def parse_sacct(text: str, job_id: str) -> JobFacts | None:
         started=parse_time(row["Start"]),
         ended=parse_time(row["End"]),
         exit_code=code,
-        signal=number_,
+        signal=signal,
         nodes=_text(row["NodeList"]),
         restarts=len(lives) - 1,
         time_limit=_text(row["Timelimit"]),
@@ -192,10 +206,10 @@ def _state(text: str) -> str:
 
 def _exit(text: str) -> tuple[int, int]:
     """Exit code and signal of `3:0`."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _bytes(text: str) -> float:
-    match = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMGT]?)", text)
     return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else -1.0

@@ -18,8 +18,7 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from hpcdist.cluster.variables import shortened
-from hpcdist.errors import TopologyError
+from hpcdist.errors import TopologyError, shortened
 
 MAX_HOSTS = 1_000_000
 """More names than this are taken for a mistake, and refused before any memory is spent on them."""

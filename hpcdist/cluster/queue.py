@@ -109,7 +109,13 @@ def answer(*command: str) -> str:
     """
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_WITHIN_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",  # names of jobs need not be UTF-8
+            timeout=ANSWER_WITHIN_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise SlurmAwayError(f"no {command[0]} here", installed=False) from error

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from hpcdist.cluster.job_facts import parse_facts
+from hpcdist.cluster.job_facts import number, parse_facts
 
 #: States in which a node takes no job, by `sinfo`'s long names; a trailing * marks one that does not answer.
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
-_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*:(\d+)")
-_MEMORY = re.compile(r"(\d+)([KMGT]?)B?", re.IGNORECASE)
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*:([0-9]{1,9})")
+_MEMORY = re.compile(r"([0-9]{1,18})([KMGT]?)B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 #: A controller that is busy takes seconds; one that takes longer does not keep a submission waiting.
 PATIENCE_S = 20.0
@@ -42,8 +42,7 @@ class Partition:
 
     def limit(self, key: str) -> int | None:
         """A numeric limit, None where there is none."""
-        text = self.facts.get(key, "")
-        return int(text) if text.isdigit() else None
+        return number(self.facts.get(key, ""))
 
     def allowed(self, what: str) -> tuple[str, ...] | None:
         """Who may use it (`Accounts`, `Groups`, `Qos`); None means all, or all but those that are denied."""
@@ -69,7 +68,9 @@ def ask_partitions() -> list[Partition] | None:
 def ask(*command: str) -> str | None:
     """What a command of Slurm's prints; None where it is missing, fails or is silent for too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S, check=False
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -77,7 +78,7 @@ def ask(*command: str) -> str | None:
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Partitions of `scontrol show partition --oneliner`, with their nodes of `sinfo --format=%R|%D|%c|%m|%G|%T|%N`."""
-    groups = [_node_group(line) for line in nodes.splitlines() if line.count("|") == 6]
+    groups = [group for line in nodes.splitlines() if (group := _node_group(line)) is not None]
     found = []
     for facts in map(parse_facts, partitions.splitlines()):
         if name := facts.get("PartitionName"):
@@ -86,14 +87,21 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     return found
 
 
-def _node_group(line: str) -> NodeGroup:
+def _node_group(line: str) -> NodeGroup | None:
+    """The nodes of a line of sinfo; None for a line of another form."""
+    if line.count("|") != 6:
+        return None
     partition, count, cpus, memory, gres, state, names = line.split("|")
+    # `16+` where nodes of one line differ.
+    counts = [number(text.removesuffix("+")) for text in (count, cpus, memory)]
+    if None in counts:
+        return None
+    num_nodes, num_cpus, memory_mb = (count or 0 for count in counts)
     return NodeGroup(
         partition=partition,
-        num_nodes=int(count),
-        # `16+` where nodes of one line differ.
-        cpus=int(cpus.rstrip("+")),
-        memory_mb=int(memory.rstrip("+")),
+        num_nodes=num_nodes,
+        cpus=num_cpus,
+        memory_mb=memory_mb,
         gpus=sum(map(int, _GPUS.findall(gres))),
         usable=not (state.startswith(_UNUSABLE) or state.endswith("*")),
         names=names,
@@ -114,5 +122,5 @@ def parse_settings(text: str) -> dict[str, str]:
 
 def seconds(text: str) -> int | None:
     """A duration as Slurm's settings have it (`30 sec`, `2 min`, `30`) in seconds; None where it is none."""
-    match = re.fullmatch(r"(\d+)(?: (sec|min))?", text.strip())
+    match = re.fullmatch(r"([0-9]{1,18})(?: (sec|min))?", text.strip())
     return int(match[1]) * (60 if match[2] == "min" else 1) if match else None

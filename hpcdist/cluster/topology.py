@@ -29,9 +29,8 @@ from hpcdist.cluster.variables import (
     TORCHRUN_CORE,
     TORCHRUN_PLACE,
     Variables,
-    shortened,
 )
-from hpcdist.errors import TopologyError
+from hpcdist.errors import TopologyError, shortened
 
 # Neither privileged nor ephemeral (32768-60999 on Linux): no client's socket ever holds one by chance.
 _PORTS_START = 20480

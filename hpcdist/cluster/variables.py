@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from hpcdist.errors import TopologyError
+from hpcdist.errors import TopologyError, shortened
 
 T = TypeVar("T")
 
@@ -87,8 +87,3 @@ class Variables:
 
     def error(self, problem: str) -> TopologyError:
         return TopologyError(f"{problem}; {self.fix}")
-
-
-def shortened(text: str) -> str:
-    """Return `text` with its middle left out where it is long, so that a message stays readable."""
-    return text if len(text) <= 120 else f"{text[:80]}...{text[-20:]}"

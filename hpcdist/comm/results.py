@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from hpcdist.errors import RunFolderError
+from hpcdist.foreign import parse_json
 
 VERSION = 1
 #: Its place among the run's artifacts.
@@ -138,7 +139,7 @@ class Results:
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Raises ValueError for what is no such document; keys of later versions are passed over."""
-        tree = json.loads(text)
+        tree = parse_json(text)
         if not isinstance(tree, dict) or tree.get("version") != VERSION:
             version = tree.get("version") if isinstance(tree, dict) else None
             raise ValueError(f"version {version!r} is not {VERSION}")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 BLOCK = 4096
 #: Effects of numeric features and of rows, and the log-odds of a click without any.
 NUMERIC_EFFECT, ROW_EFFECT, BIAS = 0.4, 0.9, -1.0
+#: What pyarrow raises on damaged content, beside its own errors: its kernels promise no particular exception.
+_DAMAGED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -184,22 +186,41 @@ class _FileLog:
                 self._parquet = None
                 self._num_rows = self._table.num_rows
             else:
-                self._parquet = parquet.ParquetFile(self._path)
+                # Sums are compared where the file has them; what is changed elsewhere may be read as other values.
+                self._parquet = parquet.ParquetFile(self._path, page_checksum_verification=True)
                 self._num_rows = self._parquet.metadata.num_rows
+                groups = [self._parquet.metadata.row_group(number) for number in range(self._parquet.num_row_groups)]
+                if min([0, *(group.num_rows for group in groups)]) < 0 or self._num_rows != sum(
+                    group.num_rows for group in groups
+                ):
+                    raise DataError(f"{self._path} is damaged: its row groups do not have {self._num_rows} rows")
                 missing = set(self._columns) - set(self._parquet.schema_arrow.names)
                 if missing:
                     raise DataError(
                         f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.tables and .numeric"
                     )
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{self._path} cannot be read as a click log: {str(error).partition(chr(10))[0]}"
-            ) from error
+        except (*_DAMAGED, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"{self._path} cannot be read as a click log: {str(error).partition(chr(10))[0][:300]}")
 
     def __len__(self) -> int:
         return int(self._num_rows)
 
     def read(self, first: int, end: int) -> Clicks:
+        """Return these samples. Raises DataError where the file is damaged or not what the config says."""
+        import pyarrow as pa
+
+        try:
+            clicks = self._read(first, end)
+        except (*_DAMAGED, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+        if len(clicks) != end - first:
+            raise DataError(f"{self._path} is damaged: {len(clicks)} samples where {end - first} are expected")
+        return clicks
+
+    def _read(self, first: int, end: int) -> Clicks:
         table = self._rows(first, end)
         cfg = self._cfg
         labels = self._numbers(table, cfg.label)

@@ -7,6 +7,8 @@ A `crop_hash` (see augment.sample_hashes) asks for the random crop it stands for
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,8 +130,11 @@ class FolderImages:
         try:
             with Image.open(path) as opened:
                 rgb = opened.convert("RGB")
-        # PIL's decoders raise SyntaxError and ValueError on damaged content, too.
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # PIL's decoders promise no particular exception for damaged content.
+        except (
+            *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, zlib.error),
+            *(EOFError, MemoryError, NotImplementedError, RuntimeError, Image.DecompressionBombError),
+        ) as error:
             raise DataError(f"{path} cannot be read as an image ({error}): mend or remove it") from error
         if crop_hash is None:
             side = min(rgb.size) * self.CENTER_FRACTION

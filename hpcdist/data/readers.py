@@ -12,7 +12,7 @@ import io
 import math
 import pickle
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,24 @@ from torch import Tensor
 
 from hpcdist.errors import DataError
 
+#: Images have two to four dimensions.
+_MAX_DIMS = 8
+#: The largest of CIFAR-10's and scikit-learn's files has 31 MB.
+MAX_BYTES = 64 << 20
 
-def read_bytes(path: Path) -> bytearray:
-    """Return the whole content of `path`, unpacked if its name ends in .gz."""
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytearray:
+    """Return the content of `path`, unpacked if its name ends in .gz, but at most `max_bytes` of it."""
+    return _read(path, lambda file: file.read(max_bytes))
+
+
+def _read(path: Path, read: Callable[[io.BufferedIOBase], bytes]) -> bytearray:
+    """Return what `read` takes from `path`, which is unpacked on the way if its name ends in .gz."""
     try:
-        raw = path.read_bytes()
-        return bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (OSError, EOFError, zlib.error) as error:
+        # A few KB may unpack to a thousand times as much: no more is unpacked than is asked for.
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return bytearray(read(file))
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise DataError(f"{path} cannot be read ({error}): fetch it again or check its permissions") from error
 
 
@@ -37,15 +48,23 @@ def read_idx(path: Path) -> Tensor:
     Format: two zero bytes, type (8 = unsigned byte), number of dimensions, each dimension as a big-endian
     uint32, then the values (http://yann.lecun.com/exdb/mnist/).
     """
-    raw = read_bytes(path)
-    num_dims = raw[3] if len(raw) >= 4 else 0
+    head = _read(path, lambda file: file.read(4 + 4 * _MAX_DIMS))
+    num_dims = head[3] if len(head) >= 4 else 0
     offset = 4 + 4 * num_dims
-    if bytes(raw[:3]) != b"\x00\x00\x08" or num_dims == 0 or len(raw) < offset:
+    if bytes(head[:3]) != b"\x00\x00\x08" or not 0 < num_dims <= _MAX_DIMS or len(head) < offset:
         raise DataError(f"{path} is not an IDX file of unsigned bytes: fetch it again")
-    shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
+    shape = [int.from_bytes(head[4 + 4 * i : 8 + 4 * i], "big") for i in range(num_dims)]
     expected = offset + math.prod(shape)
+    # Compared before anything is allocated: deflate packs at most 1,032 bytes into one.
+    possible = path.stat().st_size * (1032 if path.suffix == ".gz" else 1)
+    raw = read_bytes(path, max_bytes=expected + 1) if expected <= possible else bytearray()
     if len(raw) != expected or expected == offset:
-        raise DataError(f"{path} is truncated or damaged: {expected} bytes expected, {len(raw)} found")
+        found = (
+            f"{len(raw)}{' or more' * (len(raw) > expected)}"
+            if raw
+            else f"{'at most ' * (path.suffix == '.gz')}{possible}"
+        )
+        raise DataError(f"{path} is truncated or damaged: {expected} bytes expected, {found} found")
     return torch.frombuffer(raw, dtype=torch.uint8, offset=offset).reshape(shape)
 
 

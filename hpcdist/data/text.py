@@ -126,7 +126,8 @@ def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
     texts, left = [], int(max_mb * 1e6)
     for path in paths:
         try:
-            text = path.read_bytes()[:left].decode(errors="replace")
+            with open(path, "rb") as file:
+                text = file.read(left).decode(errors="replace")
         except OSError as error:
             raise ConfigError([f"rnn.files: {path} cannot be read: {error.strerror or error}"]) from error
         left -= len(text.encode())

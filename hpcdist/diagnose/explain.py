@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,7 @@ from hpcdist.diagnose.patterns import (
     first_match,
     quote,
 )
+from hpcdist.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.ownership import stays_inside
 from hpcdist.rundir import Attempt, RunDir, State, read_json
 from hpcdist.standing import Standing, look_now, stand
@@ -172,7 +172,8 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
 def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
     """What was collected of ranks that stood still, before they were killed."""
     try:
-        sentence = attempt.stacks_summary.read_text().partition("\n")[0]
+        with open(attempt.stacks_summary, errors="replace") as file:
+            sentence = file.readline(MAX_LINE_CHARS).rstrip("\n")
     except FileNotFoundError:
         return None
     where = attempt.stacks_summary.relative_to(run.path)
@@ -212,8 +213,7 @@ def _batch_logs(run: RunDir) -> list[Path]:
 
 def _tail(path: Path) -> list[tuple[int, str]]:
     """The last lines of a log with their numbers."""
-    with open(path, errors="replace") as file:
-        return list(deque(enumerate(file, 1), MAX_LINES))
+    return last_lines(path, MAX_LINES)
 
 
 def _search(path: Path) -> tuple[Pattern, int, str] | None:
@@ -224,7 +224,8 @@ def _search(path: Path) -> tuple[Pattern, int, str] | None:
 
 
 def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
-    return f"{path.relative_to(run.path)}:{number}: {quote(line)}"
+    """Quote a line with its file and number; a number of 0 is not known."""
+    return f"{path.relative_to(run.path)}:{f'{number}:' if number else ''} {quote(line)}"
 
 
 def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:

@@ -26,6 +26,7 @@ from hpcdist.launch.pending import AdoptingReporter, settle
 from hpcdist.launch.policy import Failure, decide, first_failure, not_started
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Allocation, Watch
+from hpcdist.log_limit import limit_log
 from hpcdist.rundir import Attempt, Request, RunDir, State, Status, write_json
 from hpcdist.schema import Config
 from hpcdist.tracking.uri import redact_uri
@@ -85,6 +86,7 @@ class Supervisor:
         with file_retry.patient(self._patience_s()), self._signals():
             state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
             self._write(replace(state, world_size=self._launcher.num_ranks))
+            limit_log(self._run.path, self._config.launch.log_max_mb)
             shipper = self._start_shipper()
             failure: Exception | None = None
             try:

@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hpcdist.cluster.roles import Roles
+from hpcdist.foreign import parse_json
 from hpcdist.launch.launcher import Ranks, Reporter
 from hpcdist.launch.policy import Failure, not_started
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stragglers import Stragglers, Told
+from hpcdist.log_text import LogTail
 from hpcdist.pace import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.rundir import Attempt, Request, read_json
 from hpcdist.schema import Config
@@ -123,7 +125,7 @@ class Watch:
         self._asked_ranks = False
         self._kill_at: float | None = None
         self._shown: object = None
-        self._shown_bytes = 0
+        self._output = LogTail(attempt.log(0))
         self.stop_asked = False
         self.cancelled = False
 
@@ -178,15 +180,11 @@ class Watch:
                 if beat is not None:
                     self._report.progress(beat)
                 return
-            with open(self._attempt.log(0), "rb") as file:
-                file.seek(self._shown_bytes)
-                lines, self._shown = file.read(), sign
+            for text in self._output.news():
+                self._report.output(text)
+            self._shown = sign
         except OSError:
             return  # it is shown with the next change; `_look_at_requests` reports a folder that is away
-        whole = lines[: max(lines.rfind(b"\n"), lines.rfind(b"\r")) + 1]
-        self._shown_bytes += len(whole)
-        if whole:
-            self._report.output(whole.decode(errors="replace"))
 
     def steps(self) -> Mapping[int, int | None]:
         """The last step that each rank was seen at."""
@@ -357,7 +355,7 @@ class Watch:
             return None
         sign = found.st_size, found.st_mtime_ns
         try:
-            beat = json.loads(text)
+            beat = parse_json(text)
         except ValueError:  # half written: it is due again at the next turn
             return sign
         for told in self._stragglers.note(rank, beat, now):

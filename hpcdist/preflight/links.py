@@ -35,6 +35,7 @@ def judge_network(request: Request, answers: Answers) -> list[Check]:
     blocked = list(_blocked(request, answers))
     return [
         *_taken(request, answers),
+        *_strangers(request, answers),
         *blocked,
         *_stalled(answers),
         *_slow(answers),
@@ -56,6 +57,13 @@ def _taken(request: Request, answers: Answers) -> Iterator[Check]:
                 " each attempt has another port",
                 node=node,
             )
+
+
+def _strangers(request: Request, answers: Answers) -> Iterator[Check]:
+    for node, answer in answers.items():
+        if count := answer["network"].get("strangers"):
+            text = f"{count:,} connections to port {request.port} were of no probe of this job, and were closed"
+            yield Check(name="port", level="note", text=text, node=node)
 
 
 def _blocked(request: Request, answers: Answers) -> Iterator[Check]:

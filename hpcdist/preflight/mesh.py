@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcdist.preflight.patience import start
 from hpcdist.preflight.peers import Peer, tournament
-from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Link, Mute, Stranger, connected, starved_us
+from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Gone, Link, Mute, Stranger, connected, starved_us
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
@@ -42,13 +42,20 @@ BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
 SUSPECT_LATENCY_S = 2e-3
 
 
+#: Connections that have not proved to be a probe of this job; beyond that many the oldest is closed. Up to `ALL_PAIRS`
+#: nodes connect at the same moment.
+MAX_UNKNOWN = 2 * ALL_PAIRS
+#: After an error of accept(), such as having no file descriptor left.
+ACCEPT_AGAIN_S = 0.05
+
+
 class Mesh:
     """One node's end of it.
 
     Args:
         nodes: names of all nodes; `node` is this one's.
         port: where all listen.
-        token: what every probe of this job says in its hello.
+        token: what every probe of this job proves to know in its hello.
         resolve: address of a name; raises OSError where there is none.
         bind: address to listen on, None for all interfaces.
         mark: tells others that this node listens; called in a thread.
@@ -91,6 +98,10 @@ class Mesh:
         self._all_tried = asyncio.Event()
         self._leaving = asyncio.Event()
         self._ephemeral = 0
+        #: Connections that were closed since they were not of a probe of this job.
+        self.num_strangers = 0
+        #: Connections in their handshake, the oldest first.
+        self._unknown: dict[Link, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[socket.socket] = []
 
@@ -127,15 +138,28 @@ class Mesh:
             self._start(self._accept(sock))
         self._start(self._look_around())
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, listening: socket.socket) -> None:
         while True:
-            sock, _ = await asyncio.get_running_loop().sock_accept(listening)
-            self._start(self._serve(Link(sock)))
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+                link = Link(sock)
+            except OSError:
+                # The connection is gone already, or no file descriptor is free: neither ends the listening.
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            if len(self._unknown) >= MAX_UNKNOWN:
+                oldest = next(iter(self._unknown))
+                self.num_strangers += 1
+                self._unknown.pop(oldest).cancel()
+            self._unknown[link] = self._start(self._serve(link))
+            # Accepting does not wait while connections are queued: let the others run, this one's handshake included.
+            await asyncio.sleep(0)
 
     async def _look_around(self) -> None:
         """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
@@ -153,9 +177,15 @@ class Mesh:
 
     async def _serve(self, link: Link) -> None:
         """Answer one connection until it ends."""
-        with contextlib.suppress(Stranger, OSError, EOFError, ValueError), contextlib.closing(link):
-            peer = self.peers.get((await link.hear_hello(self._token))["node"])
-            await link.say_hello({"token": self._token, "node": self._nodes[self._me], "ephemeral": self._ephemeral})
+        with contextlib.suppress(OSError, EOFError), contextlib.closing(link):
+            try:
+                hello = await link.greet(self._token, self._hello(), connecting=False)
+            except Stranger as error:
+                self.num_strangers += not isinstance(error, Gone)
+                return
+            finally:
+                self._unknown.pop(link, None)
+            peer = self.peers.get(hello["node"])
             if peer is None:
                 return  # perhaps this node itself, led astray by a name
             self._heard_of(peer)
@@ -178,6 +208,9 @@ class Mesh:
                     await link.send(number)
                 elif what is Ask.DONE:
                     peer.done.set()
+
+    def _hello(self) -> dict[str, Any]:
+        return {"node": self._nodes[self._me], "ephemeral": self._ephemeral}
 
     async def _arrived(self, number: int) -> int:
         """Wait for this node to come to a round; 1 if it is there, 0 if it has gone on without the one who asks."""
@@ -218,8 +251,7 @@ class Mesh:
         except OSError as error:
             return (*_failure(error), None)
         try:
-            await link.say_hello({"token": self._token, "node": self._nodes[self._me]})
-            hello = await link.hear_hello(self._token)
+            hello = await link.greet(self._token, self._hello(), connecting=True)
             if hello["node"] != peer.name:
                 raise Stranger(f"{hello['node']}, to which the name {peer.name} leads")
         except (Stranger, OSError) as error:

@@ -8,6 +8,7 @@ once and also where torch is what is broken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -39,7 +40,8 @@ WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
 WRITERS = 64
 #: Files beside the witness by which nodes tell that they have started.
 _MARK = "started-"
-_LINE = re.compile(r"hpcdist-preflight (\S+) (\d+)/(\d+) (.*)")
+_LINE = re.compile(r"hpcdist-preflight (\S+) ([0-9]{1,6})/([0-9]{1,6}) (.*)")
+_TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Request:
         mode: `quick`, or `full`, which writes and sends more.
         nodes: all nodes by their Slurm names, in the order of the run.
         port: where the probes meet; it should be the one that rank 0 will listen on.
-        token: shows a probe that its peer belongs to the same job. No secret: other users can read command lines.
+        token: shows a probe that its peer belongs to the same job. A secret: it is not on the command line.
         run_folder: what every node must see.
         checkpoint_folder: where checkpoints go; it may not exist yet.
         witness: a file in a folder of this preflight's own inside the run folder, which holds the token. Nodes leave
@@ -80,14 +82,23 @@ class Request:
     deadline_s: float = 20.0
 
     @classmethod
-    def from_json(cls, text: str) -> Request:
+    def from_json(cls, text: str, token: str) -> Request:
         raw = json.loads(text)
-        return cls(**{**raw, "nodes": tuple(raw["nodes"])})
+        return cls(**{**raw, "nodes": tuple(raw["nodes"]), "token": token})
 
 
 def probe_command(request: Request, python: str = sys.executable) -> list[str]:
-    """What each node executes, once: `srun --ntasks-per-node=1` in front of it. Exit code 0 unless it broke."""
-    return [python, "-P", "-m", "hpcdist.preflight.probe", json.dumps(asdict(request), separators=(",", ":"))]
+    """What each node executes, once, with `probe_env`: `srun --ntasks-per-node=1` in front of it.
+
+    Exit code 0 unless it broke.
+    """
+    asked = {name: value for name, value in asdict(request).items() if name != "token"}
+    return [python, "-P", "-m", "hpcdist.preflight.probe", json.dumps(asked, separators=(",", ":"))]
+
+
+def probe_env(request: Request) -> dict[str, str]:
+    """Variables that the probe needs: other users can read a process's command line, but not its environment."""
+    return {_TOKEN: request.token}
 
 
 def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
@@ -99,11 +110,14 @@ def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
             node, number, total, text = found.groups()
             pieces.setdefault(node, {})[int(number)] = text
             totals[node] = int(total)
-    return {
-        node: json.loads("".join(own[number] for number in range(totals[node])))
-        for node, own in pieces.items()
-        if len(own) == totals[node]
-    }
+    answers: dict[str, dict[str, Any]] = {}
+    for node, own in pieces.items():
+        if own.keys() != set(range(totals[node])):
+            continue
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(found := json.loads("".join(own[number] for number in range(totals[node]))), dict):
+                answers[node] = found
+    return answers
 
 
 def answer_lines(node: str, answer: Mapping[str, Any]) -> list[str]:
@@ -178,7 +192,10 @@ def look_at_checkpoints(request: Request, node: str) -> dict[str, Any]:
 
 
 def look_at_network(request: Request, node: str) -> dict[str, Any]:
-    """The way to the other nodes: `peers` (mesh.Peer.as_answer), this node's `addresses` on it, its `port_problem`."""
+    """The way to the other nodes: `peers` (mesh.Peer.as_answer), this node's `addresses` on it, its `port_problem`.
+
+    `strangers` counts connections that were refused.
+    """
     folder = Path(request.witness).parent
 
     async def resolve(name: str) -> str:
@@ -199,10 +216,12 @@ def look_at_network(request: Request, node: str) -> dict[str, Any]:
         deadline_s=request.deadline_s,
     )
     asyncio.run(mesh.run())
-    found = {
+    found: dict[str, Any] = {
         "addresses": sorted(mesh.addresses),
         "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
     }
+    if mesh.num_strangers:
+        found["strangers"] = mesh.num_strangers
     if mesh.port_problem:
         found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
     return found
@@ -210,7 +229,7 @@ def look_at_network(request: Request, node: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print this node's answer; returns the exit code."""
-    request = Request.from_json(arguments[0])
+    request = Request.from_json(arguments[0], os.environ[_TOKEN])
     try:
         lines = answer_lines(node_name(os.environ), answer(request, os.environ))
     except HpcdistError as error:

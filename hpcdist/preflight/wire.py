@@ -1,9 +1,19 @@
-"""What probes say to each other: a hello of each side (`hpf1`, a length, JSON), then frames (what, number, time)."""
+"""The probes' protocol: a handshake that authenticates both sides, then frames (what, number, time).
+
+    both:   `hpf2`, a nonce of 16 bytes
+    both:   length, HMAC-SHA256, JSON        keyed with the job's token, over side, both nonces and the JSON
+
+Anyone on the network can connect. Until its HMAC has been compared, a connection is given 8 seconds, no memory beyond
+`MAX_HELLO_BYTES`, and no parser. The token itself is never sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import json
+import secrets
 import socket
 import struct
 import time
@@ -20,10 +30,13 @@ MAX_STARVED = 0.8
 #: What is faster is no reason for suspicion: a link of 1 Gbit/s.
 FAST_BYTES_S = 125e6
 
-_HEAD = struct.Struct(">4sH")
+MAX_HELLO_BYTES = 1024
+_NONCE_BYTES = 16
+_HEAD = struct.Struct(">H32s")
 _FRAME = struct.Struct(">BQd")
-_MAGIC = b"hpf1"  # another number for another form of what follows
-_BUFFER_BYTES = 2**20
+_MAGIC = b"hpf2"  # another number for another form of what follows
+#: Shared by all links: what is sent has no meaning, and what is received is dropped.
+_BUFFER = memoryview(bytearray(2**20))
 
 
 class Stranger(Exception):
@@ -32,6 +45,10 @@ class Stranger(Exception):
 
 class Mute(Stranger):
     """What accepts a connection and then says nothing: perhaps a probe that gets no processor."""
+
+
+class Gone(Stranger):
+    """What closes the connection before its hello is complete, as a probe does that tests whether a port is open."""
 
 
 async def connected(address: str, port: int, limit_s: float) -> socket.socket:
@@ -85,7 +102,6 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     @property
     def address(self) -> str:
@@ -95,27 +111,39 @@ class Link:
     def close(self) -> None:
         self._sock.close()
 
-    async def say_hello(self, hello: Mapping[str, Any]) -> None:
-        text = json.dumps(hello).encode()
-        await self._loop.sock_sendall(self._sock, _HEAD.pack(_MAGIC, len(text)) + text)
+    async def greet(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
+        """Exchange hellos with the other side, each proving that it holds the token; returns the other side's.
 
-    async def hear_hello(self, token: str) -> dict[str, Any]:
-        """What the other side says of itself. Raises Stranger, or OSError where the connection breaks."""
+        Args:
+            connecting: whether this side has made the connection; the other side proves the opposite, so that an answer
+                cannot be this side's own message sent back.
+
+        Raises Stranger where the other side is no probe of this job, or OSError where the connection breaks.
+        """
+        nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             async with asyncio.timeout(HELLO_S):
-                magic, length = _HEAD.unpack(await self._exactly(_HEAD.size))
-                if magic != _MAGIC:
+                await self._loop.sock_sendall(self._sock, _MAGIC + nonce)
+                if await self._exactly(len(_MAGIC)) != _MAGIC:
                     raise Stranger("another program")
-                hello = json.loads(await self._exactly(length))
+                theirs = await self._exactly(_NONCE_BYTES)
+                nonces = nonce + theirs if connecting else theirs + nonce
+                text = json.dumps(hello).encode()
+                assert len(text) <= MAX_HELLO_BYTES, "a node's name and two numbers"
+                proof = _proof(token, connecting, nonces, text)
+                await self._loop.sock_sendall(self._sock, _HEAD.pack(len(text), proof) + text)
+                length, proof = _HEAD.unpack(await self._exactly(_HEAD.size))
+                if length > MAX_HELLO_BYTES:
+                    raise Stranger("another program")
+                text = await self._exactly(length)
         except TimeoutError as error:
             raise Mute("a program that accepts connections and says nothing") from error
-        except ValueError as error:
-            raise Stranger("another program") from error
         except (ConnectionError, EOFError) as error:
-            raise Stranger("a program that closes the connection") from error
-        if not isinstance(hello, dict) or hello.get("token") != token:
+            raise Gone("a program that closes the connection") from error
+        if not hmac.compare_digest(proof, _proof(token, not connecting, nonces, text)):
             raise Stranger("a probe of another job")
-        return hello
+        found: dict[str, Any] = json.loads(text)
+        return found
 
     async def ask(self, what: Ask, number: int = 0) -> tuple[int, float]:
         """The answer's number and time. Raises OSError or EOFError where the connection breaks."""
@@ -137,14 +165,14 @@ class Link:
 
     async def send(self, count: int) -> None:
         while count > 0:
-            part = min(count, _BUFFER_BYTES)
-            await self._loop.sock_sendall(self._sock, self._buffer[:part])
+            part = min(count, len(_BUFFER))
+            await self._loop.sock_sendall(self._sock, _BUFFER[:part])
             count -= part
 
     async def drop(self, count: int) -> None:
         """Take bytes and forget them."""
         while count > 0:
-            received = await self._loop.sock_recv_into(self._sock, self._buffer[: min(count, _BUFFER_BYTES)])
+            received = await self._loop.sock_recv_into(self._sock, _BUFFER[: min(count, len(_BUFFER))])
             if received == 0:
                 raise EOFError("the peer has gone")
             count -= received
@@ -195,3 +223,7 @@ class Link:
                 raise EOFError("the peer has gone")
             parts += part
         return bytes(parts)
+
+
+def _proof(token: str, connecting: bool, nonces: bytes, text: bytes) -> bytes:
+    return hmac.digest(token.encode(), bytes([connecting]) + nonces + text, hashlib.sha256)

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError, RunFolderError
+from hpcdist.foreign import read_json_value
 from hpcdist.formats import stamped, unstamped
 from hpcdist.rundir import write_atomic
 
@@ -182,15 +183,17 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         path = folder / MANIFEST_FILE
-        manifest = _parse(json.loads(path.read_bytes()), path)
+        manifest = parse_manifest(read_json_value(path), path)
         sizes = {name: (folder / name).stat().st_size for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
         raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
     except RunFolderError as error:
         raise CheckpointError(str(error)) from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
+        ) from error
     if manifest.step != step_of(folder):
         raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
     for name, record in manifest.files.items():
@@ -201,12 +204,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(raw: Any, path: Path) -> Manifest:
+def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
+    """Return the manifest in a JSON value.
+
+    Raises ValueError, TypeError, KeyError, AttributeError or OverflowError, RunFolderError for a newer format.
+    """
     if not isinstance(raw, dict):
         raise TypeError(f"it holds a {type(raw).__name__}")
     unstamped(raw, path)
     if raw["format_version"] != 1:  # what manifests had before all files had `format`
-        raise ValueError(f"format_version {str(raw['format_version'])[:20]!r}, this hpcdist reads 1")
+        raise ValueError(f"format_version {raw['format_version']!r:.50}, this hpcdist reads 1")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
     if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
         raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")

@@ -207,7 +207,7 @@ class Context:
         """
         if self.is_main:
             self._journal.log(metrics, step)
-            self._heartbeat.metrics.update(metrics)
+            self._heartbeat.note_metrics(metrics)
             self._heartbeat.step = max(self._heartbeat.step, step)
 
     def artifact(self, name: str) -> Path:

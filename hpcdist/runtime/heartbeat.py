@@ -8,12 +8,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hpcdist.pace import beat_interval_s
 from hpcdist.rundir import Attempt
 
 log = logging.getLogger(__name__)
+
+
+#: Metrics in a heartbeat, and characters of their names: it is written once a second, and shown to people only.
+MAX_METRICS = 1000
+MAX_NAME = 250
 
 
 class Heartbeat:
@@ -55,6 +60,15 @@ class Heartbeat:
         """Note a sign of life; costs nothing."""
         self._noted = time.time()
 
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Note the last values of metrics; of more than MAX_METRICS those that came first."""
+        if len(self.metrics) + len(metrics) <= MAX_METRICS:
+            self.metrics.update(metrics)
+            return
+        for key, value in metrics.items():
+            if len(self.metrics) < MAX_METRICS or key in self.metrics:
+                self.metrics[key] = value
+
     def close(self) -> None:
         """Write the last sign now, and no more."""
         self._ended.set()
@@ -77,7 +91,8 @@ class Heartbeat:
                 "host": self._host,
                 "step": self.step,
                 "total_steps": self.total_steps,
-                "metrics": dict(self.metrics),
+                # Values may be NumPy's or torch's, which JSON does not know.
+                "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "timing": self.timing(),
             }
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 
 from hpcdist.errors import CheckpointError
+from hpcdist.foreign import parse_json
 from hpcdist.rundir import sync_folder
 from hpcdist.runtime import checkpoint_files as files
 
@@ -79,12 +80,9 @@ class ShardExchange:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         sync_folder(into)
-        return {
-            files.shard_name(rank): files.FileRecord(size_bytes=report["bytes"], sha256=report["sha256"])
-            for rank, report in reports.items()
-        }
+        return {files.shard_name(rank): record for rank, record in reports.items()}
 
-    def _report(self, step: int, rank: int) -> dict[str, Any]:
+    def _report(self, step: int, rank: int) -> files.FileRecord:
         key = f"{step}/{rank}"
         end = time.monotonic() + self._timeout_s
         # Not `wait`: it would keep the store from all other threads of this process meanwhile.
@@ -92,15 +90,30 @@ class ShardExchange:
             if time.monotonic() > end:
                 raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {self._timeout_s:g} s")
             time.sleep(LOOK_EVERY_S)
-        report: dict[str, Any] = json.loads(self._store.get(key))
+        text = self._store.get(key)
         self._store.delete_key(key)
-        if "error" in report:
-            raise CheckpointError(report["error"])
-        return report
+        try:
+            report = parse_json(text)
+            failure = str(report["error"])[:1000] if "error" in report else ""
+            if not failure:
+                return files.FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise CheckpointError(f"rank {rank} reported its shard of step {step} as {text[:100]!r}") from error
+        raise CheckpointError(failure)
 
 
 def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
-    """The whole model's tensors out of its shards' contents. Raises CheckpointError when rows are missing."""
+    """Return the whole model's tensors out of its shards' contents.
+
+    Raises CheckpointError when rows are missing, and for contents that are not a `Shard`'s.
+    """
+    try:
+        return _merged(shards, source)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _merged(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
     for shard in shards:

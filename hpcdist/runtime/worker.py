@@ -28,6 +28,7 @@ from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
+from hpcdist.log_limit import limit_log
 from hpcdist.pace import system_interval_s
 from hpcdist.rundir import Attempt, RunDir, write_json
 from hpcdist.runtime.flight import record_collectives, tell_on_signal
@@ -52,6 +53,8 @@ _PEER_LOST = (
     "tensorpipe",
 )
 _RESERVE_BYTES = 16 * 1024
+#: Of an exception's text and of its traceback in the outcome, from both ends; the log has all of it.
+_MAX_TEXT = 10_000
 
 
 class Outcome:
@@ -96,12 +99,20 @@ class Outcome:
             log.error("%s", "".join(traceback.format_exception(error)).rstrip())
         self.write(
             "rejected" if rejected else "failed",
-            error=text if is_ours else f"{type(error).__name__}: {text}",
+            error=_abridged(text if is_ours else f"{type(error).__name__}: {text}"),
             peer_lost=isinstance(error, PeerLost)
             or (isinstance(error, RuntimeError) and any(mark in text for mark in _PEER_LOST)),
-            traceback=[] if is_ours else traceback.format_exception(error),
+            traceback=[] if is_ours else [_abridged("".join(traceback.format_exception(error)))],
         )
         return 2 if rejected else 1
+
+
+def _abridged(text: str) -> str:
+    """Return a text without its middle where it is too long for what reads it: supervisor, commands and MLflow."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters, see the log …\n{text[-half:]}"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -128,6 +139,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     tell_on_signal(attempt, topology.rank, topology.world_size)
     record_collectives(attempt, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
+    limit_log(run.path, config.launch.log_max_mb)
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)
         ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"

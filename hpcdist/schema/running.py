@@ -68,12 +68,14 @@ class LaunchConfig:
     """Failures answered by a restart from the newest checkpoint."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the ranks; they win over hpcdist's own."""
+    log_max_mb: float = 1000.0
+    """Largest log of a rank, the supervisor or the shipper in MB; then its middle is removed. 0 means no limit."""
     code_max_mb: float = 50.0
     """Largest code snapshot in MB."""
 
     def __post_init__(self) -> None:
         check(
-            at_least(self, 0, "ranks", "threads", "max_restarts")
+            at_least(self, 0, "ranks", "threads", "max_restarts", "log_max_mb")
             + above(self, 0, "init_timeout_s", "hang_timeout_s", "stop_grace_s", "code_max_mb")
             + strings(self, "env")
             + variables(self, "env")

@@ -47,8 +47,8 @@ def leaves_folder(item: Artifact, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Config, code state and environment."""
-    for path in (run.config, run.path / "code.patch", run.environment):
+    """Config, code state, environment, and the originals of names that MLflow does not accept."""
+    for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json"):
         yield Artifact(path, path.name, fingerprint(path))
 
 

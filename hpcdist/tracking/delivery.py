@@ -12,6 +12,7 @@ from hpcdist.pace import LOOKS_PER_S
 from hpcdist.rundir import ENDED, RunDir, State
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent import Parent
 from hpcdist.tracking.progress import Progress
@@ -37,6 +38,7 @@ class Shipper:
         self.config = labels.read_config(run)
         self.progress = Progress()
         self._saved = run.journal / "shipped.json"
+        self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = Parent.of(run, uri)
         self._logs_shipped = 0.0
@@ -50,6 +52,7 @@ class Shipper:
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
             opened.log_params(labels.params(self.config))
+            self._names.note(labels.names(self.config))
             self._mlflow = opened
             self._load()
         return self._mlflow
@@ -107,6 +110,7 @@ class Shipper:
                 self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
                 self.progress.save(self._saved)
                 points = self._tail.new_points(chunks)
+                self._names.note(self._tail.names)
                 num_refused = mlflow.log_points(points)
                 self.progress.offsets |= self.progress.intent
                 self.progress.intent = {}

@@ -1,5 +1,7 @@
 """The journal: metrics of one rank and attempt, one JSON line a record, appended with one system call.
 
+A record longer than MAX_LINE_BYTES is several lines of the same time and step.
+
     journal/attempt-001.rank-00000.jsonl     {"format":1}
                                              {"t":1760000000000,"s":120,"m":{"train/loss":0.31}}
 
@@ -16,12 +18,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.foreign import parse_json
 from hpcdist.formats import KEY, stamped, unstamped
+from hpcdist.tracking.names import MAX_NAME, suffix
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +33,14 @@ _FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)\.jsonl")
 _FORMAT_LINE = f'{{"{KEY}"'.encode()
 #: How JSON, as Python reads it, writes what is not finite.
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-#: What one call of `read_chunk` reads; no record is that long.
+#: What one call of `read_chunk` reads, so that a reader's memory is bounded however long a file or a line is.
 CHUNK_BYTES = 1 << 18
+#: A record that would be longer becomes several lines: a reader finds the end of every line in one chunk.
+MAX_LINE_BYTES = CHUNK_BYTES
+#: A longer name, as JSON, is cut: a record of one metric must fit a line.
+MAX_NAME_BYTES = 4096
+#: What the tracking server's columns hold.
+_STEPS = range(-(2**63), 2**63)
 
 
 class JournalWriter:
@@ -41,6 +51,7 @@ class JournalWriter:
         self._descriptor = -1
         self._pending = bytearray()
         self._names: dict[str, str] = {}
+        self._cut: set[str] = set()
         self._failed = False
         self._closed = False
         self._lock = threading.Lock()
@@ -54,21 +65,41 @@ class JournalWriter:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record values of a step; NaN and infinities are values like others. Takes some microseconds.
 
-        A full disk costs one warning: records wait in memory and go first as soon as there is room.
-        Raises UserMistake for a value that is no number.
+        A full disk costs one warning: records wait in memory and go first as soon as there is room. A record of any
+        size arrives. A name of more than MAX_NAME_BYTES is cut to a unique one, with one warning.
+
+        Raises UserMistake for a value that is not a number, and for a step that is not a 64-bit integer.
         """
         names, parts = self._names, []
         for key, value in metrics.items():
             text = repr(value if type(value) is float else _number(key, value))
-            name = names.get(key) or names.setdefault(key, _quoted(key))
+            name = names.get(key) or self._name(key)
             parts.append(name + _JSON_NAMES.get(text, text))
         try:
             number = operator.index(step)
         except TypeError as error:
             raise UserMistake(f"metrics were logged with step {step!r}: a step is a whole number") from error
+        if number not in _STEPS:
+            raise UserMistake(
+                f"metrics were logged with a step outside of -2^63 … 2^63 - 1 ({number.bit_length()} bits)"
+            )
         # By hand, since json.dumps takes twice as long.
-        text = f'{{"t":{time.time_ns() // 1_000_000},"s":{number},"m":{{{",".join(parts)}}}}}\n'
-        self._append(text.encode())
+        head = f'{{"t":{time.time_ns() // 1_000_000},"s":{number},"m":{{'
+        text = f"{head}{','.join(parts)}}}}}\n"
+        self._append((text if len(text) <= MAX_LINE_BYTES else _split(head, parts)).encode())
+
+    def _name(self, key: object) -> str:
+        """Return a metric's name as JSON with its colon, and remember it."""
+        if not isinstance(key, str):
+            raise UserMistake(f"metric name {key!r} must be a string")
+        name = key.encode(errors="replace").decode()
+        quoted = json.dumps(name if name == key else name + suffix(key))
+        if len(quoted) > MAX_NAME_BYTES:
+            if (cut := name[:MAX_NAME] + suffix(key)) not in self._cut:
+                self._cut.add(cut)
+                log.warning("a metric's name of %d characters is too long: it is recorded as %r", len(key), cut)
+            return json.dumps(cut) + ":"
+        return self._names.setdefault(key, quoted + ":")
 
     def _append(self, line: bytes) -> None:
         with self._lock:
@@ -144,10 +175,16 @@ class JournalWriter:
         return descriptor
 
 
-def _quoted(key: object) -> str:
-    if not isinstance(key, str):
-        raise UserMistake(f"metric name {key!r} must be a string")
-    return json.dumps(key.encode(errors="replace").decode()) + ":"
+def _split(head: str, parts: Sequence[str]) -> str:
+    """Return one record as several lines of at most MAX_LINE_BYTES, all with the same time and step."""
+    lines: list[str] = []
+    first, size = 0, len(head)
+    for number, part in enumerate(parts):
+        if size + len(part) + len(",}}\n") > MAX_LINE_BYTES:
+            lines.append(f"{head}{','.join(parts[first:number])}}}}}\n")
+            first, size = number, len(head)
+        size += len(part) + 1
+    return "".join([*lines, f"{head}{','.join(parts[first:])}}}}}\n"])
 
 
 def _number(key: object, value: object) -> float:
@@ -211,7 +248,7 @@ def read_chunk(path: Path, offset: int, *, final: bool = False) -> Chunk:
     """As `read_records`, but at most CHUNK_BYTES of the file, so that memory stays bounded."""
     data = _read(path, offset, CHUNK_BYTES)
     end = data.rfind(b"\n") + 1
-    # No record is as long as a chunk: what has no end in it is garbage and is stepped over.
+    # No line is longer than a chunk: what has no end in it is garbage and is stepped over.
     if (final and len(data) < CHUNK_BYTES) or (end == 0 and len(data) == CHUNK_BYTES):
         end = len(data)
     return _parse(path, offset, data[:end])
@@ -255,7 +292,7 @@ def _is_format(line: bytes, path: Path) -> bool:
 def _record(line: bytes) -> Record | None:
     """The record in a line, or None for anything else that a disk, a crash or a stranger may have left there."""
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         time_ms, step, metrics = raw["t"], raw["s"], raw["m"]
         values = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         if len(values) != len(metrics) or type(time_ms) is not int or type(step) is not int:
@@ -263,5 +300,5 @@ def _record(line: bytes) -> Record | None:
         # What MLflow's columns hold; names with lone surrogates cannot be sent.
         "".join(values).encode()
         return Record(time_ms, step, values) if 0 <= time_ms < 2**63 and -(2**63) <= step < 2**63 else None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None

@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.rundir import RunDir, State, read_json
 from hpcdist.schema import TRAINER_SECTIONS
 from hpcdist.standing import job_lives
-from hpcdist.tracking.tail import clean_name
+from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
@@ -53,6 +53,12 @@ def params(config: Mapping[str, Any]) -> dict[str, str]:
     return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_heeded(config))}
 
 
+def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys of the parameters and of the user's own tags, each with its name in MLflow."""
+    own = (config.get("tracking") or {}).get("tags") or {}
+    return [(key, clean_name(key)) for tree in (_heeded(config), own) for key, _ in flatten(tree)]
+
+
 def _heeded(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer") or {}
     own = TRAINER_SECTIONS.get(trainer.get("target", ""))
@@ -73,7 +79,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
         facts["container"] = container
-    tags = {f"hpcdist.{clean_name(key)}": text for key, text in flatten(facts)}
+    tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
     tags |= {
         "hpcdist.folder": str(run.path),
         "mlflow.runName": run.name,

@@ -20,6 +20,7 @@ import yaml
 from hpcdist.errors import TrackingError
 from hpcdist.folder_lock import flock_if_possible
 from hpcdist.rundir import RunDir, read_record, write_json
+from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.tail import Point
 from hpcdist.tracking.uri import redact_uri, sqlite_path
 
@@ -35,6 +36,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+from google.protobuf.json_format import ParseError  # type: ignore[import-untyped]  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
@@ -42,6 +44,9 @@ from requests.exceptions import RequestException  # noqa: E402
 from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
 
 log = logging.getLogger(__name__)
+# The client comments on answers that are not MLflow's; this module reports them itself, in one line.
+for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 UID_TAG = "hpcdist.run_uid"
 MODEL_NAME = "model"
@@ -49,14 +54,38 @@ _MAX_METRICS = 1000
 _MAX_TAGS = 100
 
 
+#: What the client raises when its server, a proxy in between, or its disk fails.
+_FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+#: What it raises when a field of an answer is missing or has another type: it does not check its answers.
+_MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+
 @contextmanager
 def _translated(uri: str) -> Iterator[None]:
-    """Every way in which MLflow, its server or its disk can fail becomes a TrackingError of one line."""
+    """Turn every failure of MLflow, its server or its disk into a TrackingError of one line."""
     try:
         yield
-    except (MlflowException, RequestException, SQLAlchemyError, OSError) as error:
-        text = " ".join(redact_uri(str(error)).split())
-        raise TrackingError(f"MLflow at {redact_uri(uri)}: {text[:300]}{'…' if len(text) > 300 else ''}") from error
+    except _FAILURES as error:
+        raise TrackingError(f"MLflow at {redact_uri(uri)}: {_reason(error)}") from error
+    except _MALFORMED as error:
+        raise TrackingError(
+            f"MLflow at {redact_uri(uri)}: the answer is not one of MLflow's ({type(error).__name__}: {_reason(error)})"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(redact_uri(str(error)[:10_000]).split())
+    head, mark, body = text.partition(" Response body: ")
+    if mark and "<" in body[:200]:
+        text = f"{head} The answer is an HTML page: is this the address of an MLflow server?"
+    return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def _identified(value: object, what: str) -> str:
+    """Return an identifier of an answer. Raises ValueError where it has none: an empty object parses as any answer."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what} without an id")
+    return value
 
 
 def open_client(uri: str) -> MlflowClient:
@@ -96,8 +125,8 @@ class MlflowRun:
             write_json(run.mlflow, saved, durable=True)
         with _translated(uri):
             found = self._known(saved) or self._find_or_create(saved["run_uid"])
-        self.run_id: str = found.info.run_id
-        self.experiment_id: str = found.info.experiment_id
+            self.run_id = _identified(found.info.run_id, "a run")
+            self.experiment_id = _identified(found.info.experiment_id, "a run's experiment")
         ids = {"uri": redact_uri(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
         if saved | ids != saved:
             write_json(run.mlflow, saved | ids, durable=True)
@@ -151,12 +180,10 @@ class MlflowRun:
                     f" experiments restore --experiment-id {found.experiment_id}`, or choose another `experiment`"
                 )
             if found is not None:
-                return str(found.experiment_id)
+                return _identified(found.experiment_id, "an experiment")
             try:
-                return self._client.create_experiment(
-                    name,
-                    artifact_location=self._artifact_location(name),
-                )
+                location = self._artifact_location(name)
+                return _identified(self._client.create_experiment(name, location), "an experiment")
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
@@ -187,11 +214,13 @@ class MlflowRun:
             return 0
         except TrackingError as error:
             cause = error.__cause__
-            if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-            with _translated(self.uri):
-                if self._get(self.run_id) is None:  # a deleted run is refused with the same code
+            too_large = isinstance(cause, MlflowException) and " error code 413 " in str(cause) and len(metrics) > 1
+            if not too_large:
+                if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
                     raise
+                with _translated(self.uri):
+                    if self._get(self.run_id) is None:  # a deleted run is refused with the same code
+                        raise
             if len(metrics) == 1:
                 log.warning("metric %s of step %d left out: %s", metrics[0].key, metrics[0].step, error)
                 return 1
@@ -205,7 +234,7 @@ class MlflowRun:
             new = [Param(key, value) for key, value in params.items() if key not in there]
             for start in range(0, len(new), _MAX_TAGS):
                 self._client.log_batch(self.run_id, params=new[start : start + _MAX_TAGS], synchronous=True)
-        self.set_tags({f"hpcdist.changed.{k}": v for k, v in params.items() if there.get(k, v) != v})
+        self.set_tags({clean_name(f"hpcdist.changed.{k}"): v for k, v in params.items() if there.get(k, v) != v})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         pairs = [RunTag(key, value) for key, value in tags.items()]

@@ -17,6 +17,7 @@ from hpcdist.sweep import text_of
 from hpcdist.sweepdir import SweepDir, sweep_of
 from hpcdist.tracking import labels
 from hpcdist.tracking.mlflow_run import MlflowRun
+from hpcdist.tracking.names import clean_name
 
 _PARENT_TAG = "mlflow.parentRunId"
 #: Tags of a cell that say where the whole sweep came from.
@@ -66,7 +67,7 @@ class Parent:
         for cell in facts["cells"]:
             for key, value in cell["values"].items():
                 axes[key][text_of(value)] = None
-        opened.log_params({key: ", ".join(texts)[: labels.MAX_PARAM] for key, texts in axes.items()})
+        opened.log_params({clean_name(key): ", ".join(texts)[: labels.MAX_PARAM] for key, texts in axes.items()})
         of_cell = labels.fixed_tags(self._cell, labels.read_config(self._cell))
         tags = {key: value for key, value in of_cell.items() if key in _SHARED}
         values = json.dumps({key: list(texts) for key, texts in axes.items()})
@@ -80,9 +81,9 @@ class Parent:
             ended = state.status in ENDED
             opened.set_tags(
                 {
-                    "mlflow.note.content": f"{state.status}: {state.reason}",
+                    "mlflow.note.content": f"{state.status}: {state.reason}"[: labels.MAX_TAG],
                     "hpcdist.state": state.status,
-                    "hpcdist.reason": state.reason,
+                    "hpcdist.reason": state.reason[: labels.MAX_TAG],
                 }
             )
             status = labels.MLFLOW_STATUS.get(state.status, "RUNNING")

@@ -22,7 +22,9 @@ from pathlib import Path
 
 from hpcdist import lease, logs
 from hpcdist.errors import HpcdistError, TrackingError
+from hpcdist.log_limit import limit_log
 from hpcdist.rundir import ENDED, RunDir, State
+from hpcdist.schema import LaunchConfig
 from hpcdist.standing import close_if_dead
 from hpcdist.tracking import labels
 from hpcdist.tracking.delivery import Shipper
@@ -211,7 +213,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     logs.configure()
     try:
         run = RunDir.open(Path(argv[0]))
-        configured = (labels.read_config(run).get("tracking") or {}).get("uri") or ""
+        config = labels.read_config(run)
+        configured = (config.get("tracking") or {}).get("uri") or ""
+        limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
         uri = choose_uri(env, configured, run.path.parent.parent)
         return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:

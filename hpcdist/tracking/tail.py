@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import re
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist.tracking.journal import Chunk, Record, journal_files, read_chunk, read_range
+from hpcdist.tracking.journal import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
+from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
 from hpcdist.tracking.progress import Progress
+from hpcdist.tracking.steps import StepSet
 
-_NOT_IN_NAMES = re.compile(r"[^\w./: -]")
-MAX_NAME = 250
+#: How much is read before it is sent, whatever the number of files, so that memory stays bounded.
+BATCH_BYTES = 16 * CHUNK_BYTES
 #: A network file system shows another node's last lines with this delay at most.
 LATE_S = 120.0
 
@@ -28,20 +30,19 @@ class Point(NamedTuple):
     step: int
 
 
-@functools.lru_cache(maxsize=10_000)
-def clean_name(name: str) -> str:
-    """`name` as MLflow takes it for a metric or parameter: `loss[0]` becomes `loss_0_`, `a//b` becomes `a/b`."""
-    parts = [part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part.strip(".")]
-    return "/".join(parts)[:MAX_NAME].rstrip("/") or "_"
-
-
 class Tail:
-    """The end of a run's journal that MLflow does not have yet. Memory grows with the number of keys only."""
+    """The end of a run's journal that MLflow does not have yet.
+
+    Memory grows with the number of keys, and by 8 bytes for each step out of order (`StepSet`).
+    """
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._folder = folder
         self._progress = progress
-        self._seen: dict[tuple[int, str], set[int]] = {}
+        #: Attempt → key → steps that were shipped; only of attempts in which steps did not rise.
+        self._seen: dict[int, dict[str, StepSet]] = {}
+        #: Pairs (original, cleaned) of the names in the last `new_points`.
+        self.names: set[tuple[str, str]] = set()
         #: When an attempt that has ended was first found to hold nothing more.
         self._exhausted: dict[int, float] = {}
         #: How often a journal file was asked for news.
@@ -63,14 +64,18 @@ class Tail:
         for attempt, files in itertools.groupby(journal_files(self._folder), key=lambda file: file.attempt):
             if not over and time.monotonic() > self._exhausted.get(attempt, math.inf) + LATE_S:
                 continue
-            chunks = {}
+            chunks: dict[str, Chunk] = {}
+            num_bytes = 0
             for _, _, path in files:
+                if num_bytes >= BATCH_BYTES:
+                    break
                 self.num_looks += 1
                 offset = offsets.get(path.name, 0)
                 if path.stat().st_size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
                     if chunk.offset > offset:
                         chunks[path.name] = chunk
+                        num_bytes += chunk.offset - offset
             if chunks:
                 return chunks
             if attempt < newest_attempt:
@@ -83,6 +88,7 @@ class Tail:
         They count as shipped in `progress` from then on: throw that away when they could not be sent.
         """
         points: list[Point] = []
+        self.names.clear()
         for name, chunk in chunks.items():
             attempt = int(name.split(".")[0].removeprefix("attempt-"))
             for record in chunk.records:
@@ -93,33 +99,39 @@ class Tail:
     def _add(self, attempt: int, record: Record, points: list[Point]) -> None:
         time_ms, step, metrics = record
         for raw, value in metrics.items():
-            key = clean_name(raw)
+            key = clean_metric_name(raw)
+            self.names.add((raw, key))
             if self._progress.admit(attempt, key, step, lambda key=key: self._was_seen(attempt, key, step, points)):  # type: ignore[misc]
                 points.append(Point(key, value, time_ms, step))
-                if (seen := self._seen.get((attempt, key))) is not None:
-                    seen.add(step)
+                if (seen := self._seen.get(attempt)) is not None:
+                    seen[key].add(step)
             else:
                 self._progress.num_repeated += 1
         # System metrics count seconds, not steps.
         if any(not key.startswith("system/") for key in metrics):
             mark = self._progress.mark(attempt, time_ms, step)
             if mark is not None:
-                points.append(Point("attempt", attempt, time_ms, mark))
+                points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
-        """Look a step up in what was shipped of this attempt; the journal itself is the memory."""
-        seen = self._seen.get((attempt, key))
+        """Look a step up in what was shipped of this attempt; the journal itself is the memory.
+
+        The attempt's journal is read once, for all of its keys, when the first step does not rise.
+        """
+        seen = self._seen.get(attempt)
         if seen is None:
-            seen = {point.step for point in points if point.key == key}
+            seen = self._seen[attempt] = defaultdict(StepSet)
             for file in journal_files(self._folder):
                 if file.attempt == attempt:
-                    seen |= self._shipped_steps(file.path, key)
-            self._seen[attempt, key] = seen
-        return step in seen
+                    for record in self._shipped(file.path):
+                        for raw in record.metrics:
+                            seen[clean_metric_name(raw)].add(record.step)
+            for point in points:  # all of this attempt
+                seen[point.key].add(point.step)
+        return step in seen[key]
 
-    def _shipped_steps(self, path: Path, key: str) -> set[int]:
+    def _shipped(self, path: Path) -> Iterator[Record]:
         end = self._progress.offsets.get(path.name, 0)
-        steps: set[int] = set()
         offset = 0
         while offset < end:
             chunk = read_chunk(path, offset)
@@ -127,6 +139,5 @@ class Tail:
                 break
             if chunk.offset > end:
                 chunk = read_range(path, offset, end)
-            steps |= {record.step for record in chunk.records if any(clean_name(raw) == key for raw in record.metrics)}
+            yield from chunk.records
             offset = chunk.offset
-        return steps

@@ -10,11 +10,12 @@ import torch
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
+from torch.distributed import HashStore, PrefixStore
 
 from hpcdist.errors import CheckpointError
 from hpcdist.rundir import RunDir
 from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.shards import Shard, merge
+from hpcdist.runtime.shards import Shard, ShardExchange, merge
 from hpcdist.schema import Config
 
 TABLE = torch.arange(10.0).view(5, 2)
@@ -98,3 +99,15 @@ def test_missing_rows_are_an_error() -> None:
         merge([first], "x")
     with pytest.raises(CheckpointError, match=r"missing after row 0 of 5"):
         merge([second], "x")
+
+
+def test_a_damaged_shard_or_report_is_an_error(tmp_path: Path) -> None:
+    for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0, "x"]}}):
+        with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
+            merge([shard_of(1).content() | damage], "x")
+    store = HashStore()
+    exchange = ShardExchange(store, rank=0, attempt=1)
+    for report in ("[" * 100_000, "[]", '{"bytes": 1e999, "sha256": ""}', '{"bytes": 3}'):
+        PrefixStore("shards/1", store).set("5/2", report)
+        with pytest.raises(CheckpointError, match="rank 2 reported its shard of step 5 as b"):
+            exchange.collect(5, [2], tmp_path / "staging", tmp_path)

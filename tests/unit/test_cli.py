@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -242,11 +243,27 @@ def test_what_comes_from_outside_ends_without_a_traceback(
     assert (result.code, result.err) == (code, message)
 
 
-def test_a_bug_of_ours_keeps_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, capsys: pytest.CaptureFixture[str]
+def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hpcdist.lookup.list_runs", lambda _: 1 // 0)
-    monkeypatch.setattr(sys, "argv", ["hpcdist", "runs"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = hpcdist("runs")
+    (kept,) = tmp_path.glob("hpcdist-*.traceback")
+    assert (result.code, result.out) == (cli.DEFECT, "")
+    assert result.err == (
+        f"hpcdist: a defect of hpcdist (ZeroDivisionError: integer division or modulo by zero): please report it with"
+        f" {kept}\n"
+    )
+    assert "ZeroDivisionError" in kept.read_text()
+    assert kept.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    assert "Traceback (most recent call last)" in hpcdist("runs").err
+
+
+def test_a_defect_of_a_supervisor_goes_to_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hpcdist.rundir.RunDir.open", lambda _: 1 // 0)
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "supervise", str(tmp_path)])
     with pytest.raises(ZeroDivisionError):
         cli.main()
 

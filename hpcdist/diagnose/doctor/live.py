@@ -14,7 +14,7 @@ from typing import Any
 from hpcdist.cluster.topology import port_for
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
-from hpcdist.preflight.probe import Request, probe_command, read_answers
+from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rundir import RunDir
 from hpcdist.schema import Config
 
@@ -48,7 +48,10 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
             done = subprocess.run(
                 step_command(job_id, nodes, request),
                 # Of a job around this process srun would take what it is not told.
-                env={k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"},
+                env={
+                    **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"},
+                    **probe_env(request),
+                },
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -99,9 +102,9 @@ def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[st
 @contextmanager
 def _witness(run: RunDir) -> Iterator[tuple[Path, str]]:
     """A file in the run folder that all nodes must see, in a folder that is removed afterwards."""
-    token = secrets.token_hex(8)
-    folder = run.path / f".doctor-{token}"
-    folder.mkdir()
+    token = secrets.token_hex(16)
+    folder = run.path / f".doctor-{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
     try:
         witness = folder / "witness"
         witness.write_text(token)

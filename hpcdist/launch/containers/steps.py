@@ -16,9 +16,13 @@ from hpcdist.launch.containers.command import CONTAINERS_STEP, Box, remove_comma
 from hpcdist.launch.containers.look import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure
 from hpcdist.launch.containers.request import prepare_image
 from hpcdist.launch.timed_command import run_within
+from hpcdist.log_text import last_lines
 from hpcdist.rundir import Attempt, RunDir, write_json
 
 log = logging.getLogger(__name__)
+
+#: The end of a rank's log in which the messages of a container runtime are looked for.
+MAX_LINES = 20_000
 REMOVE_S = 30.0
 #: Slurm starts no step any more; it has killed those that there were, and their containers have ended with them.
 _JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|already complet")
@@ -81,7 +85,7 @@ class ContainerSteps:
         What the runtime could not start has no rank that could say so: it is reported in the rank's place.
         """
         path = attempt.log(rank)
-        text = path.read_text(errors="replace") if path.exists() else ""
+        text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
         failed = own_failure(self._box.runtime, code, text)
         if failed is not None and not attempt.outcome(rank).exists():
             error, may_pass = failed

@@ -28,7 +28,7 @@ from hpcdist.launch.submission.components import allocations, components
 from hpcdist.launch.timed_command import last_line, run_within
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
-from hpcdist.preflight.probe import Request, probe_command, read_answers
+from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rundir import Attempt, RunDir, write_atomic, write_json
 from hpcdist.schema import Config, DataConfig
 
@@ -146,7 +146,8 @@ class Preflight:
         probe = probe_command(request, self._box.python if self._box is not None else sys.executable)
         nodes = self._by_component if self._het else [self._nodes]
         command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
-        done = run_within(command, request.deadline_s + STEP_S[request.mode], env=self._env)
+        env = {**self._env, **probe_env(request)}
+        done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
         if done.returncode < 0:
             # Killing srun leaves probes that do not end by themselves.
             signal_steps([step for step, name in (steps() or {}).items() if name == PREFLIGHT_STEP], "KILL")
@@ -255,7 +256,7 @@ def newest_checkpoint_bytes(run: RunDir) -> int | None:
 @contextmanager
 def _witness(attempt: Attempt) -> Iterator[tuple[Path, str]]:
     """A file that all nodes must see, in a folder of its own that goes with it, and the token in it."""
-    folder, token = attempt.path / "preflight", secrets.token_hex(8)
+    folder, token = attempt.path / "preflight", secrets.token_hex(16)
     folder.mkdir(exist_ok=True)
     witness = folder / "witness"
     witness.write_text(token)

@@ -20,6 +20,7 @@ from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.scontrol import signal_steps, steps
 from hpcdist.launch.job.srun import step_name
 from hpcdist.launch.timed_command import last_line
+from hpcdist.log_text import PIECE_BYTES, last_lines
 from hpcdist.rundir import Attempt, read_json
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ END_STEP_S = 20.0
 #: before the next question is twice as long each time, up to `ASK_AT_MOST_S`.
 REPORTED_S = 20.0
 ASK_AT_MOST_S = 600.0
+#: How far back to look for a line that is not empty.
+_LAST_LINES = 10
 #: A file of a rank's in the attempt's folder: its log, which Slurm opens as it starts the rank, or one of its own.
 _FILE_OF_RANK = re.compile(r"\.?rank-(\d+)\.")
 #: A search through the attempt's folder is followed by a pause of so many times what it took.
@@ -191,13 +194,21 @@ class StepRanks:
 
     def last_words(self) -> str:
         path = self._attempt.path / "srun.log"
-        return last_line(file_retry.retry(lambda: path.read_text(errors="replace"), path)) or "srun said nothing"
+        lines = file_retry.retry(lambda: last_lines(path, _LAST_LINES), path)
+        return last_line("\n".join(text for _, text in lines)) or "srun said nothing"
 
     def _read_messages(self, *, to_the_end: bool) -> None:
         """Count what srun has said since the last time, whole lines alone."""
-        self._unread += self._log.read()
-        end = len(self._unread) if to_the_end else self._unread.rfind(b"\n") + 1
-        news, self._unread = self._unread[:end], self._unread[end:]
+        while data := self._log.read(PIECE_BYTES):
+            *whole, rest = (self._unread + data).split(b"\n")
+            # srun's own lines are short; what is not may be cut.
+            self._unread = rest[-PIECE_BYTES:]
+            self._count(b"\n".join(whole))
+        if to_the_end:
+            self._count(self._unread)
+            self._unread = b""
+
+    def _count(self, news: bytes) -> None:
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:

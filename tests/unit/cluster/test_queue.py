@@ -381,3 +381,47 @@ def test_slurm_is_asked_every_few_seconds_and_less_while_it_is_away(monkeypatch:
 )
 def test_the_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> None:
     assert JobFacts(id="1", **changes).queue_s(150.0) == expected
+
+
+# --- other releases, and lines of another form
+
+
+@pytest.mark.parametrize("release", ["24_11", "26_05"])
+def test_newer_releases(release: str) -> None:
+    def text(command: str, name: str) -> str:
+        whole = (RECORDED.parent / f"slurm_{release}" / f"{command}.txt").read_text()
+        return whole.partition(f"### {name}\n")[2].partition("###")[0]
+
+    def sentence(facts: JobFacts | None) -> str:
+        assert facts is not None
+        return facts.sentence()
+
+    assert sentence(parse_scontrol(text("scontrol", "1"), "1")) == "job 1 is RUNNING on n[1-2]"
+    assert sentence(parse_scontrol(text("scontrol", "2_1"), "2_1")) == "job 2_1 ended as FAILED with exit code 3 on n1"
+    assert sentence(parse_scontrol(text("scontrol", "3"), "3")) == "job 3 is RUNNING on n1,n2"
+    assert sentence(parse_scontrol(text("scontrol", "requeued"), "1")) == "job 1 waits (BeginTime)"
+    assert sentence(parse_squeue(text("squeue", "2"), "2_1")) == "job 2_1 ended as FAILED on n1"
+    assert sentence(parse_sacct(text("sacct", "1"), "1")) == "job 1 ended as CANCELLED on n[2-3]"
+    past = parse_sacct(text("sacct", "1"), "1")
+    assert past is not None
+    assert past.earlier == ("REQUEUED",)
+
+
+def test_free_text_at_the_end_of_a_record_overrides_no_key() -> None:
+    line = "JobId=1 JobName=a JobState=RUNNING NodeList=n1 SubmitLine=sbatch --wrap=x JobState=FAILED NodeList=n9"
+    facts = parse_scontrol(line, "1")
+    assert facts is not None
+    assert (facts.state, facts.nodes) == ("RUNNING", "n1")
+
+
+def test_lines_of_another_form_are_left_out() -> None:
+    facts = parse_scontrol(f"JobId=1 Restarts=x ExitCode={'9' * 5000}:0", "1")
+    assert facts is not None
+    assert (facts.state, facts.restarts, facts.exit_code) == ("UNKNOWN", 0, 0)
+    assert parse_squeue("slurm_load_jobs error\n1|RUNNING\n", "1") is None
+    assert parse_sacct("1\n1|a|b\n", "1") is None
+    rows = "1|a|COMPLETED|0:0|x|x|x|n1|1|\n1.0|s|COMPLETED|0:0|x|x|x|n1|1|1.2.3K\n"
+    facts = parse_sacct(rows, "1")
+    assert facts is not None
+    assert facts.max_rss == "1.2.3K"
+    assert parse_time("9999-12-31T23:59:59") is not None

@@ -93,3 +93,10 @@ def test_a_slurm_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(site, "PATIENCE_S", 0.01)
     (tmp_path / "sinfo").write_text("#!/bin/sh\nread -r line\n")
     assert ask("/bin/sleep", "60") is None
+
+
+def test_lines_and_numbers_of_another_form_are_left_out() -> None:
+    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
+    assert partition.nodes == ()
+    assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
+    assert parse_memory_mb("9" * 5000) is None

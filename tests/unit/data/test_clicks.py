@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,52 @@ def bag(clicks: Clicks, sample: int, table: int) -> list[int]:
     number = sample * len(clicks.tables) + table
     first, end = clicks.bags.offsets[number : number + 2].tolist()
     return clicks.bags.ids[first:end].tolist()
+
+
+def damaged(raw: bytes, generator: random.Random) -> bytes:
+    """One of five kinds of damage: cut off, bits flipped, the same in the last part, bytes replaced, bytes left out."""
+    kind, data = generator.randrange(5), bytearray(raw)
+    place = generator.randrange(len(data))
+    if kind == 0:
+        del data[place:]
+    elif kind == 1:
+        for _ in range(generator.choice((1, 3, 10))):
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+    elif kind == 2:
+        data[generator.randrange(max(0, len(data) - 1500), len(data))] ^= 1 << generator.randrange(8)
+    elif kind == 3:
+        data[place : place + generator.randrange(1, 40)] = generator.randbytes(generator.randrange(1, 40))
+    else:
+        del data[place : place + generator.randrange(1, 200)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_damaged_file_is_refused_or_read(tmp_path: Path, kind: str) -> None:
+    generator = random.Random(7)
+    messages: list[str] = []
+    path = write(tmp_path, kind, **{name: values * 40 for name, values in COLUMNS.items()})
+    raw = path.read_bytes()
+    for _ in range(200):
+        path.write_bytes(damaged(raw, generator))
+        try:
+            load_clicks(config(path), 0, share=0, num_shares=1)
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 20
+    assert all(str(path) in text and len(text) < 600 and "\n" not in text for text in messages)
+
+
+def test_a_parquet_file_whose_page_sums_differ_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.parquet"
+    table = pa.table(COLUMNS | {"age": [float(number) for number in range(6)]})
+    parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    raw = bytearray(path.read_bytes())
+    place = raw.index(struct.pack("<dd", 2.0, 3.0))
+    raw[place + 6] ^= 8  # another number, which would be trained on
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"log\.parquet cannot be read as a click log: .*checksum"):
+        load_clicks(config(path), 0, share=0, num_shares=1)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])

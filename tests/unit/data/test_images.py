@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,25 @@ def test_folder_image_mirrors_by_its_hash(tmp_path: Path, monkeypatch: pytest.Mo
     source = FolderImages([path], torch.tensor([0]), image_size=8, num_threads=1)
     monkeypatch.setattr("hpcdist.data.images.random_resized_box", lambda w, h, crop_hash: (0, 0, w, h))
     assert torch.equal(source.image(0, 1 << 32), source.image(0, 0).flip(-1))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PIL's, of damaged metadata
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp", "bmp", "ppm"])
+def test_a_damaged_image_is_refused_or_read(tmp_path: Path, suffix: str) -> None:
+    generator = random.Random(3)
+    path = tmp_path / f"x.{suffix}"
+    Image.effect_noise((40, 30), 50).convert("RGB").save(path)
+    raw = path.read_bytes()
+    source = FolderImages([path], torch.tensor([0]), image_size=7, num_threads=1)
+    for _ in range(40):
+        data = bytearray(raw[: generator.randrange(len(raw))] if generator.random() < 0.3 else raw)
+        for _ in range(generator.randrange(1, 6)):
+            place = generator.randrange(min(len(data), 200)) if data and generator.random() < 0.7 else len(data) - 1
+            data[place:] = bytes([generator.randrange(256)]) + data[place + 1 :]
+        path.write_bytes(data)
+        with suppress(DataError):
+            assert source.image(0, None).shape == (3, 7, 7)
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "missing"])

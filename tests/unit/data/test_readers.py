@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,39 @@ def test_not_an_idx_file(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{path} is not an IDX file of unsigned bytes"):
         read_idx(path)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_no_more_is_unpacked_than_an_idx_header_says(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    header = bytes([0, 0, 8, 3]) + struct.pack(">III", 2, 3, 4)
+
+    def write(content: bytes) -> None:
+        path.write_bytes(gzip.compress(content) if suffix else content)
+
+    write(header + bytes(100_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="is truncated or damaged: 40 bytes expected, 41 or more found"):
+            read_idx(path)
+        write(bytes([0, 0, 8, 4]) + b"\xff" * 16)
+        with pytest.raises(
+            DataError, match=r"is truncated or damaged: 3402823\d+ bytes expected, (at most )?\d+ found"
+        ):
+            read_idx(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+    write(bytes([0, 0, 8, 255]) + b"\xff" * 1020)
+    with pytest.raises(DataError, match="is not an IDX file"):
+        read_idx(path)
+
+
+def test_a_bomb_in_place_of_another_file_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "digits.csv.gz"
+    path.write_bytes(gzip.compress(bytes(100_000_000)))
+    assert len(readers.read_bytes(path, max_bytes=1000)) == 1000
 
 
 def test_empty_idx_is_damaged(tmp_path: Path) -> None:

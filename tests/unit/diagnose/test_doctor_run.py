@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 from collections.abc import Callable
@@ -167,22 +166,24 @@ class Srun:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
-        self.errors, self.hangs, self.command = "", False, [""]
+        self.errors, self.hangs, self.command, self.token = "", False, [""], ""
         monkeypatch.setattr(live.subprocess, "run", self)
         monkeypatch.setattr(live, "read_answers", lambda text: self.answers)
         monkeypatch.setattr(of_run.shutil, "which", lambda name: name)
 
-    def __call__(self, command: list[str], timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, command: list[str], timeout: float, env: dict[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
         self.command = command
-        request = self.request
-        assert Path(request.witness).read_text() == request.token
+        self.token = env["HPCDIST_PREFLIGHT_TOKEN"]
+        assert Path(self.request.witness).read_text() == self.token
         if self.hangs:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 0, "", self.errors)
 
     @property
     def request(self) -> Request:
-        return Request(**json.loads(self.command[-1]))
+        return Request.from_json(self.command[-1], self.token)
 
 
 def test_nodes_are_asked_beside_the_ranks(
@@ -212,7 +213,7 @@ def test_nodes_are_asked_beside_the_ranks(
         "--ntasks-per-node=1",
     ]
     assert "--gpus-per-node=4" in srun.command
-    assert (srun.request.nodes, srun.request.run_folder) == (["n1", "n2"], str(run.path))
+    assert (srun.request.nodes, srun.request.run_folder) == (("n1", "n2"), str(run.path))
     assert judged["n1"]["gpus"][0]["used_mb"] is None, "the run's own use of a GPU is no finding"
     assert not list(run.path.glob(".doctor-*")), "nothing is left in the run folder"
 

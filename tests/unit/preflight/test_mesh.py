@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import pytest
 from hpcdist.preflight.judge import judge
 from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh
 from hpcdist.preflight.peers import tournament
-from hpcdist.preflight.probe import Request, answer_lines, probe_command, read_answers
+from hpcdist.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
 from hpcdist.preflight.wire import connected
 
 #: Far more than a probe takes, so that a hang is told as one.
@@ -56,7 +56,7 @@ class Probes:
     def start(self, request: Request, node: str) -> None:
         self._running[node] = subprocess.Popen(
             probe_command(request),
-            env={**os.environ, "SLURMD_NODENAME": node},
+            env={**os.environ, "SLURMD_NODENAME": node, **probe_env(request)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -148,10 +148,11 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
     )
     for node in request.nodes[2:]:
         (tmp_path / "preflight" / f"started-{node}").touch()
-    hello = b'{"token": "other", "node": "n5"}'
+    text = b"[" * 1000  # too deep for a parser, if anything parsed it
+    hello = b"hpf2" + bytes(16) + struct.pack(">H32s", len(text), bytes(32)) + text
     with (
         stranger(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
-        stranger(request.addresses["n5"], request.port, struct.pack(">4sH", b"hpf1", len(hello)) + hello),
+        stranger(request.addresses["n5"], request.port, hello),
     ):
         for node in ("n1", "n2", "n4"):
             probes.start(request, node)
@@ -171,6 +172,50 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
     assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
 
 
+def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes) -> None:
+    """Idle connections, garbage, JSON that is too deep to parse, a hello without the token, and a peer's own hello."""
+    request = request_for(tmp_path, 2)
+    probes.start(request, "n1")
+    wait_for((tmp_path / "preflight" / "started-n1").exists)
+    where = request.addresses["n1"], request.port
+    deep = b"[" * 1000
+    forged = b"hpf2" + bytes(16) + struct.pack(">H32s", len(deep), bytes(32)) + deep
+    greetings = [
+        b"",
+        b"hpf1" + struct.pack(">H", 65535) + b"[" * 65535,
+        b"GET / HTTP/1.1\r\n\r\n" * 50,
+        forged,
+        b"hpf2",
+    ]
+    with ExitStack() as held:
+        reflected = held.enter_context(socket.create_connection(where))
+        reflected.sendall(reflected.recv(20))
+        reflected.sendall(reflected.recv(65536))
+        for number in range(400):
+            sock = held.enter_context(socket.create_connection(where))
+            with suppress(ConnectionError):
+                sock.sendall(greetings[number % len(greetings)])
+        probes.start(request, "n2")
+        answers = probes.answers()
+    peers = {node: answers[node]["network"]["peers"] for node in answers}
+    assert peers["n1"]["n2"]["status"] == peers["n2"]["n1"]["status"] == "ok"
+    assert {"latency_s", "sent_bytes_s", "received_bytes_s"} <= peers["n1"]["n2"].keys()
+    refused = answers["n1"]["network"]["strangers"]
+    assert refused > 100
+    assert "strangers" not in answers["n2"]["network"]
+    found = judge(request, answers)
+    assert [check for check in found if check.level in ("failure", "warning")] == []
+    assert [(check.node, check.level, check.text) for check in found if check.name == "port"] == [
+        ("n1", "note", f"{refused:,} connections to port {request.port} were of no probe of this job, and were closed")
+    ]
+
+
+def test_answers_that_are_damaged_are_left_out() -> None:
+    deep = "[" * 100_000
+    text = f"hpcdist-preflight n1 0/1 {deep}\nhpcdist-preflight n2 0/1 [1]\nhpcdist-preflight n3 5/1 {{}}\n"
+    assert read_answers(f"{text}hpcdist-preflight n4 0/1 {'9' * 5000}\nhpcdist-preflight n5 {'9' * 5000}/1 1") == {}
+
+
 def test_a_connection_that_is_made_counts_though_nobody_had_time_to_look() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(connected("127.0.0.1", server.getsockname()[1], limit_s=0.0)).close()
@@ -188,7 +233,8 @@ def test_packets_that_vanish_are_told_from_refusals() -> None:
 
 
 def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:
-    command, env = probe_command(request_for(tmp_path, 2)), {**os.environ, "SLURMD_NODENAME": "n9"}
+    request = request_for(tmp_path, 2)
+    command, env = probe_command(request), {**os.environ, "SLURMD_NODENAME": "n9", **probe_env(request)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "hpcdist: this is n9, which is none of n1, n2\n"
@@ -244,7 +290,8 @@ def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
     request = replace(request_for(tmp_path, 3), checkpoint_bytes=7, mode="full")
     command = probe_command(request, "python3")
     assert command[:4] == ["python3", "-P", "-m", "hpcdist.preflight.probe"]
-    assert Request.from_json(command[4]) == request
+    assert Request.from_json(command[4], request.token) == request
+    assert request.token not in command[4], "other users can read command lines"
     assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
 
 

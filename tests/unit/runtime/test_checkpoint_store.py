@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,11 @@ def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest() -> None:
 # --- broken checkpoints
 
 
+def replace_step(folder: Path, value: str) -> None:
+    path = folder / "manifest.json"
+    path.write_text(re.sub(r'"step": \d+', f'"step": {value}', path.read_text()))
+
+
 def truncate(folder: Path) -> None:
     content = (folder / "model.pt").read_bytes()
     (folder / "model.pt").write_bytes(content[:-1])
@@ -186,6 +192,10 @@ DAMAGE = [
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
     (lambda folder: change_manifest(folder, format_version=9), r"format_version 9, this hpcdist reads 1"),
     (lambda folder: change_manifest(folder, step=4), r"manifest.json is of step 4"),
+    (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
+    (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
+    (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
+    (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version 'v{49}, this"),
     (remove_model, r"model.pt cannot be read \(No such file or directory\)"),
     (replace_model_by_a_folder, r"model.pt cannot be read \(Is a directory\)"),
 ]

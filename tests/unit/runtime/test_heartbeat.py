@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.rundir import Attempt, RunDir
+from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.runtime import heartbeat
 from hpcdist.runtime.heartbeat import Heartbeat
 
@@ -151,3 +151,18 @@ def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
     (message,) = caplog.messages
     assert message == f"no heartbeat: {attempt.beat(0)} cannot be written (No space left on device)"
     assert read(attempt)["step"] == 1
+
+
+def test_metrics_of_any_number_and_type_are_bounded_and_written(attempt: Attempt) -> None:
+    numpy = pytest.importorskip("numpy")
+    beat = Heartbeat(attempt, 0, 1, 60.0)
+    beat.note_metrics({"loss": numpy.float32(0.5), "n" * 300_000: 1.0})
+    beat.note_metrics({f"key/{number}": float(number) for number in range(5000)})
+    beat.note_metrics({"loss": numpy.float64(0.25), "late": 1.0})
+    beat.close()
+    found = read_json(attempt.beat(0))
+    assert found is not None
+    assert found["metrics"]["loss"] == 0.25
+    assert len(found["metrics"]) == heartbeat.MAX_METRICS
+    assert max(map(len, found["metrics"])) == heartbeat.MAX_NAME
+    assert "late" not in found["metrics"]

@@ -44,10 +44,10 @@ def test_a_run_arrives_with_params_tags_points_and_status(scene: Scene) -> None:
     assert (tags["mlflow.user"], tags["mlflow.source.name"], tags["team"]) == ("ada", "ddp", "vision")
     assert (tags["hpcdist.versions.torch"], tags["hpcdist.state"]) == ("2", "running")
     assert scene.steps() == [10, 20]
-    assert math.isnan(run.data.metrics["odd_0_"])
+    assert math.isnan(run.data.metrics["odd_0_--4f0c463a3ad8"])
     assert run.data.metrics["up"] > 1e308
     assert run.data.metrics["attempt"] == 1
-    assert scene.artifacts() == {"config.yaml", "environment.json"}
+    assert scene.artifacts() == {"config.yaml", "environment.json", "names.json"}
     location = scene.client.get_experiment(run.info.experiment_id).artifact_location
     assert location == (scene.run.path.parents[2] / "mlartifacts" / "exp").as_uri()
     assert scene.shipper().ship_once() == 0

@@ -54,7 +54,7 @@ def test_names_may_hold_anything(tmp_path: Path) -> None:
         writer.log(dict.fromkeys(names, 1.0), 0)
         writer.log({"\ud800": 1.0}, 1)
     records, _ = read_records(writer.path)
-    assert [list(record.metrics) for record in records] == [names, ["?"]]
+    assert [list(record.metrics) for record in records] == [names, ["?--91a681b99855"]]
 
 
 @pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], 1j, 10**400])
@@ -70,6 +70,35 @@ def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
         with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step is a whole number"):
             writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
+        with pytest.raises(UserMistake, match=r"a step outside of .* .64 bits"):
+            writer.log({"loss": 1.0}, 2**63)
+        with pytest.raises(UserMistake, match="33220 bits"):
+            writer.log({"loss": 1.0}, 10**10_000)
+    assert not writer.path.exists()
+
+
+def test_a_record_of_any_size_arrives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
+    long = {"n" * 300_000 + str(number): float(number) for number in range(3)}
+    surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
+    with caplog.at_level(logging.WARNING), JournalWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.log(metrics, step)
+            writer.log(long, step)
+            writer.log(surrogates, step)
+    assert max(map(len, writer.path.read_bytes().splitlines(keepends=True))) <= journal.MAX_LINE_BYTES
+    records, offset = read_records(writer.path)
+    assert offset == writer.path.stat().st_size
+    assert len({(record.time_ms, record.step) for record in records}) <= 6
+    for step in (1, 2):
+        found = [(key, value) for record in records if record.step == step for key, value in record.metrics.items()]
+        assert len(dict(found)) == len(found) == len(metrics) + 3 + 3
+        assert metrics.items() <= dict(found).items()
+        assert sorted(value for key, value in found if key.startswith("nn")) == [0.0, 1.0, 2.0]
+        assert sorted(value for key, value in found if key.startswith("x")) == [1.0, 2.0, 3.0]
+    assert len(caplog.records) == 3
+    assert "a metric's name of 300001 characters is too long: it is recorded as 'nnn" in caplog.text
+    assert len(caplog.text) < 2000
 
 
 def test_threads_share_a_writer(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import yaml
 from hpcdist.config import load_config, to_yaml
 from hpcdist.rundir import RunDir, write_json
 from hpcdist.schema import TRAINER_SECTIONS
-from hpcdist.tracking.labels import fixed_tags, params
+from hpcdist.tracking.labels import fixed_tags, names, params
+from hpcdist.tracking.names import is_allowed
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,22 @@ def test_a_run_in_containers_names_its_image_and_what_is_in_it(tmp_path: Path) -
         "hpcdist.container.runtime": "podman",
         "hpcdist.container.torch": "2.15",
     }
+
+
+def test_names_that_mlflow_refuses_stay_apart_as_params_and_tags(tmp_path: Path) -> None:
+    long = "k" * 249
+    config = {
+        "trainer": {"target": "mine:train"},
+        "launch": {"env": {"A%": "1", "A#": "2", "A_": "3"}},
+        "tracking": {"tags": {"owner%": "x", "owner#": "y", "owner_": "z"}},
+    }
+    found = params(config)
+    assert sorted(text for key, text in found.items() if key.startswith("launch.env.")) == ["1", "2", "3"]
+    run = RunDir(tmp_path)
+    write_json(run.environment, {long: "1", f"{long}2": "2"})
+    tags = fixed_tags(run, config)
+    assert sorted(text for key, text in tags.items() if key.startswith("owner")) == ["x", "y", "z"]
+    assert sorted(text for key, text in tags.items() if key.startswith("hpcdist.kkk")) == ["1", "2"]
+    assert all(is_allowed(key) for key in {**found, **tags})
+    changed = {key for key, clean in names(config) if key != clean}
+    assert changed >= {"launch.env.A%", "launch.env.A#", "owner%", "owner#", "tracking.tags.owner%"}

@@ -10,7 +10,7 @@ import pytest
 from hpcdist.errors import TrackingError
 from hpcdist.tracking import journal, tail
 from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Point, Tail, clean_name
+from hpcdist.tracking.tail import Point, Tail
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -148,25 +148,6 @@ def test_progress_survives_its_file_and_nonsense_in_it(tmp_path: Path) -> None:
         assert Progress.load(path) == Progress()
     with pytest.raises(TrackingError, match=r"shipped\.json cannot be written .No such file"):
         progress.save(tmp_path / "missing" / "shipped.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "clean"),
-    [
-        ("train/loss", "train/loss"),
-        ("a b:c-d_e.f", "a b:c-d_e.f"),
-        ("größe", "größe"),
-        ("loss[0]", "loss_0_"),
-        ("a//b/./../c/", "a/b/c"),
-        ("/abs", "abs"),
-        ("..", "_"),
-        ("", "_"),
-        ("x\ny", "x_y"),
-        ("k" * 300, "k" * 250),
-    ],
-)
-def test_names_as_mlflow_takes_them(name: str, clean: str) -> None:
-    assert clean_name(name) == clean
 
 
 def test_attempts_that_are_long_over_are_not_asked_again_until_the_end(

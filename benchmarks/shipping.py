@@ -1,0 +1,96 @@
+"""What the shipper pays for steps that do not rise: CPU time and resident memory, without MLflow.
+
+    python benchmarks/shipping.py [--json] [--folder DIR]
+
+Two journals, each read to its end in a process of its own:
+
+late record     1,100 records of 300 metrics (13 MB), then one record whose step lies between theirs
+out of order    a million points of one metric, their steps shuffled
+
+The figures are those of the whole process; `in order` is the same number of points with rising steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from hpcdist.tracking.progress import Progress
+from hpcdist.tracking.tail import Tail
+
+NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
+
+
+def write(folder: Path, records: Iterable[tuple[int, dict[str, float]]]) -> None:
+    with open(folder / "attempt-001.rank-00000.jsonl", "w") as file:
+        for step, metrics in records:
+            file.write(json.dumps({"t": 1_760_000_000_000, "s": step, "m": metrics}, separators=(",", ":")) + "\n")
+
+
+def journals() -> dict[str, Iterable[tuple[int, dict[str, float]]]]:
+    metrics = {f"layer/{number:03d}/gradient_norm": 0.123456789 for number in range(NUM_KEYS)}
+    rising = [10 * number for number in range(1, NUM_RECORDS + 1)]
+    shuffled = random.Random(0).sample(range(NUM_POINTS), NUM_POINTS)
+    return {
+        "300 keys, in order": ((step, metrics) for step in rising),
+        "300 keys, late record": ((step, metrics) for step in (*rising, 15)),
+        "a million points, in order": ((step, {"loss": 0.5}) for step in range(NUM_POINTS)),
+        "a million points, out of order": ((step, {"loss": 0.5}) for step in shuffled),
+    }
+
+
+def peak_mb() -> float:
+    """The most resident memory of this process so far. `ru_maxrss` would include its parent's before exec."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def read(folder: Path) -> dict[str, float]:
+    """Read a journal as the shipper does, and throw the points away."""
+    before_mb = peak_mb()
+    progress = Progress()
+    tail = Tail(folder, progress)
+    began = time.process_time()
+    num_points = 0
+    while chunks := tail.next_chunks(1, over=True):
+        num_points += len(tail.new_points(chunks))
+        progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
+    return {
+        "cpu_s": time.process_time() - began,
+        "resident_mb": peak_mb() - before_mb,
+        "points": num_points,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--folder", type=Path, default=None, help="where the journals are written for a while")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.read is not None:
+        print(json.dumps(read(options.read)))
+        return
+    rows = {}
+    for name, records in journals().items():
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            write(Path(folder), records)
+            command = [sys.executable, __file__, "--read", folder]
+            rows[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    if options.json:
+        print(json.dumps({"rows": rows}))
+        return
+    print(f"{'':<34}{'CPU s':>8}{'MB':>8}{'points':>10}")
+    for name, row in rows.items():
+        print(f"{name:<34}{row['cpu_s']:>8.1f}{row['resident_mb']:>8.1f}{row['points']:>10.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Read logs of any size, with lines of any length, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+#: What is read at once. A longer line is shown cut.
+PIECE_BYTES = 1 << 16
+#: How much of a line that is longer than a piece is shown.
+SHOWN_BYTES = 2000
+#: When more than this is new, only the last piece of it is shown.
+MAX_NEWS_BYTES = 1 << 20
+#: How much of the end of a log `last_lines` looks at, and how much of one line.
+TAIL_BYTES = 8 << 20
+MAX_LINE_CHARS = 4096
+#: Lines are numbered by counting those before them, unless that means to read more than this.
+COUNT_BYTES = 256 << 20
+_READ_BYTES = 1 << 20
+
+
+class LogTail:
+    """What a log file has got since the last look, by whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        #: Whether the position is inside of a line that is not shown to its end.
+        self._in_line = False
+
+    def news(self) -> Iterator[str]:
+        """Yield the text that is new, in pieces; a line without its end waits for the next call."""
+        with open(self._path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self._position:  # shortened by `log_limit`
+                self._position, self._in_line = size, True
+            if size - self._position > MAX_NEWS_BYTES:
+                self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
+                yield f"[{self._position - before:,} bytes are not shown here: see {self._path}]\n"
+            file.seek(self._position)
+            while data := file.read(PIECE_BYTES):
+                text, used = self._take(data)
+                if not used:
+                    return
+                self._position += used
+                if text:
+                    yield text.decode(errors="replace")
+                file.seek(self._position)
+
+    def _take(self, data: bytes) -> tuple[bytes, int]:
+        """Return what is to be shown of a piece, and how many bytes of it are done with."""
+        begin = 0
+        if self._in_line:
+            ends = [end for mark in (b"\n", b"\r") if (end := data.find(mark)) >= 0]
+            if not ends:
+                return b"", len(data)
+            self._in_line, begin = False, min(ends) + 1
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end == 0 and len(data) == PIECE_BYTES:
+            self._in_line = True
+            return data[:SHOWN_BYTES] + b" [a line of more than %d bytes, cut]\n" % PIECE_BYTES, len(data)
+        return data[begin:end], end
+
+
+def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
+    """Return the last lines of a log with their numbers from 1, or 0 where the log is too long to count.
+
+    What a carriage return separates counts as a line with the same number. Long lines are cut.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(0, size - TAIL_BYTES)
+        number = (_count_lines(file, begin) + 1) if begin <= COUNT_BYTES else 0
+        file.seek(begin)
+        lines: deque[tuple[int, str]] = deque(maxlen=max_lines)
+        data = b""
+        while more := file.read(_READ_BYTES):
+            *whole, data = (data + more).split(b"\n")
+            for line in whole:
+                lines.extend(_parts(number, line))
+                number += number > 0
+            data = data[:MAX_LINE_CHARS] if len(data) > _READ_BYTES else data
+        lines.extend(_parts(number, data) if data else ())
+    return list(lines)
+
+
+def _count_lines(file: BinaryIO, end: int) -> int:
+    count, position = 0, 0
+    while position < end and (data := file.read(min(_READ_BYTES, end - position))):
+        count += data.count(b"\n")
+        position += len(data)
+    return count
+
+
+def _parts(number: int, line: bytes) -> Iterator[tuple[int, str]]:
+    for part in line.removesuffix(b"\r").split(b"\r"):
+        yield number, part[: 4 * MAX_LINE_CHARS].decode(errors="replace")[:MAX_LINE_CHARS]

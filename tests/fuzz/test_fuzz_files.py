@@ -1,0 +1,190 @@
+"""Damaged files of a run folder and bytes of strangers end in the project's errors or are left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from config_strategies import values
+from fuzzing import check_message, fuzz
+from hypothesis import strategies as st
+
+from hpcdist.config import load_config, load_run_config, to_yaml
+from hpcdist.errors import HpcdistError
+from hpcdist.lease import holder
+from hpcdist.preflight.probe import answer_lines, read_answers
+from hpcdist.preflight.wire import Link, Stranger
+from hpcdist.rundir import RunDir, read_json, write_json
+from hpcdist.runtime.checkpoint_files import read_manifest
+from hpcdist.standing import job_of, look_now, stand
+from hpcdist.sweepdir import SweepDir
+from hpcdist.tracking.journal import read_records
+
+DEEP = "[" * 3000  # beyond the recursion limit
+JSON_NOISE = st.sampled_from(
+    [b"", b"{", b"{}", b"[]", b"null", b"1", b'"a"', b"\xff\xfe", b"\0" * 10, DEEP.encode(), b'{"a": ' * 3000, b"NaN",
+     b'{"status": "x"}', b"9" * 5000, b'{"attempt": ' + b"9" * 5000 + b"}", b'{"created": 1e999}', b'"\\ud800"']
+)  # fmt: skip
+
+
+@st.composite
+def damaged(draw: st.DrawFn, original: bytes) -> bytes:
+    """The content of a JSON file with fields changed, bytes replaced, cut off, or something else altogether."""
+    tree = json.loads(original)
+    kind = draw(st.sampled_from(["fields", "bytes", "cut", "noise", "binary"]))
+    if kind == "fields" and isinstance(tree, dict):
+        for key in draw(st.lists(st.sampled_from(sorted(tree) or ["a"]), max_size=3)):
+            tree[key] = draw(values.filter(_is_json))
+        if draw(st.booleans()):
+            tree.pop(draw(st.sampled_from(sorted(tree) or ["a"])), None)
+        if draw(st.booleans()):
+            tree[draw(st.text(max_size=5))] = 1
+        return json.dumps(tree).encode("utf-8", "surrogatepass")
+    start = draw(st.integers(0, len(original)))
+    if kind == "bytes":
+        return original[:start] + draw(st.binary(max_size=6)) + original[start + draw(st.integers(0, 6)) :]
+    if kind == "cut":
+        return original[:start]
+    return draw(JSON_NOISE) if kind == "noise" else draw(st.binary(max_size=40))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+STATE = {"status": "failed", "attempt": 1, "restarts": 0, "reason": "x", "created": 1e9, "ended": 1e9, "world_size": 2}
+FILES: dict[str, dict[str, Any]] = {
+    "state.json": STATE,
+    "lease": {"host": "h", "pid": 1, "user": "u", "renewed": 1e9, "job_id": None, "start": 1},
+    "slurm.json": {"job_id": "1", "name": "a", "cluster": "c"},
+    "mlflow.json": {"run_id": "a", "uri": "sqlite:///x"},
+    "environment.json": {"code": {"root": "/x", "copied": True}},
+    "container.json": {"runtime": "podman", "image": "a"},
+    "sweep.json": {"keys": ["seed"], "cells": [], "base": {}},
+    "journal/shipped.json": {"files": {}},
+    "attempts/001/rank-00000.outcome.json": {"outcome": "failed", "error": "x", "step": 1},
+    "attempts/001/rank-00000.beat.json": {"time": 1e9, "step": 1, "phase": "x"},
+    "attempts/001/request.json": {"action": "stop", "by": "a", "reason": "x"},
+    "attempts/001/failure.json": {"kind": "x", "reason": "y"},
+    "checkpoints/step-00000100/manifest.json": {"step": 1, "files": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    found = RunDir.create(tmp_path_factory.mktemp("fuzz") / "runs" / "exp" / "first")
+    found.config.write_text(to_yaml(load_config("ddp_digits", ["seed=1"])))
+    for name, content in FILES.items():
+        (found.path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(found.path / name, content)
+    return found
+
+
+@fuzz(name=st.sampled_from(sorted(FILES)), data=st.data())
+def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> None:
+    path = run.path / name
+    original = path.read_bytes()
+    path.write_bytes(data.draw(damaged(original)))
+    try:
+        for read in (
+            lambda: read_json(path),
+            lambda: run.read_state(),
+            lambda: job_of(run),
+            lambda: holder(run),
+            lambda: stand(run, look_now(run)),
+            lambda: run.attempt(1).outcomes(),
+            lambda: read_manifest(run.checkpoints / "step-00000100"),
+            lambda: SweepDir(run.path).read(),
+        ):
+            with suppress(HpcdistError):
+                read()
+    finally:
+        path.write_bytes(original)
+
+
+@fuzz(share=0.5, data=st.data())
+def test_config_of_a_run_folder(run: RunDir, data: st.DataObject) -> None:
+    original = run.config.read_bytes()
+    start = data.draw(st.integers(0, len(original)))
+    end = start + data.draw(st.integers(0, 30))
+    noise = data.draw(
+        st.one_of(st.binary(max_size=8), st.sampled_from([b"[" * 50_000, b"*a", b"&a ", b"${", b"9" * 5000]))
+    )
+    run.config.write_bytes(original[:start] + noise + original[end:])
+    try:
+        load_run_config(run.config, [], {})
+    except HpcdistError as error:
+        check_message(error)
+    finally:
+        run.config.write_bytes(original)
+
+
+RECORD = b'{"t":1760000000000,"s":120,"m":{"train/loss":0.31}}\n'
+LINES = st.one_of(
+    st.just(RECORD), damaged(RECORD).map(lambda line: line + b"\n"), st.binary(max_size=30), st.just(b"\n")
+)
+
+
+@fuzz(lines=st.lists(LINES, max_size=8), offset=st.integers(0, 200), final=st.booleans())
+def test_journals(run: RunDir, lines: Sequence[bytes], offset: int, final: bool) -> None:
+    path = run.journal / "attempt-001.rank-00000.jsonl"
+    path.write_bytes(b"".join(lines))
+    records, end = read_records(path, min(offset, path.stat().st_size), final=final)
+    assert end <= path.stat().st_size
+    assert all(isinstance(value, int | float) for record in records for value in record.metrics.values())
+
+
+ANSWER = answer_lines("n1", {"network": {"peers": {}}, "text": "a" * 2000})
+
+
+@fuzz(lines=st.lists(st.one_of(st.sampled_from(ANSWER), st.text(max_size=20)), max_size=6), data=st.data())
+def test_answers_of_probes(lines: list[str], data: st.DataObject) -> None:
+    text = "\n".join(lines)
+    for _ in range(data.draw(st.integers(0, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        noise = data.draw(st.one_of(st.text(max_size=6), st.sampled_from(["9" * 5000, "\n", " 0/1 ", DEEP, "5/2"])))
+        text = text[:start] + noise + text[start + data.draw(st.integers(0, 6)) :]
+    for answer in read_answers(text).values():
+        assert isinstance(answer, dict)
+
+
+HELLOS = st.one_of(
+    st.binary(max_size=100),
+    st.binary(max_size=100).map(lambda data: b"hpf2" + bytes(16) + data),
+    st.tuples(st.integers(0, 65535), st.binary(min_size=32, max_size=32), st.binary(max_size=60)).map(
+        lambda drawn: b"hpf2" + bytes(16) + struct.pack(">H32s", drawn[0], drawn[1]) + drawn[2]
+    ),
+    st.just(b"hpf2" + bytes(16) + struct.pack(">H32s", 1000, bytes(32)) + b"[" * 1000),
+)
+
+
+@fuzz(data=HELLOS, connecting=st.booleans())
+def test_hellos_of_strangers(data: bytes, connecting: bool) -> None:
+    async def greet() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with ours, theirs:
+            theirs.sendall(data)
+            theirs.shutdown(socket.SHUT_WR)
+            with pytest.raises(Stranger):
+                await LocalLink(ours).greet("token", {"node": "n1"}, connecting=connecting)
+
+    asyncio.run(greet())
+
+
+class LocalLink(Link):
+    """A link over a pair of sockets that need no network."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
