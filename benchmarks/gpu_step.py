@@ -102,7 +102,15 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
     syncs = SyncCounter(device) if check_sync else None
     with ExitStack() as stack:
         groups = stack.enter_context(
-            process_groups(topology, device, backend, init_timeout_s=120, timeout_s=1800, on_expiry=lambda: os._exit(1))
+            process_groups(
+                topology,
+                device,
+                backend,
+                attempt.read_key(),
+                init_timeout_s=120,
+                timeout_s=1800,
+                on_expiry=lambda: os._exit(1),
+            )
         )
         journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
         try:

@@ -52,7 +52,7 @@ def main() -> NoReturn:
     except OSError as error:
         # A full disk or a folder without permission: the user's to mend, and the path says where.
         print(f"hpcdist: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except Exception as error:

@@ -412,7 +412,9 @@ def _sentence(key: str, value: object, error: Exception) -> str:
     """One line of key, value, expectation and fix, from whatever OmegaConf raised."""
     known = {_for_role(path, key): kind for path, kind in _kinds().items()}
     if key in known:
-        return f"{key} must be {known[key]}, got {shown(value)} ({shortened(first_line(error))})"
+        detail = first_line(error)
+        # A long one repeats the value.
+        return f"{key} must be {known[key]}, got {shown(value)}" + (f" ({detail})" if len(detail) <= 120 else "")
     if any(path.startswith(f"{key}.") for path in known):
         return f"{key} is a section: give it keys, got {shown(value)}"
     holder = next((path for path in known if key.startswith(f"{path}.") and known[path].startswith("dict")), None)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
+from hpcdist import file_retry
 from hpcdist.errors import ConfigError, shown
 
 T = TypeVar("T")
@@ -50,8 +51,7 @@ def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """Return the text of a file of at most MAX_BYTES. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = file_retry.retry(lambda: _read_bytes(path), path)
         if len(data) > MAX_BYTES:
             raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
         return data.decode("utf-8-sig")
@@ -63,13 +63,18 @@ def read_text(path: Path) -> str:
         raise ConfigError(["is not UTF-8 text"], str(path)) from error
 
 
+def _read_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
 def parse(text: str) -> Any:
     """Return the plain value of a YAML text, as OmegaConf reads it (`3e-4` is a number), with text for keys.
 
     Raises ValueError with one line: the mistake, and where it is known its line.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     try:
         check_bounds(text)
@@ -78,7 +83,9 @@ def parse(text: str) -> Any:
     except OmegaConfBaseException as error:
         key = (error.full_key or "").removeprefix("value").removeprefix(".")
         where = f"{key}: " if key else ""
-        raise ValueError(f"{where}{first_line(error)}") from error
+        # The grammar's own messages repeat the text.
+        what = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
+        raise ValueError(f"{where}{what}") from None
     except yaml.YAMLError as error:
         # An alias or a tag by mistake may be the beginning of a password: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
@@ -152,8 +159,8 @@ def check_bounds(text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
-        if (tag := getattr(event, "tag", None)) not in _TAGS:
-            raise ValueError(f"{where}: the tag {shown(tag)} is not supported: write a plain value")
+        if getattr(event, "tag", None) not in _TAGS:
+            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:

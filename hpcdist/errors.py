@@ -26,6 +26,10 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 3, 3, 4, MAX_SHOWN, MAX_SHOWN
 
+    def repr_str(self, value: str, _level: int) -> str:
+        # Nothing of a long one: `redaction.hide_values` would not find a secret of which a part is shown.
+        return repr(value) if len(value) <= MAX_SHOWN else f"'...' ({len(value):,} characters)"
+
     def repr_int(self, value: int, _level: int) -> str:
         # Python refuses to write an integer of more than 4,300 digits.
         return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length():,} bits"
@@ -83,13 +87,13 @@ class ConfigError(UserMistake):
     """One or more mistakes in a config; `problems` holds one line for each. The message lists MAX_PROBLEMS of them."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
-        self.problems = tuple(" ".join(_printable(problem).split("\n")) for problem in problems)
+        self.problems = tuple(problems)
         self.source = source
         head = f"{shortened(source, MAX_LINE // 2)}: " if source else ""
+        listed = [" ".join(problem.split("\n")) for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) == 1:
-            super().__init__(head + self.problems[0])
+            super().__init__(head + listed[0])
             return
-        listed = [*self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > MAX_PROBLEMS:
             listed.append(f"and {len(self.problems) - MAX_PROBLEMS:,} more")
         super().__init__("\n".join([f"{head}{len(self.problems):,} mistakes", *(f"  - {line}" for line in listed)]))
@@ -116,7 +120,14 @@ class LeaseLostError(HpcdistError):
 
 
 class CheckpointError(HpcdistError):
-    """A checkpoint could not be written, or none that is asked for can be read."""
+    """A checkpoint could not be written, or none that is asked for can be read.
+
+    `may_pass`: its file system was away, so that the next save may succeed.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class RendezvousError(HpcdistError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -77,15 +78,6 @@ def give_up() -> None:
     _Mode.has_given_up = True
 
 
-def is_transient(error: BaseException | None) -> bool:
-    """Whether an operation that failed with this error, or with one that it caused, may succeed later."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return _bound_s(error, 1.0) > 0
-        error = error.__cause__
-    return False
-
-
 def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = None) -> T:
     """Return what `operation` returns, calling it again while it fails with a transient error.
 
@@ -102,7 +94,7 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
         except OSError as error:
             now = time.monotonic()
             began = now if began is None else began
-            if error.filename is None:
+            if error.errno is not None and error.filename is None:
                 error.filename = str(path)
             left_s = began + _bound_s(error, _Mode.within_s if within_s is None else within_s) - now
             if left_s <= 0 or _Mode.has_given_up:
@@ -115,6 +107,29 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
             if began is not None:
                 log.warning("%s is available again after %.1f s", path, time.monotonic() - began)
             return result
+
+
+def is_away(error: OSError) -> bool:
+    """Whether an error, after all retries, is one of a file system that is away rather than full or read-only."""
+    return error.errno in TRANSIENT or error.errno in DENIED
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename with retries; a server that answers with an error may have done it."""
+    failed = False
+
+    def try_now() -> None:
+        nonlocal failed
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            if not (failed and target.exists()):
+                raise
+        except OSError:
+            failed = True
+            raise
+
+    retry(try_now, target)
 
 
 def exists(path: Path) -> bool:

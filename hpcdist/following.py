@@ -10,6 +10,7 @@ from threading import Event
 
 from rich.console import Console
 
+from hpcdist import file_retry
 from hpcdist.cluster.queue import JobRef, JobWatch, Look
 from hpcdist.errors import RunFolderError
 from hpcdist.log_text import PIECE_BYTES
@@ -55,7 +56,7 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     path = run.attempt(number).log(rank)
     if os.path.lexists(path) and not stays_inside(path, run.path):
         raise RunFolderError(f"{path} is a symbolic link to a file outside of the run folder: it is not shown")
-    if not path.is_file() and not follow:
+    if not file_retry.exists(path) and not follow:
         raise RunFolderError(f"no log of rank {rank} in attempt {number} of {run.name} ({path})")
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -65,8 +66,8 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         # Before the log is read: what is written later belongs to a later look.
         ended = watch is None or watch.now().over
         state = run.read_state()
-        if path.is_file() and stays_inside(path, run.path):
-            with open(path, "rb", buffering=0) as file:
+        if file_retry.retry(path.is_file, path) and stays_inside(path, run.path):
+            with file_retry.retry(lambda path=path: open(path, "rb", buffering=0), path) as file:  # type: ignore[misc]
                 if os.fstat(file.fileno()).st_size < position:
                     yield "\n[hpcdist: this log was shortened meanwhile, see launch.log_max_mb]\n"
                     position = os.fstat(file.fileno()).st_size
@@ -92,7 +93,7 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
     watch = RunWatch(run)
     waiting = Event()
     said, away, told = "", "", 0
-    with RunView(console) as view:
+    with RunView(console) as view, file_retry.patient(file_retry.UNATTENDED_S):
         while True:
             found = watch.now()
             if found.over:

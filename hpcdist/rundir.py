@@ -11,6 +11,7 @@
         model/                                   the final model in MLflow's layout
         artifacts/                               what the trainer leaves for people: plots, samples
         attempts/001/                            one per start of the ranks
+            key                                  what its ranks know each other by; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
             preflight.json  preflight.txt        what was found on the nodes; in the first of each life of a job
             network.json                         what the ranks measured between them
@@ -40,6 +41,7 @@ from hpcdist.foreign import read_json_value
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
 ENDED: frozenset[str] = frozenset({"stopped", "finished", "failed", "cancelled"})
+KEY_BYTES = 32
 _OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 #: What a user can do about a damaged file, by its name.
@@ -154,6 +156,21 @@ class Attempt:
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
+
+    @property
+    def key(self) -> Path:
+        """32 random bytes that prove that a process belongs to this attempt (`runtime/gate.py`)."""
+        return self.path / "key"
+
+    def read_key(self) -> bytes:
+        """Return the content of `key`. Raises RunFolderError where it cannot be read or is not whole."""
+        try:
+            content = file_retry.retry(self.key.read_bytes, self.key)
+        except OSError as error:
+            raise RunFolderError(f"{self.key}: the attempt's key cannot be read: {error.strerror}") from error
+        if len(content) != KEY_BYTES:
+            raise RunFolderError(f"{self.key}: the attempt's key has {len(content)} bytes, not {KEY_BYTES}")
+        return content
 
     def beat(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.beat.json"
@@ -433,7 +450,11 @@ class RunDir:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()
-        return Attempt(path)
+        attempt = Attempt(path)
+        descriptor = os.open(attempt.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+        return attempt
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / f"{number:03d}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpcdist import file_retry
 from hpcdist.cluster import queue
 from hpcdist.cluster.job_facts import JobFacts
 from hpcdist.cluster.queue import JobRef, Look
@@ -72,7 +73,7 @@ def stand(run: RunDir, look: Look | None) -> Standing:
     to say.
     """
     # Opening a folder makes a network file system ask its server what has changed in it.
-    os.scandir(run.path).close()
+    file_retry.retry(lambda: os.scandir(run.path).close(), run.path)
     facts = look.facts if look else None
     # The lease of a supervisor that was killed elsewhere looks alive for a while; Slurm knows better.
     held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))

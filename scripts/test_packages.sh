@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Install what the browser, Slurm and container tests need, where this user may; elsewhere they are skipped and say so.
+# Install what the browser, Slurm, container and storage tests need, where this user may; elsewhere they are skipped and say so.
 set -euo pipefail
 # Chromium looks at MLflow's pages; then a Slurm with accounting, and what makes virtual nodes and closes their ports;
-# then what builds and runs images, a base for them included, and the database of the tracking server's.
-packages=(git chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
+# then what builds and runs images, a base for them included, and the database of the tracking server's; and a
+# compiler for the library that injects faults into file operations.
+packages=(git gcc libc6-dev chromium slurmctld slurmd slurmdbd slurm-client munge mariadb-server iproute2 nftables
   podman runc debootstrap debian-archive-keyring charliecloud postgresql)
 
 missing=()

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from containers import Containers, why_not
 from fault_table import Cell, as_lines
+from io_faults import compile_library
 
 #: Once, before anything is imported: hpcdist sets variables of MLFLOW_* itself, and those must stay.
 #: What steers the tests themselves stays too.
 _STEER_TESTS = (
     "HPCDIST_DATA_DIR",
     "HPCDIST_REQUIRE_BROWSER",
+    "HPCDIST_REQUIRE_COMPILER",
     "HPCDIST_REQUIRE_CONTAINERS",
     "HPCDIST_REQUIRE_SLURM",
     "HPCDIST_SCREENSHOTS",
@@ -65,6 +67,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if cells := config.stash[CELLS]:
         terminalreporter.section("faults")
         terminalreporter.write("\n".join(as_lines(cells)) + "\n")
+
+
+# --- faults of file operations
+
+
+@pytest.fixture(scope="session")
+def io_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that injects them, see `io_faults.py`."""
+    return compile_library(tmp_path_factory.mktemp("io_faults"))
 
 
 # --- our images, built once for all tests that start containers

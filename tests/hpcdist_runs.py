@@ -238,3 +238,34 @@ class Descendants:
         for descriptor in self._descriptors:
             os.close(descriptor)
         assert not alive, f"still alive after {timeout_s:g} s: {list(alive.values())}"
+
+
+# --- sockets
+
+
+def documented_sockets() -> dict[str, str]:
+    """Address of each kind of listening socket, from the table of SECURITY.md."""
+    text = (Path(__file__).resolve().parents[1] / "SECURITY.md").read_text()
+    table = text.partition("## Listening sockets")[2].partition("##")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: row[2] for row in rows[1:]}
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens on TCP: host and port."""
+    found = psutil.Process(pid).net_connections(kind="tcp")
+    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
+
+
+def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc: int = 0) -> None:
+    """Compare the listening sockets of a local run's ranks with SECURITY.md: loopback, and as many of each kind."""
+    documented = documented_sockets()
+    assert documented.keys() >= {"gate", "store", "relay", "gloo", "rpc", "nccl", "preflight", "ui"}
+    assert {documented[kind] for kind in ("gate", "gloo", "rpc", "nccl")} == {"interface"}
+    assert {documented[kind] for kind in ("store", "relay", "ui")} == {"loopback"}
+    assert {host for sockets in by_rank for host, _ in sockets} == {"127.0.0.1"}
+    for rank, sockets in enumerate(by_rank):
+        gates = [port for _, port in sockets if 20480 <= port < 32768]
+        assert len(gates) == (rank == 0)
+        num_gloo = len(sockets) - num_rpc - (3 if rank == 0 else 1)  # gate, store and relay, or a relay alone
+        assert 2 <= num_gloo <= 5, (rank, sockets)

@@ -193,7 +193,7 @@ def sync(
             report = ship(found, uri)
             print(f"{found.name}: {report}")
         except (HpcdistError, OSError) as error:
-            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 1)
+            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)
             print(f"{found.name}: {error}", file=sys.stderr)
     return code
 

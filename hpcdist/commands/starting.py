@@ -127,7 +127,11 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
     from hpcdist.launch.submission.dependency import resolve
 
     resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
-    return {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    for name, value in chosen.items():
+        if not value.isprintable():
+            raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
+    return chosen
 
 
 def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:

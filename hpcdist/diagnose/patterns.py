@@ -90,7 +90,7 @@ PATTERNS = (
     ),
     Pattern(
         "stranger-on-port",
-        _any(r"has no token of hpcdist", r"the store at \S+ belongs to job", r"does another program listen there"),
+        _any(r"is not rank 0 of this attempt", r"does another program listen there"),
         "another program answered on the port where the ranks meet",
         "`hpcdist resume`: each attempt takes another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),

@@ -16,7 +16,7 @@ from hpcdist.cluster.topology import port_for
 from hpcdist.errors import ConfigError
 from hpcdist.schema import Config, role_device
 
-#: All ranks of a local run meet on the loopback interface; nothing listens to the outside.
+#: All ranks of a local run meet on the loopback interface; SECURITY.md lists what listens there.
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2

@@ -19,7 +19,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from hpcdist.errors import CheckpointError
+from hpcdist import file_retry
+from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.runtime import checkpoint_files as files
 from hpcdist.runtime.checkpoint_store import Checkpoint, CheckpointStore, CollectShards, Found, Snapshot
 from hpcdist.runtime.host_copy import HostBuffers
@@ -60,9 +61,9 @@ class BackgroundWriter:
         """Return after the copy (on CUDA after queueing it, see `HostBuffers.copy`); what changes later is not in it.
 
         Waits for the write before this one: there is one set of buffers. Raises CheckpointError when that one has
-        failed, and for a value that a checkpoint cannot hold.
+        failed for good, and for a value that a checkpoint cannot hold.
         """
-        self.wait()
+        self.settle()
         host, events = self._buffers.copy(state)
 
         def work() -> None:
@@ -83,12 +84,28 @@ class BackgroundWriter:
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:
-            raise CheckpointError(f"saving to {self._what} failed: {type(error).__name__}: {error}") from error
+            cause = error.__cause__ if isinstance(error, HpcdistError) else None
+            raise CheckpointError(
+                f"saving to {self._what} failed: {type(error).__name__}: {error}",
+                may_pass=isinstance(cause, OSError) and file_retry.is_away(cause),
+            ) from error
+
+    def settle(self) -> None:
+        """Wait as `wait` does, but only report a write that failed because its file system was away.
+
+        The next save writes everything that this one would have written.
+        """
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if not error.may_pass:
+                raise
+            log.error("%s; training goes on, and the next save tries again", error)
 
     def check(self) -> None:
-        """Raise CheckpointError when the write under way has failed already; waits for nothing."""
+        """Raise CheckpointError when the write under way has failed for good already; waits for nothing."""
         if self._pending is not None and self._pending.done():
-            self.wait()
+            self.settle()
 
     def close(self) -> None:
         """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
@@ -104,8 +121,9 @@ class BackgroundWriter:
 class AsyncSaver:
     """Saves in the background: the calling thread copies to host memory kept for it, a second thread writes.
 
-    An error of the background is raised by the next `save()`, `wait()` or `close()`, which does nothing else.
-    Starts no thread and looks at no disk before the first `save()`. As a context manager it closes itself.
+    An error of the background is raised by the next `save()`, `wait()` or `close()`, which does nothing else; one of
+    a file system that was away only by `wait()` and `close()`. Starts no thread and looks at no disk before the first
+    `save()`. As a context manager it closes itself.
 
     Args:
         store: where to write; it is pruned after each checkpoint that is complete.
@@ -143,7 +161,7 @@ class AsyncSaver:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
         if step < 0:
             raise CheckpointError(f"a checkpoint's step must be >= 0, got {step}")
-        self.wait()
+        self._writer.settle()
         newest = self._store.newest_step()
         if newest is not None and step < newest:
             raise CheckpointError(

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError, RunFolderError
+from hpcdist.file_retry import retry
 from hpcdist.foreign import read_json_value
 from hpcdist.formats import stamped, unstamped
 from hpcdist.rundir import write_atomic
@@ -34,6 +35,8 @@ from hpcdist.rundir import write_atomic
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
+#: A broken disk block answers with the same error as a server that is away: after this time an older one is taken.
+READ_WITHIN_S = 30.0
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
@@ -113,8 +116,12 @@ class _HashingFile:
 
 
 def save_file(content: Any, path: Path) -> FileRecord:
-    """`torch.save` to a new file, on disk when this returns. Raises OSError when the disk refuses."""
-    with open(path, "xb", buffering=0) as raw:
+    """`torch.save` to a file of this process's own, on disk when this returns. Raises OSError when the disk refuses."""
+    return retry(lambda: _save_once(content, path), path)
+
+
+def _save_once(content: Any, path: Path) -> FileRecord:
+    with open(path, "wb", buffering=0) as raw:
         file = _HashingFile(raw)
         try:
             torch.save(content, cast(IO[bytes], file))
@@ -183,8 +190,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         path = folder / MANIFEST_FILE
-        manifest = parse_manifest(read_json_value(path), path)
-        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
+        manifest = parse_manifest(retry(lambda: read_json_value(path), path, within_s=READ_WITHIN_S), path)
+        sizes = {name: _size_of(folder / name) for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
         raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
@@ -202,6 +209,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{folder}: {name} has {sizes[name]} bytes where its manifest says {record.size_bytes}"
             )
     return manifest
+
+
+def _size_of(path: Path) -> int:
+    return retry(path.stat, path, within_s=READ_WITHIN_S).st_size
 
 
 def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
@@ -234,19 +245,24 @@ def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
 def verify_hashes(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless every file's content is what its manifest says."""
     for name, record in manifest.files.items():
+        path = folder / name
         try:
-            with open(folder / name, "rb", buffering=0) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = retry(lambda path=path: _digest(path), path, within_s=READ_WITHIN_S)  # type: ignore[misc]
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if digest != record.sha256:
             raise CheckpointError(f"{folder}: {name} has changed since it was written (sha256 differs)")
 
 
+def _digest(path: Path) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def load_file(path: Path) -> dict[str, Any]:
     """`torch.load` to host memory, data only: a file that asks for code to be run is refused."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_WITHIN_S)
     except Exception as error:
         # torch's first line advises to load the file without this protection: name what was refused instead.
         refused = _REFUSED.search(str(error))

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hpcdist import file_retry
 from hpcdist.errors import CheckpointError
+from hpcdist.file_retry import retry
 from hpcdist.rundir import sync_folder
 from hpcdist.runtime import checkpoint_files as files
 
@@ -169,15 +171,16 @@ class CheckpointStore:
         """
         final = self.folder / files.folder_name(snapshot.step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if final.exists() and self._is_valid(final):
+            retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
+            if file_retry.exists(final) and self._is_valid(final):
                 log.info("%s is there already and valid: kept", final)
             else:
                 self._write_new(snapshot, final, before_publish)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
-                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are untouched"
+                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are untouched",
+                may_pass=file_retry.is_away(error),
             ) from error
         self._broken.discard(final)
         if snapshot.step >= (self.newest_step() or 0):
@@ -187,7 +190,7 @@ class CheckpointStore:
     def _write_new(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
         temp = self._temp_name(final)
         try:
-            temp.mkdir()
+            retry(lambda: temp.mkdir(exist_ok=True), temp)
             files.write_checkpoint(
                 temp,
                 step=snapshot.step,
@@ -199,10 +202,10 @@ class CheckpointStore:
             )
             if before_publish is not None:
                 before_publish()
-            if final.exists():  # only a broken one gets here
+            if file_retry.exists(final):  # only a broken one gets here
                 self._remove(final)
-            os.rename(temp, final)
-            sync_folder(self.folder)
+            file_retry.rename(temp, final)
+            retry(lambda: sync_folder(self.folder), self.folder)
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)  # what cannot be removed now is a left-over for the restore
             raise
@@ -237,7 +240,9 @@ class CheckpointStore:
             try:
                 self._remove(path)
             except OSError as error:
-                raise CheckpointError(f"old checkpoint {path} cannot be removed: {error.strerror}") from error
+                raise CheckpointError(
+                    f"old checkpoint {path} cannot be removed: {error.strerror}", may_pass=file_retry.is_away(error)
+                ) from error
         return doomed
 
     def remove_leftovers(self) -> list[Path]:
@@ -245,7 +250,7 @@ class CheckpointStore:
         leftovers = [entry for entry in _entries(self.folder) if entry.name.startswith(f"{_TEMP_PREFIX}step-")]
         for entry in leftovers:
             try:
-                shutil.rmtree(entry)
+                retry(lambda entry=entry: shutil.rmtree(entry), entry)  # type: ignore[misc]
             except OSError as error:
                 raise CheckpointError(f"left-over {entry} cannot be removed: {error.strerror}") from error
             log.info("removed %s, left by an attempt that died while saving", entry)
@@ -262,8 +267,8 @@ class CheckpointStore:
     def _remove(self, folder: Path) -> None:
         # Renamed first: a kill half-way leaves a left-over, not a checkpoint with files missing.
         temp = self._temp_name(folder)
-        os.rename(folder, temp)
-        shutil.rmtree(temp)
+        file_retry.rename(folder, temp)
+        retry(lambda: shutil.rmtree(temp), temp)
 
     def staging(self, step: int, attempt: int) -> Path:
         """Where the ranks of an attempt leave their shards of a checkpoint, until rank 0 takes them."""
@@ -302,7 +307,7 @@ def _found(folder: Path, manifest: files.Manifest) -> Found:
 
 def _entries(folder: Path) -> list[Path]:
     try:
-        return list(folder.iterdir())
+        return retry(lambda: list(folder.iterdir()), folder)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -312,4 +317,7 @@ def _entries(folder: Path) -> list[Path]:
 def _free_space(folder: Path) -> str:
     while not os.path.exists(folder):
         folder = folder.parent
-    return f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB free"
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB free"
+    except OSError as error:
+        return f"room unknown: {error.strerror}"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
 
+from hpcdist import file_retry
 from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import CheckpointError
@@ -53,7 +54,7 @@ class Restored:
     def shard(self, rank: int) -> dict[str, Any] | None:
         """What a rank of the run that saved had given as its `Shard`: `model`, `rows`, `trainer`."""
         path = self.folder / shard_name(rank)
-        return load_file(path) if path.exists() else None
+        return load_file(path) if file_retry.exists(path) else None
 
 
 class Context:
@@ -101,7 +102,7 @@ class Context:
             best_metric=config.checkpoint.best,
             best_mode=config.checkpoint.best_mode,
         )
-        self._saver = AsyncSaver(self._store, before_publish=lambda: journal.flush(durable=True))
+        self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
         self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
         self._saved_step = -1
@@ -300,6 +301,18 @@ class Context:
         if shard is not None:
             self.barrier()  # nobody goes on, and changes what others own, before it is copied
         self.timer.skip()
+
+    def _before_publish(self) -> None:
+        """Make durable what must not be older than a checkpoint, and leave the run to a newer attempt.
+
+        A supervisor that was stalled may have been replaced while its ranks went on (`lease.py`).
+        """
+        self._journal.flush(durable=True)
+        if file_retry.exists(self.run.attempt(self.attempt.number + 1).path):
+            raise CheckpointError(
+                f"attempt {self.attempt.number + 1} of run {self.run.name} has begun: attempt {self.attempt.number}"
+                " saves nothing more"
+            )
 
     def _gather_at_main(self, mine: Any) -> list[Any]:
         """What every rank has given, by rank; empty but on rank 0."""

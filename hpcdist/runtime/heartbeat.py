@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from hpcdist.pace import beat_interval_s
 from hpcdist.rundir import Attempt
@@ -37,7 +38,7 @@ class Heartbeat:
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:
         self._path = attempt.beat(rank)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._file: int | None = None
         self._host = socket.gethostname()
         self._noted = self._written = 0.0
         self.step = 0
@@ -99,11 +100,28 @@ class Heartbeat:
         # A shorter text must not leave a longer one's tail behind.
         self._size = max(self._size, len(text))
         try:
-            os.pwrite(self._file, text.encode().ljust(self._size), 0)
+            self._overwrite(text.encode().ljust(self._size))
         except OSError as error:
             if not self._failed:
                 log.warning("no heartbeat: %s cannot be written (%s)", self._path, error.strerror)
             self._failed = True
+            self._let_go()
             return
+        if self._failed:
+            log.warning("%s can be written again", self._path)
         self._failed = False
         self._written = noted
+
+    def _overwrite(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        offset = 0
+        while offset < len(data):
+            offset += os.pwrite(self._file, data[offset:], offset)
+
+    def _let_go(self) -> None:
+        """Close the file, to open it anew at the next turn: a handle that is stale stays so."""
+        if self._file is not None:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file = None

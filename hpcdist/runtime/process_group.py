@@ -21,8 +21,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
 
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import RendezvousError
-
-_JOB_KEY = "hpcdist/job"
+from hpcdist.runtime.admission import guard_gloo
+from hpcdist.runtime.gate import LOOPBACK, PROOF_S, StoreServer, open_relay, prove
+from hpcdist.runtime.own_sockets import Address
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Groups:
 
     #: Gloo on CPU tensors, for small words between the ranks that must not wait for the device; None in a world of one.
     control: dist.ProcessGroup | None
-    #: Where they met. It has shown that it is this job's.
+    #: Where they met. Only they can reach it.
     store: Store
 
 
@@ -51,64 +52,64 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def open_store(topology: Topology, timeout_s: float) -> Store:
-    """The ranks' common store, after proof that it is this job's and not a stranger's on the same port.
+def open_store(topology: Topology, key: bytes, timeout_s: float) -> Store:
+    """The ranks' common store, which only processes that know the attempt's key can read and write.
 
-    A world of one needs no port. Raises RendezvousError when the port is taken, nobody listens, or the token is
-    another job's.
+    A world of one needs no port. Raises RendezvousError when the port is taken, nobody listens, or whoever does is not
+    rank 0 of this attempt.
     """
     if topology.world_size == 1:
         return HashStore()
+    address = (topology.master_addr, topology.master_port)
     where = f"{topology.master_addr}:{topology.master_port}"
-    if topology.rank != 0:
-        timeout_s -= _wait_for_listener(topology.master_addr, topology.master_port, timeout_s)
     timeout = timedelta(seconds=max(timeout_s, 1.0))
-    try:
-        store = TCPStore(
-            topology.master_addr,
-            topology.master_port,
-            topology.world_size,
-            is_master=topology.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        if topology.rank == 0:
-            raise RendezvousError(f"rank 0 cannot listen on {where}: {reason}") from error
-        raise RendezvousError(f"rank {topology.rank} cannot reach the master at {where}: {reason}") from error
     if topology.rank == 0:
-        store.set(_JOB_KEY, topology.token)
-        return store
-    try:
-        store.wait([_JOB_KEY], timeout)
-        token = store.get(_JOB_KEY).decode()
-    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
-        raise RendezvousError(f"the store at {where} has no token of hpcdist: another program's?") from error
-    if token != topology.token:
-        raise RendezvousError(f"the store at {where} belongs to job {token!r}, this is {topology.token!r}")
-    return store
-
-
-def _wait_for_listener(host: str, port: int, timeout_s: float) -> float:
-    """Wait until a connection is taken, or cannot be for another reason than that nobody listens yet; returns seconds.
-
-    A TCPStore that finds nobody sleeps for 0.3 to 4 s (measured) before it looks again, and ranks that are started
-    at once find nobody half of the time.
-    """
-    began = time.monotonic()
-    pause_s = 0.005
-    while (waited_s := time.monotonic() - began) < timeout_s:
+        server = StoreServer(address, key, topology.token, world_size=topology.world_size, timeout=timeout)
+        port = open_relay(server.connect)
+    else:
+        until = time.monotonic() + timeout_s
         try:
-            socket.create_connection((host, port), timeout=timeout_s - waited_s).close()
+            _connect(address, key, topology.token, until).close()
+        except (OSError, RendezvousError) as error:
+            if isinstance(error, RendezvousError):
+                problem = f"the program at {where} is not rank 0 of this attempt ({topology.token}): {error}"
+            else:
+                problem = f"rank {topology.rank} cannot reach the master at {where}: {error}"
+            raise RendezvousError(problem) from error
+        port = open_relay(lambda: _connect(address, key, topology.token, time.monotonic() + PROOF_S))
+    try:
+        return TCPStore(LOOPBACK, port, topology.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {topology.rank} cannot use the store at {where}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _connect(address: Address, key: bytes, token: str, until: float) -> socket.socket:
+    """A connection to rank 0's gate, once it listens and both sides have proved that they know the key.
+
+    Raises OSError when it cannot be reached, RendezvousError when another program answers.
+    """
+    pause_s = 0.005
+    while True:
+        try:
+            sock = socket.create_connection(address, timeout=max(1.0, until - time.monotonic()))
         except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
             time.sleep(pause_s)  # nothing tells when another process begins to listen
             pause_s = min(0.25, 1.5 * pause_s)
-        except OSError:
-            break  # TCPStore says what is wrong
-        else:
-            break
-    return time.monotonic() - began
+            continue
+        try:
+            sock.settimeout(max(1.0, until - time.monotonic()))
+            prove(sock, key, token.encode())
+        except OSError as error:
+            sock.close()
+            raise RendezvousError(str(error)) from error
+        except RendezvousError:
+            sock.close()
+            raise
+        return sock
 
 
 @contextmanager
@@ -116,6 +117,7 @@ def process_groups(
     topology: Topology,
     device: torch.device,
     backend: str,
+    key: bytes,
     *,
     init_timeout_s: float,
     timeout_s: float,
@@ -127,13 +129,15 @@ def process_groups(
     worker ends the process right after.
 
     Args:
+        key: the attempt's.
         init_timeout_s: how long the ranks may take to find each other.
         timeout_s: how long a collective may take.
         on_expiry: see `deadline`.
     """
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
-        store = open_store(topology, init_timeout_s)
+        store = open_store(topology, key, init_timeout_s)
+        guard_gloo()
         dist.init_process_group(
             backend,
             store=PrefixStore("hpcdist", store),

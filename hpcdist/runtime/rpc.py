@@ -14,6 +14,7 @@ https://docs.pytorch.org/docs/stable/rpc.html
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import queue
 import socket
@@ -21,13 +22,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]  # torch exports them at run time
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
+from hpcdist.runtime.admission import RpcAdmission
 from hpcdist.runtime.context import Context
+from hpcdist.runtime.signing import sign_messages
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -36,10 +40,10 @@ T = TypeVar("T")
 LEAVE = "leave"
 #: How often a rank that serves shows a sign of life, and asks rank 0 for one.
 PULSE_EVERY_S = 1.0
-#: InfiniBand where there is some, sockets elsewhere. TensorPipe's own choice on one host, `shm`, polls without a pause
-#: in every rank, and takes the processors from those that compute: on 2 cores the RL trainer's 3 ranks did a quarter to
-#: a third of the steps, and the RNN trainer took 132 ms for a batch instead of 28.
-SLEEPING = ("ibv", "uv")
+#: InfiniBand where there is some, sockets elsewhere. TensorPipe's own choice on one host, `shm`, listens on a Unix
+#: socket that every local user can connect to and that no filter closes; it also polls without a pause in every rank:
+#: on 2 cores the RL trainer's 3 ranks did a quarter to a third of the steps.
+TRANSPORTS = ("ibv", "uv")
 #: A graceful shutdown waits for every rank; one that has died never comes.
 SHUTDOWN_S = 8.0
 
@@ -69,6 +73,10 @@ class RpcGroup:
         self._orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.token = ctx.topology.token
+        store = PrefixStore(f"rpc-{next(_starts)}", ctx.store)
+        self.admission = RpcAdmission(PrefixStore("admission", store), ctx.rank, ctx.world_size)
+        # Kept here: torch holds the C++ half of it alone.
+        self.store = _AnnouncingStore(store, self.admission)
         self.where = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
 
     @property
@@ -126,8 +134,11 @@ class RpcGroup:
             raise PeerLost(f"{self.names[0]} (rank 0) does not answer: {_first_line(error)}") from error
 
     def ping_all(self) -> None:
-        """Call every other rank once and compare tokens, before work starts. Raises PeerLost, naming the pair."""
-        futures = {name: rpc.rpc_async(name, _token, timeout=self._timeout_s) for name in self.peers}
+        """Call every rank once and compare tokens, before work starts. Raises PeerLost, naming the pair.
+
+        This makes all connections that RPC will ever use, also the one of a rank to itself.
+        """
+        futures = {name: rpc.rpc_async(name, _token, timeout=self._timeout_s) for name in self.names}
         for name, future in futures.items():
             try:
                 token = future.wait()
@@ -138,6 +149,7 @@ class RpcGroup:
 
 
 _group: RpcGroup | None = None
+_starts = itertools.count()
 
 
 def _here() -> RpcGroup:
@@ -165,7 +177,6 @@ def rpc_group(
     *,
     timeout_s: float = 60.0,
     num_threads: int = 16,
-    transports: Sequence[str] = SLEEPING,
     device_maps: dict[str, dict[Any, Any]] | None = None,
 ) -> Iterator[RpcGroup]:
     """Start RPC on every rank, check every pair, and end it together after the block.
@@ -176,21 +187,20 @@ def rpc_group(
     Args:
         timeout_s: how long a call may take unless it says otherwise.
         num_threads: how many calls this rank answers at once.
-        transports: TensorPipe's (`uv`, `shm`, `ibv`), in order of preference; empty leaves the choice to it, which is
-            `shm` on one host.
         device_maps: by peer, this rank's GPU to that one's; tensors of mapped GPUs travel directly.
     """
     global _group
     group = RpcGroup(ctx, timeout_s)
     _group = group
+    sign_messages(ctx.attempt.read_key())
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=num_threads,
         rpc_timeout=timeout_s,
         init_method="hpcdist://",
         device_maps=device_maps,
-        _transports=list(transports) or None,
+        _transports=list(TRANSPORTS),
     )
-    with _quiet():
+    with _quiet(), group.admission.open():
         rpc.init_rpc(group.name, rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options)
         group.ping_all()
     log.info("rpc: %s, %d peers answer", group.name, len(group.peers))
@@ -207,10 +217,47 @@ def rpc_group(
     _group = None
 
 
+class _AnnouncingStore(Store):
+    """The ranks' store as RPC's start and end use it; it shuts RPC's sockets before their address is told to anyone."""
+
+    def __init__(self, store: Store, admission: RpcAdmission) -> None:
+        super().__init__()
+        self._store, self._admission = store, admission
+
+    def set(self, key: str, value: str) -> None:
+        if b"://" in (value.encode() if isinstance(value, str) else value):
+            self._admission.shut()
+        else:
+            self._admission.begin()
+        self._store.set(key, value)
+
+    # torch's C++ calls these by name, on the class.
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, *arguments: Any) -> None:
+        self._store.wait(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
 def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Meet in the process group's store, which has shown that it is this job's: no second port, no second guard."""
-    ctx = _here()._ctx
-    yield PrefixStore("rpc", ctx.store), ctx.rank, ctx.world_size
+    group = _here()
+    yield group.store, group._ctx.rank, group._ctx.world_size
 
 
 register_rendezvous_handler("hpcdist", _rendezvous)

@@ -10,7 +10,6 @@ collectives have no place.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 
+from hpcdist import file_retry
 from hpcdist.errors import CheckpointError
 from hpcdist.foreign import parse_json
 from hpcdist.rundir import sync_folder
@@ -62,13 +62,14 @@ class ShardExchange:
     def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
         """Owner: write the file, then say so, or say what went wrong. Raises CheckpointError then."""
         try:
-            staging.mkdir(parents=True, exist_ok=True)
+            file_retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
             record = files.save_file(dict(content), staging / files.shard_name(self._rank))
             report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
         except OSError as error:
             text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
-            self._store.set(f"{step}/{self._rank}", json.dumps({"error": text}))
-            raise CheckpointError(text) from error
+            may_pass = file_retry.is_away(error)
+            self._store.set(f"{step}/{self._rank}", json.dumps({"error": text, "may_pass": may_pass}))
+            raise CheckpointError(text, may_pass=may_pass) from error
         self._store.set(f"{step}/{self._rank}", json.dumps(report))
 
     def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, files.FileRecord]:
@@ -76,10 +77,10 @@ class ShardExchange:
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
-                os.rename(staging / files.shard_name(rank), into / files.shard_name(rank))
+                file_retry.rename(staging / files.shard_name(rank), into / files.shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        sync_folder(into)
+        file_retry.retry(lambda: sync_folder(into), into)
         return {files.shard_name(rank): record for rank, record in reports.items()}
 
     def _report(self, step: int, rank: int) -> files.FileRecord:
@@ -99,7 +100,7 @@ class ShardExchange:
                 return files.FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise CheckpointError(f"rank {rank} reported its shard of step {step} as {text[:100]!r}") from error
-        raise CheckpointError(failure)
+        raise CheckpointError(failure, may_pass=report.get("may_pass") is True)
 
 
 def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ A rank never saves alone: others may be a step ahead of it or behind.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from hpcdist.runtime.signals import StopFlag
 
+log = logging.getLogger(__name__)
 #: Aim for about one agreement in this time: rarer ones delay a stop, more frequent ones cost step time.
 AGREE_EVERY_S = 0.1
 REQUEST_EVERY_S = 1.0
@@ -38,6 +40,7 @@ class StopAgreement:
         self._request = request
         self._watch_request = watch_request
         self._next_look = 0.0
+        self._is_away = False
         self._message = torch.zeros(2)
         self._work: dist.Work | None = None
         self._skip = 0
@@ -96,8 +99,19 @@ class StopAgreement:
             return True
         if self._watch_request and now >= self._next_look:
             self._next_look = now + REQUEST_EVERY_S
-            return self._request.exists()
+            return self._is_requested()
         return False
+
+    def _is_requested(self) -> bool:
+        try:
+            found = self._request.exists()
+        except OSError as error:
+            if not self._is_away:
+                log.warning("%s: %s; stop requests are looked for again in a second", self._request, error.strerror)
+            self._is_away = True
+            return False
+        self._is_away = False
+        return found
 
     def close(self) -> None:
         """Finish a round that is under way, so that no rank leaves another one waiting."""

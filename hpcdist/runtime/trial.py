@@ -1,6 +1,6 @@
 """What the start of a rank comes down to, tried: import torch, compute, find the others, add something up with them.
 
-    python -P -m hpcdist.runtime.trial DEVICE BACKEND RANK RANKS PORT
+    python -P -m hpcdist.runtime.trial DEVICE BACKEND RANK RANKS FILE
 
 Prints one line of JSON after each stage, so that whoever waits in vain sees how far a rank came: `stage`, `seconds`,
 and what was found. `hpcdist doctor` starts it, and judges.
@@ -21,13 +21,13 @@ _SIDE = 256
 
 
 def main(arguments: list[str]) -> int:
-    device, backend, *numbers = arguments
-    rank, ranks, port = map(int, numbers)
+    device, backend, *numbers, meeting = arguments
+    rank, ranks = map(int, numbers)
     stages: dict[str, Callable[[], dict[str, Any]]] = {
         "torch": _import_torch,
         "torchvision": _import_torchvision,
         "compute": lambda: _compute(device, rank),
-        "meet": lambda: _meet(device, backend, rank, ranks, port),
+        "meet": lambda: _meet(device, backend, rank, ranks, meeting),
         "all-reduce": lambda: _all_reduce(device, rank, ranks),
     }
     for stage, run in stages.items():
@@ -74,13 +74,13 @@ def _compute(device: str, rank: int) -> dict[str, Any]:
     return found
 
 
-def _meet(device: str, backend: str, rank: int, ranks: int, port: int) -> dict[str, Any]:
+def _meet(device: str, backend: str, rank: int, ranks: int, meeting: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     dist.init_process_group(
         backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=MEET_S),

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
-from hpcdist import logs
+from hpcdist import file_retry, logs
 from hpcdist.cluster.roles import Roles
 from hpcdist.cluster.topology import Topology
 from hpcdist.config import load_run_config
@@ -53,6 +53,8 @@ _PEER_LOST = (
     "tensorpipe",
 )
 _RESERVE_BYTES = 16 * 1024
+#: How long a rank waits for its files. Peers wait for it meanwhile.
+FILES_WITHIN_S = 120.0
 #: Of an exception's text and of its traceback in the outcome, from both ends; the log has all of it.
 _MAX_TEXT = 10_000
 
@@ -85,7 +87,7 @@ class Outcome:
 
     def close(self) -> None:
         """Nothing more to report."""
-        self._reserve.unlink(missing_ok=True)
+        file_retry.discard(self._reserve)
 
     def write_error(self, error: BaseException) -> int:
         """Report an exception and return the exit code that goes with it."""
@@ -118,14 +120,19 @@ def _abridged(text: str) -> str:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run one rank of the run folder named in `argv`; never returns."""
     (folder,) = sys.argv[1:] if argv is None else argv
+    with file_retry.patient(FILES_WITHIN_S):
+        _run(Path(folder))
+
+
+def _run(folder: Path) -> NoReturn:
     # A mistake found before the rank is known is printed: there is no outcome file to write yet.
     try:
         topology = Topology.from_env(os.environ)
-        run = RunDir.open(Path(folder))
         logs.configure(rank=topology.rank)
-    except HpcdistError as error:
+        run = RunDir.open(folder)
+    except (HpcdistError, OSError) as error:
         print(f"hpcdist worker: {error}", file=sys.stderr, flush=True)
-        _leave(error.exit_code)
+        _leave(error.exit_code if isinstance(error, HpcdistError) else 1)
     attempt = run.attempt(topology.attempt)
     outcome = Outcome(attempt, topology.rank)
     try:
@@ -142,7 +149,7 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     limit_log(run.path, config.launch.log_max_mb)
     if config.trainer.script:
         run_script(config.trainer.script, run, topology)
-        ended: Literal["done", "stopped"] = "stopped" if attempt.request.exists() else "done"
+        ended: Literal["done", "stopped"] = "stopped" if file_retry.exists(attempt.request) else "done"
         reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
     else:
         ended, reason = _train(config, run, attempt, topology, outcome)
@@ -226,6 +233,7 @@ def _met(
         topology,
         device,
         backend,
+        attempt.read_key(),
         init_timeout_s=limit_s,
         # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
         timeout_s=config.launch.hang_timeout_s + 60,

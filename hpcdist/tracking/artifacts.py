@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcdist import file_retry
 from hpcdist.ownership import stays_inside
 from hpcdist.rundir import Attempt, RunDir, read_json
 
@@ -30,6 +31,10 @@ class Artifact(NamedTuple):
 
 def fingerprint(path: Path) -> str:
     """Name, size and time of a file, or of all files of a folder; empty when there is nothing."""
+    return file_retry.retry(lambda: _fingerprint(path), path)
+
+
+def _fingerprint(path: Path) -> str:
     files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
     stats = [item.stat() for item in files if item.is_file()]
     if not stats:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from hpcdist.errors import TrackingError
-from hpcdist.rundir import read_json, write_atomic
+from hpcdist.rundir import read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,6 @@ class ChangedNames:
             log.warning("MLflow does not accept the name %r: it is shipped as %r", shown, clean)
             self._originals[clean] = name[:_KEPT_CHARS]
         try:
-            write_atomic(self._path, json.dumps(self._originals, indent=1, sort_keys=True) + "\n")
+            write_json(self._path, self._originals)
         except OSError as error:
             raise TrackingError(f"{self._path} cannot be written ({error.strerror}): make room there") from error

@@ -19,9 +19,11 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcdist import file_retry
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.foreign import parse_json
 from hpcdist.formats import KEY, stamped, unstamped
@@ -35,6 +37,10 @@ _FORMAT_LINE = f'{{"{KEY}"'.encode()
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 #: What one call of `read_chunk` reads, so that a reader's memory is bounded however long a file or a line is.
 CHUNK_BYTES = 1 << 18
+#: Records that wait in memory while their disk is away.
+MAX_PENDING_BYTES = 64 << 20
+#: What is kept of the file since its last fsync, for a file server that loses it.
+MAX_UNSYNCED_BYTES = 4 << 20
 #: A record that would be longer becomes several lines: a reader finds the end of every line in one chunk.
 MAX_LINE_BYTES = CHUNK_BYTES
 #: A longer name, as JSON, is cut: a record of one metric must fit a line.
@@ -44,12 +50,19 @@ _STEPS = range(-(2**63), 2**63)
 
 
 class JournalWriter:
-    """Appends records to one rank's file. Threads of the rank may share it; the file is made at the first record."""
+    """Appends records to one rank's file. Threads of the rank may share it; the file is made at the first record.
+
+    Each write goes to a known offset: one that failed half-way is repeated in the same place, so that nothing is lost
+    or written twice.
+    """
 
     def __init__(self, folder: Path, attempt: int = 1, rank: int = 0) -> None:
         self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl"
         self._descriptor = -1
         self._pending = bytearray()
+        self._offset = 0  #: where the next record goes
+        self._unsynced = bytearray()  #: the last bytes before it that were not synced yet
+        self._is_new = True
         self._names: dict[str, str] = {}
         self._cut: set[str] = set()
         self._failed = False
@@ -68,7 +81,8 @@ class JournalWriter:
         A full disk costs one warning: records wait in memory and go first as soon as there is room. A record of any
         size arrives. A name of more than MAX_NAME_BYTES is cut to a unique one, with one warning.
 
-        Raises UserMistake for a value that is not a number, and for a step that is not a 64-bit integer.
+        Raises UserMistake for a value that is not a number, and for a step that is not a 64-bit integer; HpcdistError
+        when MAX_PENDING_BYTES wait.
         """
         names, parts = self._names, []
         for key, value in metrics.items():
@@ -103,16 +117,14 @@ class JournalWriter:
 
     def _append(self, line: bytes) -> None:
         with self._lock:
-            if self._descriptor >= 0 and not self._pending:
-                try:
-                    written = os.write(self._descriptor, line)
-                except OSError:
-                    written = 0  # tried once more below, where it is told
-                if written == len(line):
-                    return
-                line = line[written:]
             self._pending += line
             failure = self._write()
+            if failure is not None and len(self._pending) > MAX_PENDING_BYTES:
+                raise HpcdistError(
+                    f"the metrics journal {self.path} cannot be written ({_reason(failure)}), and"
+                    f" {MAX_PENDING_BYTES >> 20} MiB of records wait: the steps since the last checkpoint are repeated"
+                    " when the disk is back"
+                )
             if failure is not None and not self._failed:
                 log.warning("metrics wait in memory: %s cannot be written (%s)", self.path, _reason(failure))
             elif failure is None and self._failed:
@@ -125,18 +137,26 @@ class JournalWriter:
         Raises HpcdistError when it cannot. The trainer calls this before it saves a checkpoint, so that a point
         either is on disk or belongs to a step that a resumed run does again.
         """
+        try:
+            file_retry.retry(lambda: self._flush(durable=durable), self.path)
+        except OSError as failure:
+            raise HpcdistError(
+                f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
+                " make room or set `runs_dir` to a folder that can be written"
+            ) from failure
+
+    def _flush(self, *, durable: bool) -> None:
         with self._lock:
-            failure = self._write()
-            if failure is None and durable and self._descriptor >= 0:
+            if (failure := self._write()) is not None:
+                raise failure
+            if durable and self._descriptor >= 0:
                 try:
                     os.fsync(self._descriptor)
-                except OSError as error:
-                    failure = error
-            if failure is not None:
-                raise HpcdistError(
-                    f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
-                    " make room or set `runs_dir` to a folder that can be written"
-                ) from failure
+                except OSError:
+                    # The kernel has dropped what it could not write, and would not say so again.
+                    self._rewind(len(self._unsynced))
+                    raise
+                self._unsynced.clear()
             self._failed = False
 
     def close(self) -> None:
@@ -148,31 +168,55 @@ class JournalWriter:
         finally:
             with self._lock:
                 self._closed = True
-                if self._descriptor >= 0:
-                    os.close(self._descriptor)
-                    self._descriptor = -1
+                self._close()
 
     def _write(self) -> OSError | None:
         """Hand pending bytes to the kernel, in one call when the disk takes them all."""
         try:
             if self._pending and self._descriptor < 0:
-                self._descriptor = self._open()
+                self._open()
             while self._pending:
-                del self._pending[: os.write(self._descriptor, self._pending)]
+                written = os.pwrite(self._descriptor, self._pending, self._offset)
+                self._unsynced += self._pending[:written]
+                del self._pending[:written], self._unsynced[:-MAX_UNSYNCED_BYTES]
+                self._offset += written
         except OSError as error:
+            self._close()  # a handle that is stale stays so
             return error
         return None
 
-    def _open(self) -> int:
+    def _rewind(self, num_bytes: int) -> None:
+        """Write the last bytes once more."""
+        if num_bytes:
+            self._pending[:0] = self._unsynced[-num_bytes:]
+            del self._unsynced[-num_bytes:]
+            self._offset -= num_bytes
+
+    def _open(self) -> None:
         if self._closed:
             raise OSError("the journal is closed")
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        size = os.fstat(descriptor).st_size
-        if not size:
-            self._pending[:0] = json.dumps(stamped({})).encode() + b"\n"
-        elif os.pread(descriptor, 1, size - 1) != b"\n":
-            self._pending[:0] = b"\n"  # an earlier writer was killed in the middle of a line
-        return descriptor
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            size = os.fstat(descriptor).st_size
+            if self._is_new:
+                self._offset = size
+                if not size:
+                    self._pending[:0] = json.dumps(stamped({})).encode() + b"\n"
+                elif os.pread(descriptor, 1, size - 1) != b"\n":
+                    self._pending[:0] = b"\n"  # an earlier writer was killed in the middle of a line
+            elif size < self._offset:
+                self._rewind(min(self._offset - size, len(self._unsynced)))  # the server has lost it
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._is_new, self._descriptor = False, descriptor
+
+    def _close(self) -> None:
+        """Let go of the file. What its close says of the data is not needed: `fsync` has said so before."""
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def _split(head: str, parts: Sequence[str]) -> str:
@@ -225,7 +269,8 @@ class JournalFile(NamedTuple):
 
 def journal_files(folder: Path) -> list[JournalFile]:
     """All journal files of a run, by attempt and rank."""
-    found = [(match, entry) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name))]
+    entries = file_retry.retry(lambda: list(folder.iterdir()), folder)
+    found = [(match, entry) for entry in entries if (match := _FILE_NAME.fullmatch(entry.name))]
     return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
 
 
@@ -260,10 +305,13 @@ def read_range(path: Path, offset: int, end: int) -> Chunk:
 
 
 def _read(path: Path, offset: int, num_bytes: int) -> bytes:
-    try:
+    def read() -> bytes:
         with open(path, "rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
+
+    try:
+        return file_retry.retry(read, path)
     except FileNotFoundError:
         return b""
 

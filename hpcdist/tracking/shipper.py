@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcdist import lease, logs
+from hpcdist import file_retry, lease, logs
 from hpcdist.errors import HpcdistError, TrackingError
 from hpcdist.log_limit import limit_log
 from hpcdist.rundir import ENDED, RunDir, State
@@ -40,7 +40,8 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 @contextmanager
 def _only_shipper(run: RunDir) -> Iterator[bool]:
     """Whether this process is the run's only shipper, for as long as the block lasts."""
-    with open(run.journal / ".shipper.lock", "a") as file:
+    path = run.journal / ".shipper.lock"
+    with file_retry.retry(lambda: open(path, "a"), path) as file:
         only = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -134,7 +135,7 @@ class _Loop:
     def _try(self, state: State) -> bool:
         try:
             self._shipper.ship_once(state)
-        except TrackingError as error:
+        except (TrackingError, OSError) as error:
             if not self._backoff_s:
                 log.warning("%s; records wait in the journal", error)
             self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
@@ -217,10 +218,14 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         configured = (config.get("tracking") or {}).get("uri") or ""
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
         uri = choose_uri(env, configured, run.path.parent.parent)
-        return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
+        with file_retry.patient(file_retry.UNATTENDED_S):
+            return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:
         log.error("%s", error)
         return error.exit_code
+    except OSError as error:
+        log.error("%s: %s; `hpcdist sync` ships the rest", error.filename, error.strerror)
+        return 1
 
 
 if __name__ == "__main__":

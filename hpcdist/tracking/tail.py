@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcdist.file_retry import retry
 from hpcdist.tracking.journal import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
 from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
 from hpcdist.tracking.progress import Progress
@@ -71,7 +72,7 @@ class Tail:
                     break
                 self.num_looks += 1
                 offset = offsets.get(path.name, 0)
-                if path.stat().st_size > offset:
+                if retry(path.stat, path).st_size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
                     if chunk.offset > offset:
                         chunks[path.name] = chunk

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 import warnings
 from collections import deque
@@ -46,14 +45,12 @@ from hpcdist.parameter_server.vocabulary_server import CALL_S, Server, answer_wi
 from hpcdist.runtime.context import Context, Restored
 from hpcdist.runtime.optimizer import lr_factor
 from hpcdist.runtime.position import Position
-from hpcdist.runtime.rpc import SLEEPING, RpcGroup, rpc_group
+from hpcdist.runtime.rpc import RpcGroup, rpc_group
 from hpcdist.runtime.shards import Shard
 from hpcdist.schema import Config
 from hpcdist.trainers.rnn_learner import Flight, Learner
 
 TRAINER, SERVER = "trainer", "server"
-#: A batch's output below this is on its way for longer than it is worked on.
-SMALL_BYTES = 16 * 1024
 
 
 def train(ctx: Context, cfg: Config) -> None:
@@ -71,7 +68,6 @@ def train(ctx: Context, cfg: Config) -> None:
         "timeout_s": CALL_S,
         "num_threads": max(16, 4 * len(ranks)),  # calls of all trainers but one may wait for that one
         "device_maps": device_maps,
-        "transports": _transports(ctx, cfg),
     }
     if ctx.role == SERVER:
         server = _open_server(ctx, cfg, size[0], wire)
@@ -98,16 +94,6 @@ def _wire(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]
         return torch.device("cpu"), None
     others = [rank for rank in range(ctx.world_size) if rank != ctx.rank]
     return ctx.device, {ctx.roles.name_of(rank): {ctx.device: torch.device(devices[rank])} for rank in others}
-
-
-def _transports(ctx: Context, cfg: Config) -> tuple[str, ...]:
-    """TensorPipe's shared memory answers 0.2 ms sooner, but polls: a thread of each rank that never sleeps.
-
-    It pays where a batch is so small that the way is most of it, and a core is there for each rank.
-    """
-    rnn = cfg.rnn
-    is_small = 4 * rnn.batch_size * rnn.bptt * rnn.hidden < SMALL_BYTES
-    return () if is_small and ctx.topology.local_world_size <= len(os.sched_getaffinity(0)) else SLEEPING
 
 
 def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> Server:

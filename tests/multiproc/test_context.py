@@ -188,6 +188,19 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_end(tmp_path: Path) 
             ctx.close()
 
 
+def test_an_attempt_that_was_replaced_saves_nothing_more(tmp_path: Path) -> None:
+    """As the ranks of a supervisor that was stalled for so long that another one took the run over."""
+    run = new_run(tmp_path)
+    with open_context(ALONE, run, Config()) as ctx:
+        ctx.save(1, model=nn.Linear(2, 2), trainer={})
+        ctx._saver.wait()
+        run.new_attempt()
+        ctx.save(2, model=nn.Linear(2, 2), trainer={})
+        with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 saves nothing more"):
+            ctx.close()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
+
+
 def test_the_heartbeat_tells_how_far_the_rank_is(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with open_context(ALONE, run, CONFIG) as ctx:

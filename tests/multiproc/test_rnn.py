@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish, wait_for
+from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish, listening, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -28,6 +32,9 @@ from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, Sto
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers import rnn
 
+TESTS = Path(__file__).resolve().parents[1]
+ATTACKER = str(TESTS / "attacker.py")
+SECURITY = (TESTS.parent / "SECURITY.md").read_text()
 HOLD_AT, LAST_STEP = 12, 36
 HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
@@ -249,6 +256,41 @@ def test_stopped_and_resumed(language_runs: Runs, control: str) -> None:
     text = (runs.run_dir(name).artifacts / "sample.txt").read_text()
     assert text.startswith("def")
     assert len(text) > 300
+
+
+def test_strangers_read_change_and_execute_nothing(language_runs: Runs, control: str, tmp_path: Path) -> None:
+    """Another user connects to everything that listens, as a store's client and as a peer of RPC, and silently."""
+    if os.geteuid() != 0:
+        assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "only root can be another user"
+        pytest.skip("only root can be another user")
+    runs, name = language_runs, "attacked"
+    process = runs.start("run", *arguments(runs, name, *HELD))
+    held = runs.wait_held(name)
+    by_rank = [listening(pid) for pid in (*held, sibling(held))]
+    num_rpc = int(re.findall(r"\| rpc \|.* (\d+) of them", SECURITY)[0])
+    ports = [str(port) for sockets in by_rank for _, port in sockets]
+    marker = tmp_path / "executed"
+    tried = subprocess.run(
+        [sys.executable, ATTACKER, str(marker), *ports],
+        env={**os.environ, "HPCDIST_RUNS_DIR": str(runs.folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    answers = [json.loads(line) for line in tried.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(ports) + 1, tried.stderr
+    # The gate and a relay for each rank take connections, and end them.
+    assert sum(answer.get("connects", False) for answer in answers) == 1 + len(by_rank), answers
+    assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in answers), answers
+    assert not marker.exists()
+    runs.release(name)
+    code, output = finish(process)
+    assert code == 0, output
+    assert_undisturbed(runs, name, control)
+    logs = [runs.attempt(name).log(rank).read_text() for rank in range(3)]
+    assert [text.count("without this attempt's key") for text in logs] == [2, 1, 1]
+    assert_sockets_as_documented(by_rank, num_rpc=num_rpc)
 
 
 def sibling(held: list[int]) -> int:

@@ -14,7 +14,9 @@ from hpcdist_runs import (
     Descendants,
     Runs,
     assert_as_undisturbed,
+    assert_sockets_as_documented,
     finish,
+    listening,
     wait_for,
 )
 
@@ -30,7 +32,9 @@ def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, plain_control: 
 def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, plain_control: str) -> None:
     name = "stopped"
     process = runs.start("run", *runs.config(name, *TRAINING, *HELD))
-    runs.wait_held(name)
+    held = runs.wait_held(name)
+    assert_sockets_as_documented([listening(pid) for pid in held])
+    assert (runs.attempt(name).key.stat().st_mode & 0o777, len(runs.attempt(name).read_key())) == (0o600, 32)
     code, output = runs.command("stop", name)
     assert code == 0, output
     code, output = finish(process)

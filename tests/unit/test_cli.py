@@ -228,7 +228,7 @@ def test_the_real_process_ends_with_the_same_message_and_code(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (OSError(28, "No space left on device", "/runs/x"), 1, "hpcdist: No space left on device: /runs/x\n"),
+        (OSError(28, "No space left on device", "/runs/x"), 2, "hpcdist: No space left on device: /runs/x\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -324,9 +324,9 @@ def test_documents_that_overflow_a_parser(write: Write) -> None:
         ("params: {1: a, '1': b}", "params.1: Conflicting integer and string keys: 1 and '1'"),
         ("params: {1.0: a, '1.0': b}", "the key '1.0' occurs twice, as text and as a number"),
         ("params: {true: a}", "the key True is a bool: put it in quotes"),
-        ("params: {a: !!bool x}", "line 1: the tag 'tag:yaml.org,2002:bool' is not supported: write a plain value"),
+        ("params: {a: !!bool x}", "line 1: explicit tags are not supported: put a value"),
         ('params: {a: "x\\0y"}', "params.a must not hold a NUL character, got 'x\\x00y'"),
-        ("params: {a: '${'}", "params.a: no viable alternative at input '${'"),
+        ("params: {a: '${'}", "params.a: malformed interpolation"),
         ("roles: {a: {b: 1}}", "roles.a must be int, got {'b': 1}"),
         ("hybrid: {hidden: [[1]]}", "hybrid.hidden.0 must be int, got [1]"),
         ("seed: ${seed}", "seed: Recursive interpolation detected"),
@@ -389,8 +389,19 @@ def test_messages_are_bounded(write: Write) -> None:
     assert len(caught.value.problems) == 102
     assert lines[0] == f"{path}: 102 mistakes"
     assert (len(lines), lines[-1]) == (22, "  - and 82 more")
-    assert max(map(len, (*lines, *caught.value.problems))) <= 500
-    assert all(line.isprintable() for line in caught.value.problems)
+    assert max(map(len, lines)) <= 500
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_long_secret_is_not_shown_in_part(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "s3cret" * 200
+    monkeypatch.setenv("MY_KEY", secret)
+    path = write(
+        f"params: {{my_token: {secret}}}\noptim: {{lr: '${{oc.env:MY_KEY}}'}}\nstop: {{epochs_token: {secret}}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"seed={secret}", f"launch.env={{A_TOKEN: [{secret}]}}"])
+    assert "s3crets3cret" not in str(caught.value)
 
 
 def test_how_a_message_shows_values() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,23 +44,23 @@ def try_ranks(device: str, backend: str, ranks: int, *, within_s: float = TRIAL_
     """Start ranks that meet on loopback, as `hpcdist run` does, and return what each has said."""
     loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     env = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     words = [sys.executable, "-P", "-m", "hpcdist.runtime.trial", device, backend]
-    running = [
-        subprocess.Popen(
-            [*words, str(rank), str(ranks), str(port)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + within_s
-    return [_finish(process, deadline) for process in running]
+    # They meet in a file that only this user can reach: torch's own store would listen on all interfaces.
+    with tempfile.TemporaryDirectory(prefix="hpcdist-trial-") as folder:
+        running = [
+            subprocess.Popen(
+                [*words, str(rank), str(ranks), f"{folder}/meeting"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in range(ranks)
+        ]
+        deadline = time.monotonic() + within_s
+        return [_finish(process, deadline) for process in running]
 
 
 def _finish(process: subprocess.Popen[str], deadline: float) -> Trial:

@@ -113,7 +113,7 @@ def supervise(run_dir: str) -> State:
                 state = _supervise(run, job, held)
             except LeaseLostError:
                 raise
-            except HpcdistError as error:
+            except (HpcdistError, OSError) as error:
                 # Before any attempt, such as nodes that are not what the roles need: the run waits for nothing more.
                 state = replace(
                     run.read_state(),

@@ -11,10 +11,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
-from hpcdist import file_retry
 from hpcdist.cluster.nodelist import expand
+from hpcdist.file_retry import retry
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
 from hpcdist.launch.job.scontrol import signal_steps, steps
@@ -138,9 +138,18 @@ class StepRanks:
         self._search_again = True
         self._next_search = 0.0
         self._reported: set[int] = set()
-        self._process = guard.start(command, env=env, cwd=cwd, output=attempt.path / "srun.log")
+        self._is_away = False
+        self._num_read = 0
+        self._messages = messages = attempt.path / "srun.log"
+        # Opened before there is an srun, which an error here would leave behind.
+        self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
+        try:
+            self._process = guard.start(command, env=env, cwd=cwd, output=messages)
+        except BaseException:
+            self._log.close()
+            raise
+        self._log.seek(0)
         self._descriptor = os.pidfd_open(self._process.pid)
-        self._log = open(attempt.path / "srun.log", "rb")  # noqa: SIM115  # closed with the step
 
     @property
     def running(self) -> list[int]:
@@ -162,16 +171,22 @@ class StepRanks:
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
-        self._read_messages(to_the_end=ended)
-        self._find_failures(in_any_case=ended)
-        if ended:
+        if not ended:
+            try:
+                self._look(ended=False)
+            except OSError as error:
+                if not self._is_away:
+                    log.warning("%s: %s; the ranks go on", error.filename or self._messages, error.strerror)
+                self._is_away = True
+            if self._ask_at is not None and time.monotonic() > self._ask_at:
+                self._ask_who_lives()
+        else:
+            retry(lambda: self._look(ended=True), self._attempt.path)
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
             for rank in self.running:
                 self.exits[rank] = 0
-        elif self._ask_at is not None and time.monotonic() > self._ask_at:
-            self._ask_who_lives()
 
     def _ask_who_lives(self) -> None:
         """Count ranks as ended that no node has any more: srun waits for ever for those of a slurmstepd that died."""
@@ -187,19 +202,38 @@ class StepRanks:
         if not self._shows_start:
             return []
         # Listing the folder makes a network file system look anew, which asking for one file does not.
-        names = file_retry.retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
+        names = retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
         matches = (_FILE_OF_RANK.match(name) for name in names)
         there = {int(match[1]) for match in matches if match}
         return [rank for rank in range(self._num_ranks) if rank not in there]
 
     def last_words(self) -> str:
         path = self._attempt.path / "srun.log"
-        lines = file_retry.retry(lambda: last_lines(path, _LAST_LINES), path)
+        lines = retry(lambda: last_lines(path, _LAST_LINES), path)
         return last_line("\n".join(text for _, text in lines)) or "srun said nothing"
+
+    def _look(self, *, ended: bool) -> None:
+        self._read_messages(to_the_end=ended)
+        self._find_failures(in_any_case=ended)
+        if self._is_away:
+            log.warning("%s is available again", self._attempt.path)
+        self._is_away = False
+
+    def _read_log(self) -> bytes:
+        try:
+            news = self._log.read(PIECE_BYTES)
+        except OSError:
+            # A handle that is stale stays so.
+            anew = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
+            anew.seek(self._num_read)
+            self._log = anew
+            raise
+        self._num_read += len(news)
+        return news
 
     def _read_messages(self, *, to_the_end: bool) -> None:
         """Count what srun has said since the last time, whole lines alone."""
-        while data := self._log.read(PIECE_BYTES):
+        while data := self._read_log():
             *whole, rest = (self._unread + data).split(b"\n")
             # srun's own lines are short; what is not may be cut.
             self._unread = rest[-PIECE_BYTES:]

@@ -52,6 +52,9 @@ def check(
     """
     slurm.require()
     certain = _config_problems(config, cwd)
+    if in_the_open(config):
+        # What follows would show the secrets to Slurm's and the containers' programs.
+        raise ConfigError(certain)
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
     further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
     certain += flags.refused("sbatch", {**further, **submission}, own=submission)

@@ -134,8 +134,7 @@ def test_a_gpu_that_is_not_there() -> None:
         ),
         # what torch.save says of a full disk (a tmpfs of 1 MB)
         ("RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534", "disk-full"),
-        ("the store at 10.0.0.1:21000 has no token of hpcdist: another program's?", "stranger-on-port"),
-        ("the store at 10.0.0.1:21000 belongs to job '7-1', this is '8-1'", "stranger-on-port"),
+        ("the program at 10.0.0.1:21000 is not rank 0 of this attempt (hpcdist/7/1): timed out", "stranger-on-port"),
         (
             "rank 1 did not meet the others at 10.0.0.1:21000 within launch.init_timeout_s=120 s: does another program"
             " listen there?",

@@ -92,6 +92,10 @@ def perform(verb: str, argument: Any) -> None:
         while time.monotonic() < end:
             print(".", end="", flush=True)
             select.select([], [], [], 0.05)
+    elif verb == "block":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [argument])
+    elif verb == "await_signal":  # one that is blocked
+        signal.sigwait([argument])
     elif verb == "sleep":
         select.select([], [], [], argument)
     elif verb == "exit":

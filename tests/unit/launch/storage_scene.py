@@ -26,9 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from io_faults import Fault, Preloaded
 
 #: What the ranks do: finish, fail once and then finish, or stop when they are asked to.
+OBEY: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
 SCRIPTS: dict[str, dict[str, Any]] = {
     "done": {"first": [[["beat", 1], ["sleep", 0.1], *DONE], []]},
     "restart": {"first": [fails("RuntimeError: broken"), []], "second": [[*DONE], []]},
+    "slow": {"first": [[["beat", 1], ["sleep", 3.0], *DONE], [["beat", 1], ["sleep", 3.0]]]},
+    "stop by signal": {"first": [OBEY, OBEY[:-1]]},
     "stop": {"first": [[["beat", 3], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]]},
 }
 
@@ -38,7 +41,8 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
     (run.path / "config.yaml").write_text("")
     scene = Scene(run)
     scene.script(**SCRIPTS[cell["scene"]])
-    if cell["scene"] == "stop":
+    scene.launch = cell.get("launch", {})
+    if cell["scene"].startswith("stop"):
         scene.report.on_progress = lambda beat: scene.report.steps[1:] or signal.raise_signal(signal.SIGTERM)
     supervisor = scene.supervisor()
     said: dict[str, Any] = {"error": None}
@@ -48,7 +52,7 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
         library.arm(run.path, Fault(**cell["fault"]))
     try:
         with file_retry.patient(file_retry.UNATTENDED_S), lease.hold(run):
-            state = scene.supervise(supervisor)
+            state = scene.supervise_on_any_disk(supervisor)
         said |= {"status": state.status, "reason": state.reason}
     except Exception as error:
         said["error"] = "".join(traceback.format_exception(error))

@@ -178,7 +178,7 @@ def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> Non
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
 
 
-def test_a_secret_that_would_stand_in_the_script_or_a_command_line(tmp_path: Path) -> None:
+def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm, tmp_path: Path) -> None:
     config = Config(
         runs_dir=str(tmp_path),
         cluster=ClusterConfig(
@@ -196,4 +196,8 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(tmp_path: Pat
         "container.extra_args",
     ]
     assert "s3cret" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check(config, {}, tmp_path, missing_data="", force=True)
+    assert len(caught.value.problems) == 3
+    assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
     assert "give it as a variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.commands.starting import comment
+from hpcdist.commands.starting import comment, submission_flags
 from hpcdist.config import load_config
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.launch.submission import sbatch
@@ -130,6 +130,13 @@ def test_what_no_script_can_hold(override: str, problem: str) -> None:
         load_config("ddp_digits", [override])
     assert [line for line in caught.value.problems if line.startswith(problem)], caught.value.problems
     assert len(str(caught.value)) < 400
+
+
+def test_a_flag_of_one_submission_is_one_line_too() -> None:
+    with pytest.raises(
+        UserMistake, match=r"^--begin must be one line without control characters, got 'now\\ntouch x'$"
+    ):
+        submission_flags(load_config("ddp_digits"), None, "now\ntouch x")
 
 
 def test_a_comment_stays_one() -> None:

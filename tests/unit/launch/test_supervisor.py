@@ -19,6 +19,7 @@ import pytest
 from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
 
+from hpcdist.errors import LeaseLostError
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.rundir import RunDir, State, read_json
 
@@ -337,6 +338,43 @@ def test_cancelled_fake_ranks_are_killed(scene: Scene, alive: NamedPipe) -> None
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
     assert alive.has_ended(10)
+
+
+def test_a_supervisor_that_was_replaced_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
+    scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
+    supervisor = scene.supervisor()
+    successor: list[State] = []
+
+    def check_lease() -> None:
+        if successor:
+            raise LeaseLostError("run first was taken over by process 7 of ada on n2")
+
+    def take_over(_: object) -> None:
+        successor.append(replace(scene.run.read_state(), attempt=2))
+        scene.run.write_state(successor[0])
+
+    supervisor._check_lease = check_lease
+    scene.report.on_progress = take_over
+    with pytest.raises(LeaseLostError, match="taken over by process 7 of ada on n2"):
+        scene.supervise(supervisor)
+    assert alive.has_ended(10)
+    assert scene.run.read_state() == successor[0]
+
+
+def test_an_error_of_the_supervisor_itself_is_the_last_state(scene: Scene, alive: NamedPipe) -> None:
+    scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    scene.report.on_progress = fail
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        scene.supervise()
+    assert alive.has_ended(10)
+    state = scene.run.read_state()
+    assert (state.status, state.attempt) == ("failed", 1)
+    assert state.reason == "the supervisor failed with ZeroDivisionError: a mistake of ours"
+    assert state.ended is not None
 
 
 def test_a_plain_script_is_asked_to_stop_by_sigterm(scene: Scene) -> None:

@@ -86,6 +86,13 @@ class Scene:
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
+        asked = Attempt.asked
+
+        def counted(attempt: Attempt, **options: Any) -> Any:
+            self.reads.append("request.json")
+            return asked(attempt, **options)
+
+        monkeypatch.setattr(Attempt, "asked", counted)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
@@ -108,8 +115,6 @@ class Scene:
 
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
-        if path.name == "request.json":
-            return read_json(path)
         rank = int(path.name[5:10])
         return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
 

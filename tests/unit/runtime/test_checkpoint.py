@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.errors import CheckpointError
+from hpcdist import file_retry
+from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.runtime import checkpoint_files
 from hpcdist.runtime.checkpoint import (
     AsyncSaver,
@@ -417,3 +420,78 @@ def test_metrics_that_come_later_are_added_to_the_saved_step(tmp_path: Path) -> 
     assert best is not None
     assert best.metrics == {"loss": 2.0, "accuracy": 0.5}
     assert load_weights(best.path)["w"].item() == 0.0
+
+
+# --- a file system that is away
+
+
+class Away:
+    """Makes every fsync fail while `error` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+        self.error: int | None = error
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            if self.error is not None:
+                raise OSError(self.error, os.strerror(self.error))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(file_retry._Mode, "within_s", 0.05)
+
+
+@pytest.mark.parametrize("how", ["save", "check"])
+def test_a_save_to_a_file_system_that_is_away_is_reported_and_the_next_one_made(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    away = Away(monkeypatch, errno.ESTALE)
+    with AsyncSaver(store) as saver:
+        save(saver, 1)
+        assert saver._writer._pending is not None
+        saver._writer._pending.exception()
+        away.error = None
+        if how == "check":
+            saver.check()
+        save(saver, 2)
+    (message,) = [text for text in caplog.messages if "training goes on" in text]
+    assert message.startswith("checkpoint of step 1 could not be written to ")
+    assert message.endswith("older checkpoints are untouched; training goes on, and the next save tries again")
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000002"]
+
+
+def test_a_save_goes_on_when_its_file_system_is_back_in_time(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(monkeypatch, errno.EIO)
+    monkeypatch.setattr(file_retry._Mode, "within_s", 30.0)
+    monkeypatch.setattr(file_retry, "_pause", lambda _: setattr(away, "error", None))
+    with AsyncSaver(store) as saver:
+        save(saver, 1)
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    assert store.latest() is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "how"), [(errno.ESTALE, "close"), (errno.ESTALE, "block"), (errno.ENOSPC, "save")], ids=str
+)
+def test_a_last_save_and_a_full_disk_are_errors(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, how: str
+) -> None:
+    Away(monkeypatch, error)
+    saver = AsyncSaver(store)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are untouched"):
+        fail_at_step_2(saver, how)
+    assert list(store.folder.iterdir()) == []
+
+
+def test_a_journal_that_is_away_fails_a_save_that_may_pass(store: CheckpointStore) -> None:
+    def flush() -> None:
+        raise HpcdistError("the journal cannot be written") from OSError(errno.EIO, "Input/output error")
+
+    saver = AsyncSaver(store, before_publish=flush)
+    save(saver, 1)
+    saver.check()
+    with pytest.raises(CheckpointError, match="the journal cannot be written"):
+        save(saver, 2, block=True)
+    saver.close()

@@ -148,8 +148,37 @@ def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
 
     with caplog.at_level(logging.WARNING):
         take_turns(beat, refuse, nothing, accept)
-    (message,) = caplog.messages
-    assert message == f"no heartbeat: {attempt.beat(0)} cannot be written (No space left on device)"
+    assert caplog.messages == [
+        f"no heartbeat: {attempt.beat(0)} cannot be written (No space left on device)",
+        f"{attempt.beat(0)} can be written again",
+    ]
+    assert read(attempt)["step"] == 1
+
+
+def test_a_stale_handle_is_opened_anew_and_a_short_write_is_completed(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = stopped(attempt)
+    real, opened = os.pwrite, []
+    real_open = os.open
+
+    def stale(*_: object) -> int:
+        raise OSError(116, "Stale file handle")
+
+    def short(descriptor: int, data: bytes, offset: int) -> int:
+        return real(descriptor, data[:100], offset)
+
+    def counting(*arguments: Any) -> int:
+        opened.append(arguments[0])
+        return real_open(*arguments)
+
+    monkeypatch.setattr(heartbeat.os, "open", counting)
+    monkeypatch.setattr(heartbeat.os, "pwrite", stale)
+    step(beat, 1)()
+    beat._write()
+    monkeypatch.setattr(heartbeat.os, "pwrite", short)
+    beat._write()
+    assert opened == [attempt.beat(0)]
     assert read(attempt)["step"] == 1
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_one_line_a_record_with_time_step_and_values(tmp_path: Path) -> None:
     assert (records[1].metrics["up"], records[1].metrics["down"]) == (math.inf, -math.inf)
     assert 1.6e12 < records[0].time_ms <= records[1].time_ms < 4e12
     assert offset == writer.path.stat().st_size
-    assert writer.path.read_bytes().count(b"\n") == 2
+    assert writer.path.read_bytes().count(b"\n") == 3
 
 
 def test_a_rank_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
@@ -116,19 +117,19 @@ def test_threads_share_a_writer(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An os.write that takes `room` bytes and then refuses."""
+    """An os.pwrite that takes `room` bytes and then refuses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
-        self._write = os.write
-        monkeypatch.setattr(journal.os, "write", self)
+        self._write = os.pwrite
+        monkeypatch.setattr(journal.os, "pwrite", self)
 
-    def __call__(self, descriptor: int, data: bytes | bytearray) -> int:
+    def __call__(self, descriptor: int, data: bytes | bytearray, offset: int) -> int:
         if self.room == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         part = bytes(data[: self.room])
         self.room -= len(part)
-        return self._write(descriptor, part)
+        return self._write(descriptor, part, offset)
 
 
 def test_a_full_disk_costs_one_warning_and_no_record(
@@ -285,3 +286,77 @@ def test_files_come_by_attempt_and_rank(tmp_path: Path) -> None:
         (tmp_path / other).touch()
     assert [(file.attempt, file.rank) for file in journal_files(tmp_path)] == [(2, 0), (2, 1), (1000, 0)]
     assert read_records(tmp_path / "absent.jsonl") == ([], 0)
+
+
+class FailingServer:
+    """Makes one call of the journal fail, as a file server that is away for a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, torn: bool = True) -> None:
+        self.left = 0
+        real = getattr(os, call)
+
+        def operation(*arguments: Any) -> Any:
+            if self.left:
+                self.left -= 1
+                if call == "pwrite" and torn:  # a part of it arrives all the same
+                    real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
+                raise OSError(error, os.strerror(error))
+            return real(*arguments)
+
+        monkeypatch.setattr(journal.os, call, operation)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["pwrite", "open", "fstat"])
+def test_records_wait_for_a_server_that_is_away_in_order_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    server = FailingServer(monkeypatch, call, error)
+    failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        failing.left = server.left = 1  # the file is opened anew after an error
+        for step in range(1, 5):
+            writer.log({"loss": 1.0}, step)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+    assert writer.path.read_bytes().count(b"\n") == 6  # the format first
+
+
+def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FailingServer(monkeypatch, "fsync", errno.EIO)
+    with JournalWriter(tmp_path) as writer:
+        writer.log({"loss": 1.0}, 0)
+        writer.flush()
+        synced = writer.path.read_bytes()
+        writer.log({"loss": 1.0}, 1)
+        writer.path.write_bytes(synced)  # what the server had not on its disk is gone
+        server.left = 1
+        writer.flush()
+        assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
+
+
+def test_a_server_that_comes_back_with_less_gets_the_rest_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, torn=False)
+    with JournalWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.log({"loss": 1.0}, step)
+        os.truncate(writer.path, 7)
+        server.left = 1
+        writer.log({"loss": 1.0}, 3)
+        writer.log({"loss": 1.0}, 4)
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
+
+
+def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
+    disk = FullDisk(monkeypatch, room=0)
+    writer = JournalWriter(tmp_path)
+    writer.log({"loss": 1.0}, 0)
+    writer.log({"loss": 1.0}, 1)
+    with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records wait: the steps since"):
+        writer.log({"loss": 1.0}, 2)
+    disk.room = 10_000
+    writer.close()
+    assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2]

@@ -1,0 +1,169 @@
+"""The TCP sockets that libraries open in this process: list them, and let the kernel drop what strangers send to them.
+
+gloo and TensorPipe accept any connection. Both are used through their public interface alone, so what they accept is
+limited from outside: by classic BPF filters on their listening sockets, which need no privilege
+(https://docs.kernel.org/networking/filter.html), and by a comparison of both ends of every connection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Collection, Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Host and port.
+Address = tuple[str, int]
+#: An operation, where to go when a comparison is true and when it is false, and an operand.
+Instruction = tuple[int, int, int, int]
+
+_looking = threading.Lock()
+_SO_ATTACH_FILTER = 26
+_SO_DETACH_FILTER = 27
+_TCP_INFO = 11
+_BYTES_RECEIVED = 128  # offset in struct tcp_info
+_LOAD_WORD, _LOAD_HALF, _LOAD_BYTE, _LOAD_LENGTH = 0x20, 0x28, 0x30, 0x80
+_AND, _SHIFT_RIGHT, _TO_X, _SUBTRACT_X, _IF_EQUAL, _RETURN = 0x54, 0x74, 0x07, 0x1C, 0x15, 0x06
+_IP_HEADER = 0xFFF00000  # SKF_NET_OFF
+_PASS: Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
+_DROP: Instruction = (_RETURN, 0, 0, 0)
+
+#: Nothing comes in; no handshake is answered.
+NOTHING = (_DROP,)
+#: A connection can be made, but nothing that its peer sends arrives. Offsets count from the TCP header.
+NO_DATA = (
+    (_LOAD_BYTE, 0, 0, 12),  # header length in its upper half, in words of four bytes
+    (_AND, 0, 0, 0xF0),
+    (_SHIFT_RIGHT, 0, 0, 2),
+    (_TO_X, 0, 0, 0),
+    (_LOAD_LENGTH, 0, 0, 0),
+    (_SUBTRACT_X, 0, 0, 0),
+    (_IF_EQUAL, 0, 1, 0),
+    _PASS,
+    _DROP,
+)
+
+
+def only_from(host: str, ports: Iterable[int]) -> tuple[Instruction, ...]:
+    """A filter that passes packets from these ports of one IPv4 address."""
+    (address,) = struct.unpack("!I", socket.inet_aton(host))
+    wanted = [instruction for port in ports for instruction in ((_IF_EQUAL, 0, 1, port), _PASS)]
+    return (
+        (_LOAD_WORD, 0, 0, _IP_HEADER + 12),
+        (_IF_EQUAL, 1, 0, address),
+        _DROP,
+        (_LOAD_HALF, 0, 0, 0),
+        *wanted,
+        _DROP,
+    )
+
+
+def attach(sock: socket.socket, program: Collection[Instruction]) -> None:
+    """Filter what a socket receives. Connections that it accepts from now on inherit the filter."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
+
+
+def detach(sock: socket.socket) -> None:
+    """Let a socket receive everything again."""
+    with suppress(FileNotFoundError):  # it has no filter
+        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+@dataclass(frozen=True)
+class OwnSocket:
+    """A TCP socket of this process. `sock` is a duplicate of its descriptor, closed by `tcp_sockets`."""
+
+    sock: socket.socket
+    inode: int
+    local: Address
+    peer: Address | None
+    """None where the socket listens."""
+
+    @property
+    def bytes_received(self) -> int:
+        """How much the peer has sent, whether it was read or not."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+        return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
+
+    def refuse(self) -> None:
+        """End the connection; what its peer sends from now on is answered with a reset."""
+        with suppress(OSError):  # the peer was faster
+            attach(self.sock, NOTHING)
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def tcp_sockets() -> Iterator[list[OwnSocket]]:
+    """The listening and the connected TCP sockets of this process, whoever opened them."""
+    found: dict[int, OwnSocket] = {}
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if (own := _open(int(name), found)) is not None:
+                found[own.inode] = own
+        yield list(found.values())
+    finally:
+        for own in found.values():
+            own.sock.close()
+
+
+def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in known:
+            return None
+        sock = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed meanwhile
+        return None
+    try:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            sock.close()
+            return None
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        peer = None if listens else _address(sock.getpeername())
+        return OwnSocket(sock, os.fstat(sock.fileno()).st_ino, _address(sock.getsockname()), peer)
+    except OSError:  # neither: it is being connected, or was reset
+        sock.close()
+        return None
+
+
+def _address(raw: tuple[str, int]) -> Address:
+    return raw[0].removeprefix("::ffff:"), raw[1]
+
+
+def inodes() -> frozenset[int]:
+    """What identifies the TCP sockets that are open now."""
+    with tcp_sockets() as found:
+        return frozenset(own.inode for own in found)
+
+
+def is_own_connection(peer: Address, local: Address) -> bool:
+    """Whether the peer of an accepted connection is a socket of this process."""
+    # One after the other: each look takes as many descriptors as there are sockets.
+    with _looking, tcp_sockets() as found:
+        return any((own.local, own.peer) == (peer, local) for own in found)
+
+
+def connections_to(port: int) -> set[Address]:
+    """Peers of all connections to a port of this machine, also of those that its listener has not accepted yet."""
+    peers = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            local, peer, state = line.split()[1:4]
+            if int(local.rpartition(":")[2], 16) == port and state not in ("0A", "06"):  # listening, waiting for an end
+                peers.add(_read_address(peer))
+    return peers
+
+
+def _read_address(text: str) -> Address:
+    """`0100007F:1F90` → `127.0.0.1`, 8080; the kernel prints words of four bytes in the machine's order."""
+    host, _, port = text.partition(":")
+    raw = b"".join(struct.pack("=I", int(host[start : start + 8], 16)) for start in range(0, len(host), 8))
+    name = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+    return name.removeprefix("::ffff:"), int(port, 16)

@@ -1,0 +1,132 @@
+"""The store's gate, signed RPC messages, and the comparison of gloo's connections; SECURITY.md has the table."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from hpcdist.errors import HpcdistError, RendezvousError
+from hpcdist.runtime import gate, own_sockets
+from hpcdist.runtime.admission import RpcAdmission, admit_group
+from hpcdist.runtime.gate import StoreServer, check_proof, open_relay, prove
+from hpcdist.runtime.signing import _SignedPickler
+
+KEY, OTHER = bytes(32), bytes([1] * 32)
+HERE = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((HERE, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def client(port: int) -> TCPStore:
+    return TCPStore(HERE, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def test_the_store_is_reached_with_the_key_alone(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    server = StoreServer((HERE, port), KEY, "token", world_size=2, timeout=timedelta(seconds=10))
+    idle = [socket.create_connection((HERE, port)) for _ in range(2 * gate.NUM_PENDING)]
+
+    def connect() -> socket.socket:
+        sock = socket.create_connection((HERE, port))
+        prove(sock, KEY, b"token")
+        return sock
+
+    ours = client(open_relay(server.connect))
+    theirs = client(open_relay(connect))
+    ours.set("key", "value" * 100_000)
+    assert theirs.get("key") == b"value" * 100_000
+    assert theirs.clone().get("key")[:5] == b"value", "torch's own copies come the same way"
+    assert theirs.add("count", 2) == ours.add("count", 0)
+
+    with caplog.at_level(logging.WARNING, "hpcdist.runtime.gate"):
+        for wrong, token in ((OTHER, b"token"), (KEY, b"another")):
+            with socket.create_connection((HERE, port), timeout=20) as stranger, pytest.raises(ConnectionError):
+                prove(stranger, wrong, token)
+        with socket.create_connection((HERE, port)) as stranger:
+            stranger.settimeout(20)
+            stranger.sendall(b"\0" * 64)
+            assert len(stranger.recv(32)) == 32
+            assert stranger.recv(32) == b""
+    assert len([record for record in caplog.records if "without this attempt's key" in record.message]) <= 1
+    daemon = server._daemon.address
+    with pytest.raises(TimeoutError):
+        socket.create_connection(daemon, timeout=0.3)
+    for sock in idle:
+        sock.close()
+
+
+def test_a_gate_without_the_key_is_not_believed() -> None:
+    with socket.create_server((HERE, 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+
+    def pretend() -> None:
+        theirs.sendall(bytes(32))
+        theirs.recv(64, socket.MSG_WAITALL)
+        theirs.sendall(bytes(32))
+
+    threading.Thread(target=pretend).start()
+    with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
+        prove(ours, KEY, b"token")
+    ours.close()
+    with theirs, pytest.raises(ConnectionError, match="closed before a proof"):
+        check_proof(theirs, KEY, b"token")
+
+
+def test_an_rpc_message_is_loaded_with_its_signature_alone(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = _SignedPickler(KEY), _SignedPickler(OTHER)
+    content, tensors = ours.serialize(["text", torch.ones(2)])
+    found: Any = ours.deserialize(content, tensors)
+    assert found[0] == "text"
+    assert found[1].tolist() == [1.0, 1.0]
+    for pickler, message in ((theirs, content), (ours, content[:-1] + b"!"), (ours, b""), (ours, content[32:])):
+        with pytest.raises(HpcdistError, match="an RPC message is not signed with this attempt's key"):
+            pickler.deserialize(message, tensors)
+    assert len([record for record in caplog.records if "refused an RPC message" in record.message]) == 2
+
+
+def test_a_stranger_in_a_group_is_refused_and_fails_it_if_it_has_spoken(caplog: pytest.LogCaptureFixture) -> None:
+    for words in (b"", b"12345678"):
+        before = own_sockets.inodes()
+        with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as stranger:
+            peer.connect(listener.getsockname())
+            accepted = [listener.accept()[0]]
+            # Both ends are this process's, so the stranger's own end is left out of the listing by hand.
+            stranger.bind((HERE, 0))
+            before |= {os.fstat(stranger.fileno()).st_ino}
+            stranger.connect(listener.getsockname())
+            accepted.append(listener.accept()[0])
+            stranger.sendall(words)
+            store = HashStore()
+            if words:
+                with pytest.raises(RendezvousError, match="and sent data, but is no rank of this run"):
+                    admit_group(store, 0, 1, before)
+            else:
+                admit_group(store, 0, 1, before)
+                assert stranger.recv(1) == b""
+                peer.sendall(b"on")
+                assert accepted[0].recv(2) == b"on"
+                with pytest.raises(TimeoutError):
+                    socket.create_connection(listener.getsockname(), timeout=0.3)
+            for sock in accepted:
+                sock.close()
+        assert caplog.text.count("which is no rank of this run") == 1
+
+
+def test_who_connects_before_an_address_is_published_ends_the_start_of_rpc() -> None:
+    admission = RpcAdmission(HashStore(), 0, 1)
+    with socket.create_server((HERE, 0)) as listener, socket.socket() as stranger:
+        stranger.connect(listener.getsockname())
+        with pytest.raises(RendezvousError, match=r"connected to port \d+ of rank 0 before any rank was told of it"):
+            admission.shut()
