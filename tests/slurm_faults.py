@@ -12,7 +12,7 @@ from hpcdist_runs import EXACT, HELD, HOLD_AT, LAST_STEP, assert_same, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import argv, nodes, processes, system
+from hpcdist.devcluster import argv, cluster, nodes, processes, system
 from hpcdist.rundir import read_json
 
 
@@ -111,10 +111,13 @@ class FaultScene:
     def start_daemon(self, name: str) -> None:
         """Start it again, and wait until it answers."""
         system.start(self.cluster.layout, self._daemon(name))
-        node = name.partition("-")[2]
-        # The controller's own word on a node, which has registered again.
-        asks = ["scontrol", "ping"] if not node else ["scontrol", "show", "node", node]
-        wait_for(lambda: system.succeeds(asks, env=self.cluster.env), f"{name} to answer")
+        wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
+        if name == "slurmctld":
+            ping = ["scontrol", "ping"]
+            wait_for(lambda: system.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to answer")
+        else:
+            layout, node = self.cluster.layout, name.removeprefix("slurmd-")
+            cluster.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))
 
     def wait_second_life(self) -> None:
         """The job runs again, by whoever's decision; Slurm's own hold of it is cut short."""
