@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD, wait_for
+from hpcdist_runs import HELD
 from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
@@ -55,7 +55,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(slurm_runs: SlurmRuns, devclust
         "launch.env.OTHER_TOKEN=${oc.env:MY_B}",
         "params.hub_token=${oc.env:MY_C}",
         "tracking.uri=${oc.env:MY_URI}",
-        # The nodes do not reach the server, which listens on loopback; the submission has created the run.
+        # The nodes do not reach the server, which listens on loopback.
         "tracking.drain_timeout_s=5",
     ]
     env = {**SECRETS, "MY_URI": uri}
@@ -98,7 +98,9 @@ def test_secrets_reach_the_ranks_and_nobody_else(slurm_runs: SlurmRuns, devclust
             if path.is_file():
                 texts[str(path)] = path.read_text(errors="replace")
         # The database's write-ahead log is beside it.
-        wait_for(lambda: tracked(tmp_path), "the run to be in MLflow", timeout_s=60)
+        code, texts["sync"] = slurm_runs.command("sync", name, HPCDIST_TRACKING_URI=uri)
+        assert code == 0, texts["sync"]
+        assert tracked(tmp_path)
         for path in tmp_path.rglob("*"):
             if path.is_file():
                 texts[str(path)] = path.read_text(errors="replace")
