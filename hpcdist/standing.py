@@ -170,8 +170,8 @@ def close_if_dead(run: RunDir) -> str:
     elif found.facts is not None:
         status = _CLOSED_AS.get(found.facts.state, "failed")
         ended = found.facts.ended
+    last_sign = last_renewal(run) or time.time()
     # What a dead job has left of its lease binds nobody.
     with hold(run, job_id=left.get("job_id") if look is not None else None):
-        last_sign = last_renewal(run) or time.time()
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign))
     return reason
