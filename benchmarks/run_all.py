@@ -102,6 +102,18 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "shipping",
+        (),
+        (
+            Figure("a late record of 300 keys in a journal of 13 MB", ("rows", "300 keys, late record", "cpu_s"), "s"),
+            Figure(
+                "a million points out of order, resident memory",
+                ("rows", "a million points, out of order", "resident_mb"),
+                "MB",
+            ),
+        ),
+    ),
+    Benchmark(
         "timing",
         (),
         (

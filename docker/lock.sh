@@ -11,3 +11,4 @@ lock() {
 lock requirements.txt pyproject.toml --extra train "$@"
 lock requirements-build.txt docker/requirements-build.in "$@"
 lock requirements-mlflow.txt docker/requirements-mlflow.in "$@"
+lock requirements-sbom.txt docker/requirements-sbom.in "$@"

@@ -37,6 +37,7 @@ from typing import Any, Literal
 from hpcdist import file_retry, formats
 from hpcdist.errors import RunFolderError
 from hpcdist.foreign import read_json_value
+from hpcdist.runs_dir import claim_experiment
 
 Status = Literal["created", "queued", "running", "stopped", "finished", "failed", "cancelled"]
 #: States in which no supervisor is at work.
@@ -388,7 +389,7 @@ class RunDir:
         """
         run = cls(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            claim_experiment(path.parent)
             path.mkdir(mode=0o700)
             for folder in (run.journal, run.checkpoints, path / "attempts"):
                 folder.mkdir()
@@ -447,17 +448,22 @@ class RunDir:
 
     def new_attempt(self) -> Attempt:
         # As a whole: a server that has made the folder may still have answered with an error.
-        return file_retry.retry(self._make_attempt, self.path / "attempts")
+        attempt = file_retry.retry(self._make_attempt, self.path / "attempts")
+        key = secrets.token_bytes(KEY_BYTES)
+        file_retry.retry(lambda: self._write_key(attempt, key), attempt.key)
+        return attempt
 
     def _make_attempt(self) -> Attempt:
         number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         path = self.path / "attempts" / f"{number:03d}"
         path.mkdir()
-        attempt = Attempt(path)
-        descriptor = os.open(attempt.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-        return attempt
+        return Attempt(path)
+
+    def _write_key(self, attempt: Attempt, key: bytes) -> None:
+        """Write the key of an attempt; a repeated write replaces one that failed half-way."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(attempt.key, flags, 0o600), "wb") as file:
+            file.write(key)
 
     def attempt(self, number: int) -> Attempt:
         return Attempt(self.path / "attempts" / f"{number:03d}")

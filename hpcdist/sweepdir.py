@@ -25,6 +25,7 @@ from hpcdist.formats import fill
 from hpcdist.lease import holder
 from hpcdist.ownership import require_trusted
 from hpcdist.rundir import ENDED, RunDir, State, Status, read_json, read_record, write_json
+from hpcdist.runs_dir import claim_experiment
 from hpcdist.sweep import Cell, Sweep, changes, reordered
 
 
@@ -174,7 +175,8 @@ def _renamed(sweep: Sweep, old: Iterable[dict[str, Any]]) -> Sweep:
 def write_sweep(sweep: Sweep) -> SweepDir:
     """Make the sweep's folder, or add new cells to it; returns it. Call `match` first."""
     there = SweepDir(sweep.folder)
-    there.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    claim_experiment(there.path.parent)
+    there.path.mkdir(mode=0o700, exist_ok=True)
     known = read_record(there.file) or {
         "uid": uuid.uuid4().hex,
         "created": time.time(),

@@ -296,8 +296,11 @@ def show_status(console: Console, run: RunDir) -> None:
     _print_rows(console, rows)
 
 
-def training_links(runs_dir: Path, tracking_uri: str, port: int) -> list[str]:
-    """Where the UI shows each experiment of these runs; without the link it opens on a page for chats and traces."""
+def training_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
+    """Return a link to each experiment of these runs in the UI at `address`.
+
+    Without the link the UI opens on a page for chats and traces.
+    """
     ids: dict[str, str] = {}
     for run in find_runs(runs_dir):
         known: dict[str, Any] = {}
@@ -306,6 +309,6 @@ def training_links(runs_dir: Path, tracking_uri: str, port: int) -> list[str]:
         if isinstance(known.get("experiment_id"), str) and known.get("uri") == redact_uri(tracking_uri):
             ids[run.experiment] = known["experiment_id"]
     return [
-        f"{name}: http://127.0.0.1:{port}/#/experiments/{number}/runs?workflowType=machine_learning"
+        f"{name}: {address}#/experiments/{number}/runs?workflowType=machine_learning"
         for name, number in sorted(ids.items())
     ]

@@ -1,7 +1,7 @@
 """What another user of the machine tries on a run's sockets: `python attacker.py MARKER PORT...`, started by root.
 
-Prints a JSON object for each port: whether it can be connected to, and what a client of its store and a peer of its
-RPC were answered. A command that it gets executed writes to MARKER.
+Prints a JSON object for each port: what a peer of its RPC and a client of its store were answered (nothing, where the
+answer ended the attacking process); and one about all ports. A command that it gets executed writes to MARKER.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def main(marker: str, ports: list[int]) -> None:
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    idle = be_idle([port for port in ports if connects(port)])
-    print(json.dumps({"idle": len(idle)}), flush=True)
+    reachable = [port for port in ports if connects(port)]
+    print(json.dumps({"reachable": reachable, "idle": len(be_idle(reachable))}), flush=True)
     os._exit(0)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 from fault_table import Cell
 from hpcdist_runs import EXACT, HELD, HOLD_AT, LAST_STEP, assert_same, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
-from hpcdist.devcluster import nodes, processes
+from hpcdist.devcluster import argv, cluster, nodes, processes, system
 from hpcdist.rundir import read_json
 
 
@@ -77,6 +80,44 @@ class FaultScene:
         nodes.kill_node(self.cluster.layout, node)
         assert processes.node_members(self.cluster.layout, self.cluster.settings)[node] == []
         self.release()
+
+    def steps(self) -> str:
+        """The job's steps that Slurm counts as running, with their names."""
+        return self.cluster.run("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i %j")
+
+    def kill_stepd(self, node: str) -> None:
+        """Kill the slurmstepd of the ranks on a node; it alone."""
+        (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
+        step = f"slurmstepd: [{number}]".encode()
+        members = processes.node_members(self.cluster.layout, self.cluster.settings)[node]
+        (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to be gone")
+
+    def _daemon(self, name: str) -> argv.Daemon:
+        return next(d for d in argv.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
+
+    def pid_of_daemon(self, name: str) -> int | None:
+        return processes.pid_of(self.cluster.layout, self._daemon(name))
+
+    def kill_daemon(self, name: str) -> int:
+        """Kill a daemon of Slurm's alone; returns its process id."""
+        pid = self.pid_of_daemon(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: self.pid_of_daemon(name) is None, f"{name} to be gone")
+        return pid
+
+    def start_daemon(self, name: str) -> None:
+        """Start it again, and wait until it answers."""
+        system.start(self.cluster.layout, self._daemon(name))
+        wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
+        if name == "slurmctld":
+            ping = ["scontrol", "ping"]
+            wait_for(lambda: system.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to answer")
+        else:
+            layout, node = self.cluster.layout, name.removeprefix("slurmd-")
+            cluster.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))
 
     def wait_second_life(self) -> None:
         """The job runs again, by whoever's decision; Slurm's own hold of it is cut short."""

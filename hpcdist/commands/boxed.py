@@ -18,6 +18,7 @@ from hpcdist.images.engine import RUNNERS, find_engine
 from hpcdist.images.facts import inspect, require_driver, require_fit
 from hpcdist.launch.plan import Machine
 from hpcdist.lease import user_name
+from hpcdist.runs_dir import claim
 from hpcdist.schema import Config
 
 
@@ -63,6 +64,7 @@ def run_boxed(
     terminal.print(shlex.join(map(redacted_argument, command)), markup=False, highlight=False, soft_wrap=True)
     if dry_run:
         return 0
+    claim(Path(config.runs_dir).expanduser().absolute())
     for folder in box.mounts:
         # An engine would make them itself, as root's.
         folder.mkdir(parents=True, exist_ok=True)

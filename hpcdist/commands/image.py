@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def build(
     engine: EngineOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> None:
-    """Build an image from a checkout.
+    """Build an image from a checkout, on a base image that is named by its digest where that can be looked up.
 
     Examples:
 
@@ -45,6 +46,7 @@ def build(
         hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
     """
     from hpcdist.images import build as building
+    from hpcdist.images.base import default_base, look_up
     from hpcdist.images.engine import find_engine
 
     if target not in building.TARGETS:
@@ -52,11 +54,16 @@ def build(
     checkout = building.find_checkout(Path.cwd())
     found = find_engine(engine, ("docker", "podman", "buildah"))
     revision, created = building.revision_of(checkout)
+    named = base or default_base(building.dockerfile_of(checkout, target))
+    looked_up = look_up(found, named, pull=not dry_run)
+    if looked_up.problem:
+        kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
+        print(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", file=sys.stderr, flush=True)
     wanted = building.Build(
         checkout=checkout,
         tag=tag or building.default_tag(target),
         target=target,
-        base=base,
+        base=looked_up,
         uid=uid,
         gid=gid,
         revision=revision,
@@ -85,6 +92,19 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
         console().print(f"{mark} [bold]{finding.what}[/]: ", end="", highlight=False)
         console().print(finding.said, markup=False, highlight=False, soft_wrap=True)
     return 1 if failed else 0
+
+
+@app.command()
+def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
+    """Print an image's bill of materials: its Debian and Python packages with their versions, as CycloneDX JSON.
+
+    Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
+    """
+    from hpcdist.images.engine import RUNNERS, find_engine
+    from hpcdist.images.facts import inspect, read_sbom
+
+    found = find_engine(engine, RUNNERS)
+    print(read_sbom(found, inspect(found, image)))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -201,10 +202,13 @@ def sync(
 @app.command()
 def ui(
     uri: Annotated[str | None, typer.Option(help="MLflow store; the runs' own sqlite database by default.")] = None,
-    port: Annotated[int, typer.Option(help="Port to listen on, on this machine alone.")] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on, on this machine alone.")] = 5000,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Open MLflow's UI on the configured store.
+    """Open MLflow's UI on the configured store, for yourself alone.
+
+    The server listens on 127.0.0.1 and refuses every request without the token of this start. The printed links contain
+    it; scripts read it from the printed file.
 
     Examples:
 
@@ -212,17 +216,26 @@ def ui(
 
         hpcdist ui --port 5001 --runs-dir /shared/me/runs
     """
-    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.runs_dir import require_own
+    from hpcdist.tracking import ui as server
+    from hpcdist.tracking.uri import choose_uri, sqlite_path
     from hpcdist.view import training_links
 
     where = uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
     if where.startswith("http"):
         print(f"the UI of that server is at {where}")
         return
-    for link in training_links(runs_dir, where, port):
+    if (database := sqlite_path(where)) is not None:
+        require_own(database, "the database")
+    server.require_app()
+    server.require_port(port)
+    token, file = server.make_token(port, os.environ)
+    address = f"http://{server.HOST}:{port}"
+    print(f"all experiments: {address}/?token={token}")
+    for link in training_links(runs_dir, where, f"{address}/?token={token}"):
         print(link)
-    # Helper processes and workers that a look at one's own runs does not need, and no word to anyone else.
-    os.environ |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    command = ["-m", "mlflow", "ui", "--backend-store-uri", where, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1"]
-    os.execv(sys.executable, [sys.executable, *command])
+    print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
+    os.environ |= server.variables(where, file)
+    os.umask(0o077)  # a new database and uploaded artifacts are the user's alone
+    command = server.command(port)
+    os.execv(command[0], command)

@@ -94,8 +94,9 @@ def slurmctld() -> Daemon:
     return Daemon("slurmctld", HEAD, ("slurmctld", "-D"))
 
 
-def slurmd(node: str, *, own_mounts: bool = False) -> Daemon:
-    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", "-N", node), own_mounts)
+def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
+    """A node's slurmd; one of a node that has `rebooted` says so, since the machine's own boot time is another."""
+    return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
 
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:

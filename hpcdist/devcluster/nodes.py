@@ -36,7 +36,7 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
         settings = _require_node(layout, node)
         _set_link(layout, node, "up")
         _full_speed(layout, node)
-        slurmd = argv.slurmd(node, own_mounts=own_mounts)
+        slurmd = argv.slurmd(node, own_mounts=own_mounts, rebooted=True)
         start(layout, slurmd)
         wait_for_node(settings, layout, node, slurmd)
 

@@ -119,6 +119,17 @@ PATTERNS = (
         "nothing where Slurm queues the job again; else `hpcdist resume` goes on from the newest checkpoint",
     ),
     Pattern(
+        "not-started",
+        _any(
+            r"Unable to create step for job \d+: Requested nodes are busy",
+            r"step creation (?:temporarily|still) disabled",
+            r"(?:no rank|rank \d+ .*) was (?:not )?started .*(?:within launch\.init_timeout_s|at all)",
+            r"step \S+ \(attempt-\d+\) does not end",
+        ),
+        "Slurm did not start the ranks: another step of the job holds what they need, or a node does not launch tasks",
+        "`squeue --steps --jobs=JOB` shows the job's steps; launch.init_timeout_s gives more time",
+    ),
+    Pattern(
         "revoked",
         _any(r"Job credential revoked", r"launch failed requeued held", r"Unable to create step for job"),
         "Slurm could not start the job's processes on the node",

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import hpcdist
 from hpcdist.errors import ImageError, UserMistake
+from hpcdist.images.base import Base
 from hpcdist.images.engine import Engine, EngineName
 
 Target = Literal["default", "slim", "mlflow"]
@@ -24,8 +25,8 @@ class Build:
 
     checkout: Path
     tag: str
+    base: Base
     target: Target = "default"
-    base: str | None = None  #: the Dockerfile's own choice by default
     uid: int | None = None
     gid: int | None = None
     revision: str = ""
@@ -41,6 +42,11 @@ def find_checkout(start: Path) -> Path:
     raise UserMistake(
         f"no docker/Dockerfile of hpcdist in {start} or above: images are built from a checkout, run this in one"
     )
+
+
+def dockerfile_of(checkout: Path, target: Target) -> Path:
+    """The Dockerfile of a target."""
+    return checkout / "docker" / _DOCKERFILES[target]
 
 
 def default_tag(target: Target) -> str:
@@ -65,11 +71,14 @@ def argv(engine: EngineName, build: Build) -> list[str]:
     words: list[str] = [engine, "build"]
     if engine != "docker":
         words += ["--format", "docker"]  # the OCI format knows no health checks
-    words += ["--file", str(build.checkout / "docker" / _DOCKERFILES[build.target]), "--tag", build.tag]
+    words += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
     if build.target != "mlflow":
         words += ["--target", build.target]
     arguments = {
-        "BASE_IMAGE": build.base,
+        "BASE_IMAGE": build.base.reference,
+        "BASE_NAME": build.base.name,
+        "BASE_DIGEST": build.base.digest or None,
+        "BASE_ID": build.base.id or None,
         "UID": build.uid,
         "GID": build.gid,
         "REVISION": build.revision or None,

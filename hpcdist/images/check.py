@@ -12,7 +12,7 @@ from typing import Any
 import hpcdist
 from hpcdist.errors import ImageError
 from hpcdist.images.engine import Engine, last_line
-from hpcdist.images.facts import ENTRYPOINT, ImageFacts, inspect, require_fit
+from hpcdist.images.facts import ENTRYPOINT, ImageFacts, inspect, read_sbom, require_fit
 
 #: Runs inside; prints one JSON object. What it imports is what hpcdist declares, and every module of hpcdist.
 PROBE = Path(__file__).with_name("probe.py")
@@ -35,9 +35,19 @@ def check(engine: Engine, image: str) -> Iterator[Finding]:
     require_fit(facts)
     yield Finding("digest", facts.digest, True)
     yield Finding("architecture", facts.architecture, True)
+    yield Finding("base", facts.base or "its labels name none", True)
+    yield _sbom(engine, facts)
     yield Finding("entrypoint", " ".join(facts.entrypoint), facts.entrypoint == ENTRYPOINT)
     yield from _inside(facts, _probe(engine, image))
     yield _training(engine, image)
+
+
+def _sbom(engine: Engine, facts: ImageFacts) -> Finding:
+    try:
+        components = json.loads(read_sbom(engine, facts))["components"]
+    except ImageError as error:
+        return Finding("bill of materials", str(error), False)
+    return Finding("bill of materials", f"{len(components)} components, `hpcdist image sbom` prints it", True)
 
 
 def _probe(engine: Engine, image: str) -> dict[str, Any]:

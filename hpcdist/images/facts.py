@@ -17,6 +17,11 @@ from hpcdist.images.engine import Engine, last_line
 TITLE = "org.opencontainers.image.title"
 VERSION = "org.opencontainers.image.version"
 CUDA = "hpcdist.cuda"
+BASE_NAME = "org.opencontainers.image.base.name"
+BASE_DIGEST = "org.opencontainers.image.base.digest"
+BASE_ID = "hpcdist.base.id"
+#: Path of the bill of materials in the image.
+SBOM = "hpcdist.sbom"
 ENTRYPOINT = ("tini", "--", "hpcdist")
 #: Names of processor families: the kernel's, and those of images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
@@ -39,6 +44,12 @@ class ImageFacts:
     def version(self) -> str:
         """The version of hpcdist in it; empty when it says none."""
         return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
+
+    @property
+    def base(self) -> str:
+        """The base image with its digest, or with its id where it has none; empty when the labels name none."""
+        pinned = self.labels.get(BASE_DIGEST) or self.labels.get(BASE_ID, "")
+        return " ".join(filter(None, [self.labels.get(BASE_NAME, ""), pinned]))
 
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
@@ -70,6 +81,17 @@ def parse(name: str, raw: Mapping[str, object]) -> ImageFacts:
         env=tuple(config.get("Env") or ()),
         size_bytes=int(str(raw.get("Size", 0))),
     )
+
+
+def read_sbom(engine: Engine, facts: ImageFacts) -> str:
+    """Return an image's bill of materials in CycloneDX's JSON. Raises ImageError when the image has none."""
+    path = facts.labels.get(SBOM)
+    if not path:
+        raise ImageError(
+            f"image {facts.name} has no bill of materials (no label {SBOM!r}): build it again with"
+            " `hpcdist image build`"
+        )
+    return engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
 
 
 def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.__version__) -> None:

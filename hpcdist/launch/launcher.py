@@ -30,6 +30,14 @@ class Ranks(Protocol):
         """Return when a rank has ended or the time is over; `exits` then has the news."""
         ...
 
+    def absent(self) -> list[int]:
+        """The ranks that have shown no sign of having been started."""
+        ...
+
+    def last_words(self) -> str:
+        """The last message of whatever starts the ranks."""
+        ...
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that still run."""
         ...

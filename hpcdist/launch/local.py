@@ -113,6 +113,13 @@ class LocalRanks:
             if code is not None:
                 self.exits[rank] = code
 
+    def absent(self) -> list[int]:
+        """None: each of them is a child of this process."""
+        return []
+
+    def last_words(self) -> str:
+        return ""
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that still run (to them alone, not to what they have started)."""
         for rank in self.running:

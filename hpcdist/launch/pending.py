@@ -6,13 +6,12 @@ new attempt is completed, and removes it when the run fails before that; a run t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist import secret_file
+from hpcdist import file_retry, secret_file
 from hpcdist.config import leaves, plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.launch.launcher import Reporter
@@ -34,7 +33,8 @@ _SHOWN_KEYS = 3
 def newest_step(run: RunDir) -> int | None:
     """The step of the newest checkpoint that has a manifest, None without one; its content is not verified."""
     steps = []
-    for path in run.checkpoints.glob("step-*/manifest.json"):
+    found = file_retry.retry(lambda: list(run.checkpoints.glob("step-*/manifest.json")), run.checkpoints)
+    for path in found:
         step = (read_json(path) or {}).get("step")
         if type(step) is int:
             steps.append(step)
@@ -80,7 +80,7 @@ def propose(run: RunDir, config: Config) -> None:
 
 def drop(run: RunDir) -> None:
     """Go on with `config.yaml`."""
-    run.next_config.unlink(missing_ok=True)
+    file_retry.remove(run.next_config)
 
 
 def settle(run: RunDir, state: State, first_step: int) -> State:
@@ -89,7 +89,7 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
     Args:
         first_step: the step that the last attempt began at.
     """
-    if not run.next_config.is_file():
+    if not file_retry.exists(run.next_config):
         return state
     beat = run.attempt(state.attempt).last_beat(0) or {}
     if state.status == "finished" or beat.get("step", 0) > first_step:
@@ -106,8 +106,8 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
 
 
 def _adopt(run: RunDir) -> None:
-    os.replace(run.next_config, run.config)
-    sync_folder(run.path)
+    file_retry.rename(run.next_config, run.config)
+    file_retry.retry(lambda: sync_folder(run.path), run.path)
 
 
 def _changed(run: RunDir) -> str:

@@ -15,7 +15,7 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 class Failure:
     """The first thing that went wrong in an attempt."""
 
-    kind: Literal["error", "killed", "hung", "rejected", "unfit", "vanished"]
+    kind: Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started"]
     rank: int
     host: str  #: empty for a failure before any rank was started
     step: int | None
@@ -30,7 +30,7 @@ class Failure:
             return self.error
         where = f"rank {self.rank}{f' ({self.role})' if self.role else ''} on {self.host}"
         at = f" at step {self.step}" if self.step is not None else ""
-        failed = "" if self.kind in ("killed", "hung", "vanished") else "failed with "
+        failed = "" if self.kind in ("killed", "hung", "vanished", "not_started") else "failed with "
         return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:
@@ -96,6 +96,24 @@ def first_failure(
     return replace(first, only_there=hosts <= {first.host})
 
 
+def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:
+    """The failure of ranks that show no sign of having been started, or None where there are none.
+
+    Args:
+        absent: these ranks.
+        why: how that was seen, and the cause as far as it is known.
+        host_of: names the host that a rank was meant for.
+    """
+    if not absent:
+        return None
+    if len(absent) == num_ranks:
+        return Failure(kind="not_started", rank=0, host="", step=None, error=f"no rank was started {why}")
+    first = absent[0]
+    others = f" (nor were {len(absent) - 1} others)" if len(absent) > 1 else ""
+    error = f"was not started{others} {why}"
+    return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
+
+
 def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool = False) -> Decision:
     """Whether to start again after the last of `failures`, all those of this start so far, oldest first.
 
@@ -124,11 +142,11 @@ def suspect(history: Sequence[Failure | None]) -> str | None:
     """
     if len(history) < 2 or (last := history[-1]) is None or (before := history[-2]) is None:
         return None
-    if last.host != before.host or not (_may_be_the_nodes(last) and _may_be_the_nodes(before)):
+    if not last.host or last.host != before.host or not (_may_be_the_nodes(last) and _may_be_the_nodes(before)):
         return None
     wanders = any(failure is not None and failure.host != last.host and failure.same_as(last) for failure in history)
     return None if wanders else last.host
 
 
 def _may_be_the_nodes(failure: Failure) -> bool:
-    return failure.only_there and (failure.kind in ("killed", "vanished") or bool(failure.traceback))
+    return failure.only_there and (failure.kind in ("killed", "vanished", "not_started") or bool(failure.traceback))

@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 
 from hpcdist import file_retry
 from hpcdist.cluster.roles import Roles
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
-from hpcdist.launch.launcher import Launcher, Reporter
+from hpcdist.launch.launcher import Launcher, Ranks, Reporter
 from hpcdist.launch.pending import AdoptingReporter, settle
-from hpcdist.launch.policy import Failure, decide, first_failure
+from hpcdist.launch.policy import Failure, decide, first_failure, not_started
 from hpcdist.launch.shipping import ShipperProcess
 from hpcdist.launch.watch import Allocation, Watch
 from hpcdist.log_limit import limit_log
@@ -92,6 +93,8 @@ class Supervisor:
                 state = settle(self._run, self._attempts(state), self._report.first_step)
                 state = self._conclude(state)
             except LeaseLostError:
+                if shipper is not None:
+                    shipper.drain(0)  # the successor has one of its own
                 raise
             except Exception as error:
                 # Whatever it was: nobody is to find this run as "running".
@@ -102,13 +105,13 @@ class Supervisor:
                 self._write(state)
             except OSError as error:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
-        if failure is not None and not isinstance(failure, OSError):
-            raise failure
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
                 f"MLflow at {redact_uri(self._tracking_uri or '')} has not taken everything (see shipper.log);"
                 f" nothing is lost: `hpcdist sync {self._run.name}` ships the rest"
             )
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
         return state
 
     def _patience_s(self) -> float:
@@ -153,8 +156,7 @@ class Supervisor:
                 roles = Roles.of(self._config.roles, self._launcher.num_ranks)
                 failure = replace(failure, role=roles.name_of(failure.rank))
             failures.append(failure)
-            log = attempt.preflight.with_suffix(".txt") if failure.kind == "unfit" else attempt.log(failure.rank)
-            self._report.failure(failure, log)
+            self._report.failure(failure, _log_of(attempt, failure))
             if (over := self._after_failure(state, attempt, failures)) is not None:
                 return over
             self._report.note(
@@ -228,7 +230,7 @@ class Supervisor:
                 asked_by_signal=self._asked_by_signal,
                 check_lease=self._check_lease,
             )
-            hung = watch.until_over()
+            hung = watch.until_over() or _none_started(ranks)
             # Those that are killed in a moment did not fail.
             exits = dict(ranks.exits)
         finally:
@@ -291,6 +293,20 @@ class Supervisor:
         with open(os.devnull, "wb") as nowhere:
             for descriptor in self._terminals:
                 os.dup2(nowhere.fileno(), descriptor)
+
+
+def _none_started(ranks: Ranks) -> Failure | None:
+    """The failure of a start that has ended badly before there was any rank; None otherwise."""
+    if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
+        return None
+    return not_started(absent, len(absent), f"at all: {ranks.last_words()}", ranks.host_of)
+
+
+def _log_of(attempt: Attempt, failure: Failure) -> Path:
+    """The file that tells more of a failure."""
+    if failure.kind == "unfit":
+        return attempt.preflight.with_suffix(".txt")
+    return attempt.path / "srun.log" if failure.kind == "not_started" else attempt.log(failure.rank)
 
 
 def _last_words(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from hpcdist.cluster.roles import Roles
 from hpcdist.foreign import parse_json
 from hpcdist.launch.launcher import Ranks, Reporter
-from hpcdist.launch.policy import Failure
+from hpcdist.launch.policy import Failure, not_started
 from hpcdist.launch.stacks.collect import collect
 from hpcdist.launch.stragglers import Stragglers, Told
 from hpcdist.log_text import LogTail
@@ -116,6 +116,7 @@ class Watch:
         self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
         self._turn = 0
         self._looked = self._clock()
+        self._all_started = False
         #: When the attempt's folder was last away: a rank's silence before that says nothing.
         self._away_until = self._looked
         self._away_since: float | None = None
@@ -129,7 +130,10 @@ class Watch:
         self.cancelled = False
 
     def until_over(self) -> Failure | None:
-        """Return when all ranks have ended, or with the failure of a hang. What still runs then may be killed."""
+        """Return when all ranks have ended, or with the failure of ranks that hang or are not started.
+
+        What still runs then may be killed.
+        """
         while self._ranks.running:
             began = self._clock()
             self._ranks.wait(LOOK_EVERY_S)
@@ -144,11 +148,21 @@ class Watch:
                 self._kill_by(now + PEER_GRACE_S)
             if self._kill_at is not None and now >= self._kill_at:
                 return None if failed else self._overdue()
-            if self._kill_at is None and (hung := self._hung(now)) is not None:
-                return hung
+            if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
+                return failure
             self._show_progress()
             self._note_delay(now, self._clock())
         return None
+
+    def _late(self, now: float) -> Failure | None:
+        """The failure of ranks that were not started in time: one look at the end of that time, none before."""
+        limit_s = self._config.launch.init_timeout_s
+        if self._all_started or now < self._away_until + limit_s:
+            return None
+        absent = self._ranks.absent()
+        self._all_started = not absent
+        why = f"within launch.init_timeout_s={limit_s:g} s: {self._ranks.last_words()}" if absent else ""
+        return not_started(absent, self._num_ranks, why, self._ranks.host_of)
 
     def _note_delay(self, began: float, now: float) -> None:
         """Where a look has waited for the file system, the ranks had to wait for it as well."""

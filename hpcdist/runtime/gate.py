@@ -250,17 +250,31 @@ class _Daemon:
 class StoreServer:
     """Rank 0's side: the store and the gate in front of it.
 
+    Args:
+        beyond_here: whether ranks are on other machines, too.
+
     Raises RendezvousError where the address cannot be listened on.
     """
 
     def __init__(
-        self, address: own_sockets.Address, key: bytes, token: str, *, world_size: int, timeout: timedelta
+        self,
+        address: own_sockets.Address,
+        key: bytes,
+        token: str,
+        *,
+        world_size: int,
+        timeout: timedelta,
+        beyond_here: bool = False,
     ) -> None:
         self._key, self._token = key, token.encode()
         host, port = address
         try:
             family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(resolved[:2], family=family, backlog=1024)
+            here = str(resolved[0])
+            if beyond_here and here.startswith("127."):
+                # The name of this node leads to itself, as on Debian; others look it up elsewhere.
+                here = ""
+            listener = socket.create_server((here, port), family=family, backlog=1024)
         except OSError as error:
             raise RendezvousError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
         self._daemon = _Daemon(world_size, timeout)

@@ -64,7 +64,14 @@ def open_store(topology: Topology, key: bytes, timeout_s: float) -> Store:
     where = f"{topology.master_addr}:{topology.master_port}"
     timeout = timedelta(seconds=max(timeout_s, 1.0))
     if topology.rank == 0:
-        server = StoreServer(address, key, topology.token, world_size=topology.world_size, timeout=timeout)
+        server = StoreServer(
+            address,
+            key,
+            topology.token,
+            world_size=topology.world_size,
+            timeout=timeout,
+            beyond_here=topology.num_nodes > 1,
+        )
         port = open_relay(server.connect)
     else:
         until = time.monotonic() + timeout_s

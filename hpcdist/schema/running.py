@@ -59,7 +59,7 @@ class LaunchConfig:
     threads: int = 0
     """Processor threads per rank (OMP_NUM_THREADS); 0 shares the cores out evenly."""
     init_timeout_s: float = 120.0
-    """How long the ranks may take to find each other."""
+    """How long the ranks may take to be started, and then to find each other."""
     hang_timeout_s: float = 1800.0
     """A run without progress for this long is taken for hung."""
     stop_grace_s: float = 120.0

@@ -12,14 +12,16 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hpcdist.errors import TrackingError
+from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.folder_lock import flock_if_possible
 from hpcdist.rundir import RunDir, read_record, write_json
+from hpcdist.runs_dir import make_database
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.tail import Point
 from hpcdist.tracking.uri import redact_uri, sqlite_path
@@ -92,18 +94,25 @@ def open_client(uri: str) -> MlflowClient:
     """A client on a store that is ready for use.
 
     A new sqlite database gets its tables here, by one process at a time: several at once would destroy each other's.
-    Raises TrackingError when the store cannot be reached.
+    Raises TrackingError when the store cannot be reached, or is a database of another user.
     """
     database = sqlite_path(uri)
     with _translated(uri):
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         if database is None:
-            client.search_experiments(max_results=1)
-            return client
-        database.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{database}.lock", "a") as lock:
+            return _ready(uri)
+        try:
+            make_database(database)
+        except RunFolderError as error:
+            raise TrackingError(str(error)) from error
+        with open(f"{database}.lock", "a", opener=partial(os.open, mode=0o600)) as lock:
             flock_if_possible(lock)
-            client.search_experiments(max_results=1)
+            return _ready(uri)
+
+
+def _ready(uri: str) -> MlflowClient:
+    """A client that has asked its store once, which makes the tables of a new database."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    client.search_experiments(max_results=1)
     return client
 
 

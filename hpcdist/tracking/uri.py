@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpcdist.errors import TrackingError
 from hpcdist.redaction import REDACTED, redact_text
+from hpcdist.runs_dir import DATABASE
 
 
 def redact_uri(text: str) -> str:
@@ -16,7 +17,7 @@ def redact_uri(text: str) -> str:
 
 def default_uri(runs_dir: Path) -> str:
     """The sqlite database beside the runs."""
-    return f"sqlite:///{runs_dir.absolute()}/mlflow.db"
+    return f"sqlite:///{runs_dir.absolute() / DATABASE}"
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-import urllib.request
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,11 +29,20 @@ CARD = "experiment-view-compare-runs-card"
 
 @dataclass(frozen=True)
 class Weekend:
-    """Three runs, one finished, one failed, one stopped, a sweep of two, and the address of the UI that shows them."""
+    """Three runs, one finished, one failed, one stopped, a sweep of two, and the UI that shows them."""
 
     runs: Runs
-    url: str
+    link: str  #: that `hpcdist ui` printed, token included
+    token_file: Path
     output: str  #: what `hpcdist run` printed of the one that finished
+
+    @property
+    def url(self) -> str:
+        return self.link.partition("/?token=")[0]
+
+    @property
+    def token(self) -> str:
+        return self.link.partition("/?token=")[2]
 
     def page_of(self, name: str, tab: str = "") -> str:
         """Address of a run's page, or of a tab of it."""
@@ -62,7 +71,8 @@ def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         monday = start("run", *config("monday", *MONDAY))
         # A new database gets its tables from the first run; from then on all may use it.
         wait_for(lambda: "run_id" in (read_json(runs.run_dir("monday").mlflow) or {}), "the first MLflow run")
-        answers = stack.enter_context(ui(runs, tmp_path_factory.mktemp("ui") / "ui.log"))
+        state = tmp_path_factory.mktemp("ui")
+        answers = stack.enter_context(ui(runs, state))
         failing = start("run", *config("failing", *FAILING))
         stopped = start("run", *config("stopped", *STOPPED))
         swept = start("run", *config("tune", *SWEPT))
@@ -70,7 +80,15 @@ def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (monday, 0)):
             code, output = finish(process)
             assert code == expected, output
-        yield Weekend(runs, answers(), output)
+        (token_file,) = state.glob("hpcdist/ui/*.token")
+        yield Weekend(runs, answers(), token_file, output)
+
+
+@pytest.fixture
+def page(page: Page, weekend: Weekend) -> Page:
+    """The page of somebody who has opened the printed link."""
+    page.goto(weekend.link)
+    return page
 
 
 def config(name: str, *overrides: str) -> list[str]:
@@ -86,31 +104,27 @@ def commit(project: Path) -> None:
 
 
 @contextmanager
-def ui(runs: Runs, log: Path) -> Iterator[Callable[[], str]]:
-    """Start `hpcdist ui`; yields a function that returns its address once it answers."""
+def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
+    """Start `hpcdist ui`; yields a function that returns its link once it answers."""
     port = closed_port()
+    log = state / "ui.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
             [str(HPCDIST), "ui", "--port", str(port), "--runs-dir", str(runs.folder)],
-            env=runs.env(MLFLOW_WORKERS="1"),  # each of them imports MLflow: seconds on a busy machine
+            env=runs.env(XDG_STATE_HOME=str(state)),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    url = f"http://127.0.0.1:{port}"
 
     def is_up() -> bool:
         assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        return ask(f"http://127.0.0.1:{port}/health") == 401
 
     def answers() -> str:
         wait_for(is_up, "MLflow's UI to answer")
-        return url
+        return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=\S+)$", log.read_text(), re.M)[1]  # type: ignore[index]
 
     try:
         yield answers
@@ -119,8 +133,75 @@ def ui(runs: Runs, log: Path) -> Iterator[Callable[[], str]]:
         process.wait(timeout=30)
 
 
+#: A client of the standard library alone, for users who cannot read this checkout.
+CLIENT = """
+import sys, urllib.error, urllib.request
+url, body, *headers = sys.argv[1:]
+request = urllib.request.Request(url, body.encode() or None, dict(header.split(": ", 1) for header in headers))
+try:
+    print(urllib.request.urlopen(request, timeout=20).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
+
+
+def ask(url: str, *headers: str, body: str = "", user: int | None = None) -> int:
+    """Status of a GET, or a POST with a body, perhaps as another user; 0 when nothing answers."""
+    words = ["python3", "-I", "-c", CLIENT, url, body, *headers]
+    done = subprocess.run(words, user=user, cwd="/", check=True, capture_output=True, text=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_other_users_of_the_machine_are_refused(weekend: Weekend) -> None:
+    nobody = 65534
+    known = read_json(weekend.runs.run_dir("monday").mlflow) or {}
+    api = f"{weekend.url}/api/2.0/mlflow"
+    listing = f"{api}/runs/get?run_id={known['run_id']}"
+    json_body = ("Content-Type: application/json",)
+    delete = f'{{"run_id": "{known["run_id"]}"}}'
+    assert ask(listing, user=nobody) == 401
+    assert ask(f"{api}/runs/delete", *json_body, body=delete, user=nobody) == 401
+    assert ask(f"{weekend.url}/get-artifact?path=config.yaml&run_id={known['run_id']}", user=nobody) == 401
+    assert ask(listing, "Authorization: Bearer guessed", user=nobody) == 401
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["cat", weekend.token_file], user=nobody, check=True, capture_output=True)
+    # The refusals above are not those of a server that refuses everybody.
+    assert ask(listing, f"Authorization: Bearer {weekend.token_file.read_text()}") == 200
+    assert weekend.token_file.read_text() == weekend.token
+    # Of all processes of the server, none shows the token to other users.
+    assert not [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.exists() and weekend.token.encode() in path.read_bytes()
+    ]
+
+
+def test_mlflows_own_client_uses_the_token_as_printed(weekend: Weekend) -> None:
+    search = "mlflow.search_runs(search_all_experiments=True, output_format='list')"
+    code = f"import mlflow; print([run.info.run_name for run in {search}])"
+    for token, expected in ((weekend.token, "monday"), ("of-an-earlier-start", "each start makes a new token")):
+        env = weekend.runs.env(MLFLOW_TRACKING_URI=weekend.url, MLFLOW_TRACKING_TOKEN=token)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert expected in done.stdout + done.stderr
+
+
+def test_the_link_opens_the_list_and_a_reload_stays(page: Page, weekend: Weekend) -> None:
+    page.context.clear_cookies()
+    page.goto(f"{weekend.url}/?token=of-an-earlier-start")
+    expect(page.get_by_text("open the link that `hpcdist ui` printed")).to_be_visible()
+    known = read_json(weekend.runs.run_dir("monday").mlflow) or {}
+    page.goto(f"{weekend.link}#/experiments/{known['experiment_id']}/runs?workflowType=machine_learning")
+    for _ in range(2):
+        expect(page.get_by_role("link", name="monday", exact=True)).to_be_visible()
+        assert weekend.token not in page.url
+        page.reload()
+    assert page.evaluate("document.cookie") == ""
+
+
 def test_the_front_page_leads_to_every_run(page: Page, weekend: Weekend, screenshots: Path) -> None:
-    page.goto(weekend.url)
     # Without this click MLflow takes the visitor for somebody with LLM traces; no tag of ours would change that.
     page.get_by_role("button", name="Model training").click()
     page.get_by_role("link", name="digits", exact=True).click()

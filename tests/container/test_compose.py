@@ -14,7 +14,7 @@ import pytest
 import yaml
 from containers import CHECKOUT
 
-SERVICES = ("db", "mlflow", "train", "train-cpu")
+SERVICES = ("db", "mlflow", "mlflow-users", "train", "train-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,26 @@ def test_nothing_listens_to_other_machines(services: dict[str, Any]) -> None:
 
 def test_secrets_are_files_that_are_the_owners_alone(services: dict[str, Any], checkout: Path) -> None:
     kept = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
-    assert sorted(kept) == ["admin_password", "db_password", "flask_key", "mlflow_credentials"]
+    assert sorted(kept) == ["admin_password", "db_password", "flask_key", "mlflow_credentials", "train_password"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept.values()} == {0o600}
-    assert len({path.read_text() for path in kept.values()}) == 4
+    assert len({path.read_text() for path in kept.values()}) == 5
     told = yaml.safe_dump(services)
     assert not [path for path in kept.values() if path.read_text() in told]
-    for name in ("mlflow", "train", "train-cpu"):
+    for name in ("mlflow", "mlflow-users", "train", "train-cpu"):
         assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
+
+
+def test_training_gets_a_user_of_its_own_and_no_password_of_another(services: dict[str, Any], checkout: Path) -> None:
+    secrets = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
+    for name in ("train", "train-cpu"):
+        (secret,) = services[name]["secrets"]
+        assert (secret["source"], secret["target"]) == ("mlflow_credentials", "/home/hpcdist/.mlflow/credentials")
+        assert services[name]["depends_on"]["mlflow-users"]["condition"] == "service_completed_successfully"
+    assert secrets["mlflow_credentials"] == (
+        f"[mlflow]\nmlflow_tracking_username = hpcdist\nmlflow_tracking_password = {secrets['train_password']}\n"
+    )
+    assert services["mlflow-users"]["secrets"] == ["admin_password", "train_password"]
+    assert services["mlflow-users"]["depends_on"]["mlflow"]["condition"] == "service_healthy"
 
 
 def test_secrets_outlive_a_second_start(checkout: Path) -> None:

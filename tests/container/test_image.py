@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines
+from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines, runs_of_strangers
 from hpcdist_runs import wait_for
 
-from hpcdist.lookup import find_runs
 from hpcdist.rundir import RunDir, read_json
 
 #: The first test to ask for an image builds it.
@@ -26,7 +25,7 @@ TRAIN = ("run", "ddp_digits", "launch.ranks=2", "tracking.system_interval_s=0")
 
 
 def only_run(runs: Path) -> RunDir:
-    (found,) = find_runs(runs)
+    (found,) = runs_of_strangers(runs)
     return found
 
 
@@ -42,6 +41,8 @@ def test_check_finds_everything_in_place(containers: Containers, image: BuildIma
     found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
     assert found["entrypoint"] == "tini -- hpcdist"
     assert found["user"] == "uid 1000"
+    assert found["base"] == f"{BASE} sha256:{containers.inspect(BASE)['Id']}"
+    assert re.fullmatch(r"\d{3,} components, `hpcdist image sbom` prints it", found["bill of materials"])
     assert found["RDMA"] == "libibverbs.so.1, librdmacm.so.1, libnuma.so.1, numactl"
     assert found["torch.compile"] == "can be used"
     assert found["training on 2 ranks"].startswith("finished: trained 20 steps")
@@ -56,8 +57,34 @@ def test_the_image_says_what_it_is(containers: Containers, image: BuildImage) ->
     assert labels["title"] == "hpcdist"
     assert labels["version"] == hpcdist.__version__
     assert labels["base.name"] == BASE
+    assert labels["base.digest"] == "", "a local image has none"
+    assert labels["hpcdist.base.id"] == f"sha256:{containers.inspect(BASE)['Id']}"
     assert labels["licenses"] == "Apache-2.0"
     assert config["User"] == "1000:1000"
+
+
+@pytest.mark.parametrize(("target", "package"), [("default", "torch"), ("mlflow", "mlflow")])
+def test_the_bill_of_materials_lists_what_is_installed(
+    containers: Containers, image: BuildImage, tmp_path: Path, target: str, package: str
+) -> None:
+    name = image(target)
+    done = containers.hpcdist("image", "sbom", name, "--engine", "podman", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    components = json.loads(done.stdout)["components"]
+    # hpcdist itself, installed from a file, has no address in an index.
+    listed = [item.get("purl", item["name"]).partition("?")[0] for item in components]
+    look = ("run", "--rm", "--entrypoint", "sh", name, "-c")
+    version = f"import importlib.metadata as m; print(m.version('{package}'), len(list(m.distributions())))"
+    libc = "dpkg-query --show --showformat '${Version} ' libc6; dpkg-query --show | wc -l"
+    python, num_python, libc, num_debian, *opt = containers.podman(
+        *look, f'python3 -c "{version}"; {libc}; ls /opt'
+    ).split()
+    assert f"pkg:pypi/{package}@{python.replace('+', '%2B')}" in listed
+    assert f"pkg:deb/debian/libc6@{libc.replace('+', '%2B')}" in listed
+    assert len([entry for entry in listed if not entry.startswith("pkg:deb/")]) == int(num_python)
+    # Besides those that are installed, it names the source packages that they are built from.
+    assert len([entry for entry in listed if entry.startswith("pkg:deb/")]) >= int(num_debian)
+    assert opt == ["hpcdist" if target == "default" else "mlflow"], "the tools stay out of the image"
 
 
 def test_run_in_podman_trains_and_tells_mlflow_the_digest(
@@ -82,6 +109,7 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
         tags = dict(database.execute("select key, value from tags"))
     assert tags["hpcdist.image_digest"] == digest
     assert re.fullmatch("[0-9a-f]{64}", tags["hpcdist.image_build"])
+    assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
 def test_a_stopped_container_goes_on_when_it_is_started_again(

@@ -13,21 +13,19 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import STRANGER, Containers
+from containers import STRANGER, Containers, runs_of_strangers
 
-from hpcdist.lookup import find_runs
 from hpcdist.rundir import read_json
 
 #: The first test to ask for an image builds it.
 pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
-PASSWORDS = ("db_password", "admin_password", "flask_key")
 
 
 def free_port() -> int:
@@ -51,10 +49,24 @@ class Server:
     uri: str
     name: str
     secrets: dict[str, str]
+    folder: Path  #: of the secrets
 
-    def ask(self, path: str, user: str = "", password: str = "") -> tuple[int, Any]:
-        """Status and answer of a GET."""
+    @property
+    def admin(self) -> tuple[str, str]:
+        return "admin", self.secrets["admin_password"]
+
+    @property
+    def training(self) -> tuple[str, str]:
+        return "hpcdist", self.secrets["train_password"]
+
+    def ask(
+        self, path: str, user: str = "", password: str = "", body: Mapping[str, object] | None = None
+    ) -> tuple[int, Any]:
+        """Status and answer of a GET, or of a POST with a body."""
         request = urllib.request.Request(self.uri + path)
+        if body:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
         if user:
             token = base64.b64encode(f"{user}:{password}".encode()).decode()
             request.add_header("Authorization", f"Basic {token}")
@@ -131,6 +143,7 @@ def server(
     values = {
         "db_password": db_password,
         "admin_password": secrets.token_urlsafe(12),
+        "train_password": secrets.token_urlsafe(12),
         "flask_key": secrets.token_hex(16),
     }
     for name, value in values.items():
@@ -146,7 +159,7 @@ def server(
         "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
         image("mlflow"),
     )  # fmt: skip
-    found = Server(f"http://127.0.0.1:{port}", name, values)
+    found = Server(f"http://127.0.0.1:{port}", name, values, folder)
     try:
         deadline = time.monotonic() + 300
         while True:
@@ -192,25 +205,90 @@ def test_a_missing_secret_ends_the_server_with_one_line(containers: Containers, 
     )
 
 
-def test_a_run_in_a_container_reports_to_it(
-    containers: Containers, image: BuildImage, server: Server, runs: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def user(containers: Containers, image: BuildImage, server: Server) -> tuple[str, str]:
+    """Name and password of training's user, created as compose.yaml's service does it: twice leaves the same."""
+    # As after a change of the secret: the user is there, with another password.
+    former = {"username": "hpcdist", "password": secrets.token_urlsafe(12)}
+    assert server.ask("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
+    for _ in range(2):
+        said = containers.podman(
+            "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{server.folder}:/run/secrets:ro",
+            "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
+        )  # fmt: skip
+        assert said == "mlflow-users: user hpcdist has the password in train_password\n"
+    return server.training
+
+
+def test_the_user_of_training_is_created_where_there_is_none_and_a_failure_is_one_line(
+    containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], tmp_path: Path
 ) -> None:
-    """User and password come from a file, as compose.yaml mounts it."""
+    asking = (
+        "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{tmp_path}:/run/secrets:ro",
+        "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
+    )  # fmt: skip
+    tmp_path.chmod(0o755)
+    done = containers.try_podman(*asking)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {STRANGER}"
+        " (No such file or directory)"
+    )
+    (tmp_path / "train_password").write_text("another-" + server.secrets["train_password"])
+    (tmp_path / "admin_password").write_text("wrong")
+    done = containers.try_podman(*asking)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert said == "mlflow-users: user hpcdist cannot be created as admin: 401 Unauthorized"
+    deleted = urllib.request.Request(
+        f"{server.uri}/api/2.0/mlflow/users/delete", b'{"username": "hpcdist"}', method="DELETE"
+    )
+    token = base64.b64encode(":".join(server.admin).encode()).decode()
+    deleted.add_header("Authorization", f"Basic {token}")
+    deleted.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(deleted, timeout=30) as answer:
+        assert answer.status == 200
+    again = [word.replace(f"{tmp_path}:", f"{server.folder}:") for word in asking]
+    assert containers.podman(*again) == "mlflow-users: user hpcdist has the password in train_password\n"
+    assert server.ask("/api/2.0/mlflow/experiments/search?max_results=5", *user)[0] == 200
+
+
+def test_training_creates_its_own_experiments_and_can_neither_delete_others_nor_create_users(
+    server: Server, user: tuple[str, str]
+) -> None:
+    api = "/api/2.0/mlflow"
+    status, made = server.ask(f"{api}/experiments/create", *server.admin, {"name": "of the administrator"})
+    assert status == 200
+    number = made["experiment_id"]
+    assert server.ask(f"{api}/experiments/get?experiment_id={number}", *user)[0] == 200
+    assert server.ask(f"{api}/experiments/delete", *user, {"experiment_id": number})[0] == 403
+    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": number})[0] == 403
+    mallory = {"username": "mallory", "password": "long-enough-for-mlflow"}
+    assert server.ask(f"{api}/users/create", *user, mallory)[0] == 403
+    status, made = server.ask(f"{api}/experiments/create", *user, {"name": "of training"})
+    assert status == 200
+    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": made["experiment_id"]})[0] == 200
+
+
+def test_a_run_in_a_container_reports_to_it(
+    containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], runs: Path, tmp_path: Path
+) -> None:
+    """User and password come from a file, as compose.yaml mounts it; of the administrator there is nothing inside."""
     credentials = tmp_path / "credentials"
-    password = server.secrets["admin_password"]
-    credentials.write_text(f"[mlflow]\nmlflow_tracking_username = admin\nmlflow_tracking_password = {password}\n")
+    name, password = user
+    credentials.write_text(f"[mlflow]\nmlflow_tracking_username = {name}\nmlflow_tracking_password = {password}\n")
     credentials.chmod(0o600)
     os.chown(credentials, STRANGER, STRANGER)
-    output = containers.podman(
+    box = (
         "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
-        image("default"), "run", "ddp_digits", "stop.epochs=1", "launch.ranks=2",
     )  # fmt: skip
+    output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.epochs=1", "launch.ranks=2")
     assert "finished: trained 23 steps" in output
     assert password not in output
-    (run,) = find_runs(runs)
+    (run,) = runs_of_strangers(runs)
     ids = read_json(run.mlflow) or {}
-    admin = ("admin", password)
+    admin = server.admin
     status, answer = server.ask(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
     assert status == 200
     assert answer["run"]["info"]["status"] == "FINISHED"
@@ -220,3 +298,8 @@ def test_a_run_in_a_container_reports_to_it(
     assert {item["path"] for item in answer["files"]} >= {"config.yaml"}
     stored = containers.podman("exec", server.name, "find", "/artifacts", "-name", "config.yaml")
     assert ids["run_id"] in stored
+    secret = admin[1]
+    places = "/home /runs /run /etc /tmp /work /proc/self/environ"
+    search = f'grep -rlsF "$0" {places}; grep -cF mlflow_tracking_ /home/hpcdist/.mlflow/credentials'
+    found = containers.podman(*box, "--entrypoint", "sh", image("default"), "-c", search, secret)
+    assert found == "2\n"

@@ -112,7 +112,7 @@ def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> N
         path.write_bytes(original)
 
 
-@fuzz(share=0.5, data=st.data())
+@fuzz(share=0.2, data=st.data())
 def test_config_of_a_run_folder(run: RunDir, data: st.DataObject) -> None:
     original = run.config.read_bytes()
     start = data.draw(st.integers(0, len(original)))

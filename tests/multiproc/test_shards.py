@@ -102,7 +102,7 @@ def test_missing_rows_are_an_error() -> None:
 
 
 def test_a_damaged_shard_or_report_is_an_error(tmp_path: Path) -> None:
-    for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0, "x"]}}):
+    for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0]}}):
         with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
             merge([shard_of(1).content() | damage], "x")
     store = HashStore()

@@ -37,6 +37,9 @@ def slurm_control(slurm_runs: SlurmRuns) -> str:
     name = "control"
     code, output = slurm_runs.command("run", *slurm_runs.config(name, *ON_FOUR_RANKS))
     assert code == 0, output
+    # On a busy machine the run may end before MLflow has taken everything.
+    code, output = slurm_runs.command("sync", name)
+    assert code == 0, output
     return name
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hpcdist_runs import closed_port
 
 from hpcdist import cli
 from hpcdist.cluster.job_facts import JobFacts
@@ -27,6 +28,7 @@ from hpcdist.launch import start
 from hpcdist.lease import hold
 from hpcdist.rundir import RunDir, State, read_json, write_json
 from hpcdist.secret_file import kept
+from hpcdist.tracking import ui
 
 COMMANDS = (
     "run",
@@ -720,23 +722,41 @@ def test_sync_ships_all_runs_but_those_that_ship_themselves(
     assert hpcdist("sync", "down") == Result(1, "", "down: the server does not answer\n")
 
 
-def test_ui_hands_over_to_mlflow_on_this_machine_alone(
-    hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ui_starts_mlflow_behind_a_token(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[list[str]] = []
-    monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "true")
+    masks: list[int] = []
+    for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "MLFLOW_BACKEND_STORE_URI", "HPCDIST_UI_TOKEN_FILE"):
+        monkeypatch.setenv(name, "of the caller")  # taken back after the test
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
+    monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask))
     store = f"sqlite:///{tmp_path}/runs/mlflow.db"
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text("{}")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store})
-    shown = hpcdist("ui", "--port", "5001")
-    assert shown.code == 0
-    assert shown.out == "exp: http://127.0.0.1:5001/#/experiments/7/runs?workflowType=machine_learning\n"
+    port = closed_port()
+    shown = hpcdist("ui", "--port", str(port))
+    (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
+    address = f"http://127.0.0.1:{port}"
+    assert shown == Result(
+        0,
+        f"all experiments: {address}/?token={file.read_text()}\n"
+        f"exp: {address}/?token={file.read_text()}#/experiments/7/runs?workflowType=machine_learning\n"
+        f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {file})\n",
+        "",
+    )
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
-    options = ["--backend-store-uri", store, "--host", "127.0.0.1", "--port", "5001", "--workers", "1"]
-    assert started == [[sys.executable, "-m", "mlflow", "ui", *options]]
+    assert os.environ["MLFLOW_BACKEND_STORE_URI"] == store
+    assert os.environ["HPCDIST_UI_TOKEN_FILE"] == str(file)
+    assert started == [ui.command(port)]
+    assert masks == [0o077]
+
+
+def test_ui_takes_no_port_that_is_none(hpcdist: Cli) -> None:
+    shown = hpcdist("ui", "--port", "70000")
+    assert shown.code == 2
+    assert "Invalid value for '--port'" in shown.err
 
 
 def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_odd_values_get_names_of_their_own(make: Make) -> None:
 
 
 def test_many_axes_make_no_name_that_is_too_long(make: Make) -> None:
-    axes = [f"params.a_rather_long_key_{index}=1,2" for index in range(6)]
+    axes = [f"params.a_rather_long_name_{index}=1,2" for index in range(6)]
     names = [cell.name for cell in make(axes, "name=t").cells]
     assert len(set(names)) == 64
     assert max(map(len, names)) <= 102

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from hpcdist.preflight import storage
 from hpcdist.preflight.check import Check
+from hpcdist.runs_dir import DATABASE, foreign_owner
 
 GIB = 2**30
 _LITTLE_SPACE = 2 * GIB
@@ -66,6 +69,7 @@ def runs_folder(
         fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
         return [Check(name="runs", level="failure", text=text, fix=fix)]
     checks = [Check(name="runs", level="ok", text=shown)]
+    checks += _privacy(runs_dir)
     if in_container and kind == "overlay" and is_with_the_root(place):
         text = "in the container's own layer: what is written there is gone with the container"
         fix = f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"
@@ -78,6 +82,29 @@ def runs_folder(
     if checks[-1].level == "failure":
         return checks  # where nothing can be written the rest cannot be tried
     return [*checks, *_promises(place, tries), *_clock(tries.clock(place))]
+
+
+def _privacy(runs_dir: Path) -> list[Check]:
+    """Whether the folder and its database belong to this user alone."""
+    database = runs_dir / DATABASE
+    for path, what in ((runs_dir, "the folder"), (database, "the database")):
+        if (owner := foreign_owner(path)) is not None:
+            text = f"{what} {path} belongs to {owner}: a run is refused, since a folder of runs has one user"
+            return [
+                Check(name="owner", level="failure", text=text, fix=f"{_CHOOSE}; share results in a tracking server")
+            ]
+    checks = []
+    if (mode := _mode(runs_dir)) & 0o022 and not mode & stat.S_ISVTX:
+        text = f"group or others may write to {runs_dir} (mode {mode:04o}): they can replace what your runs execute"
+        checks.append(Check(name="owner", level="warning", text=text, fix=f"chmod go-w {shlex.quote(str(runs_dir))}"))
+    if (mode := _mode(database)) & 0o077:
+        text = f"group or others may open {database} (mode {mode:04o}); the next run closes it"
+        checks.append(Check(name="database", level="warning", text=text, fix=f"chmod 600 {shlex.quote(str(database))}"))
+    return checks
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
 
 
 def is_with_the_root(place: Path) -> bool:

@@ -39,6 +39,8 @@ INFINIBAND = Path("/dev/infiniband")
 DETACHED = ("podman", "docker")
 #: Their containers see the environment of the one who starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
+#: How Slurm's steps are called that look at containers or remove them.
+CONTAINERS_STEP = "hpcdist-containers"
 #: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
 _NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
 #: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import hpcdist
 from hpcdist.cluster.drivers import driver_problem
 from hpcdist.errors import HpcdistError, UserMistake
 from hpcdist.launch.containers.command import DETACHED, Box, Contained, contain, outer_env
+from hpcdist.launch.timed_command import run_within
 from hpcdist.preflight.machine import source_digest, versions
 
 #: Starting a container is quick; unpacking an image on a node is not.
@@ -138,7 +138,7 @@ def digest(box: Box, env: Mapping[str, str]) -> str | None:
         if shutil.which(box.runtime, path=env.get("PATH")) is None:
             return None
         command = [box.runtime, "image", "inspect", "--format", "{{.Id}}", box.image]
-        done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=LOOK_S, check=False)
+        done = run_within(command, LOOK_S, env=env)
         found = re.search(r"[0-9a-f]{64}", done.stdout)
         return f"sha256:{found[0]}" if done.returncode == 0 and found else None
     named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", box.image)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hpcdist.launch.containers.command import (
 from hpcdist.launch.containers.look import LOOK_S, judge, look_command, look_env
 from hpcdist.launch.snapshot import git_root
 from hpcdist.launch.submission.components import components
+from hpcdist.launch.timed_command import run_within
 from hpcdist.rundir import RunDir
 from hpcdist.schema import Config
 
@@ -116,9 +116,7 @@ def check_here(config: Config, box: Box, env: Mapping[str, str]) -> dict[str, An
             f"container.image: {box.image} is not in {box.runtime}'s store on this machine ({said}): build or load it,"
             " or set container.check_here=false where only the nodes have it"
         )
-    done = subprocess.run(
-        command.words, env=look_env(box, env), capture_output=True, text=True, timeout=LOOK_S, check=False
-    )
+    done = run_within(command.words, LOOK_S, env=look_env(box, env))
     facts, problem, _ = judge(box, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
@@ -127,7 +125,7 @@ def check_here(config: Config, box: Box, env: Mapping[str, str]) -> dict[str, An
 
 def _missing_in_store(box: Box, env: Mapping[str, str]) -> str:
     command = [box.runtime, "image", "inspect", "--format", "{{.Id}}", box.image]
-    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=LOOK_S, check=False)
+    done = run_within(command, LOOK_S, env=env)
     return "" if done.returncode == 0 else " ".join(done.stderr.split()).removeprefix("Error: ")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import subprocess
@@ -13,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.cluster.nodelist import expand
-from hpcdist.launch.containers.command import Box, remove_command
+from hpcdist.launch.containers.command import CONTAINERS_STEP, Box, remove_command
 from hpcdist.launch.containers.look import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure
 from hpcdist.launch.containers.request import prepare_image
+from hpcdist.launch.timed_command import run_within
 from hpcdist.log_text import last_lines
 from hpcdist.rundir import Attempt, RunDir, write_json
 
@@ -126,16 +126,5 @@ class ContainerSteps:
     ) -> subprocess.CompletedProcess[str]:
         """One task a node, beside whatever runs there; a node that does not answer counts as silent."""
         step = ["srun", *group, "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-        options = ["--cpus-per-task=1", "--input=none", "--job-name=containers", *flags]
-        try:
-            return subprocess.run(
-                [*step, *options, *command],
-                capture_output=True,
-                text=True,
-                env=dict(env),
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as late:
-            said = [os.fsdecode(text) if text else "" for text in (late.stdout, late.stderr)]
-            return subprocess.CompletedProcess(late.cmd, 1, said[0], f"{said[1]}\nno answer within {timeout_s:g} s")
+        options = ["--cpus-per-task=1", "--input=none", f"--job-name={CONTAINERS_STEP}", *flags]
+        return run_within([*step, *options, *command], timeout_s, env=env)

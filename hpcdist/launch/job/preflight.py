@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,10 @@ from hpcdist.cluster.nodelist import expand
 from hpcdist.cluster.topology import port_for
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.launch.containers.command import Box, outer_env
-from hpcdist.launch.job.scontrol import Job, steps
+from hpcdist.launch.job.scontrol import Job, signal_steps, steps
 from hpcdist.launch.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.launch.submission.components import allocations, components
+from hpcdist.launch.timed_command import last_line, run_within
 from hpcdist.preflight.check import Check
 from hpcdist.preflight.judge import judge
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 STEP_S = {"quick": 60.0, "full": 180.0}
 #: A node may be slow once, or its probe be hit by something that passes.
 ROUNDS = 2
-#: What a step's error says beyond this helps nobody.
-_SAID_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -148,21 +146,12 @@ class Preflight:
         probe = probe_command(request, self._box.python if self._box is not None else sys.executable)
         nodes = self._by_component if self._het else [self._nodes]
         command = preflight_command(self._config, parts, nodes, probe, self._box, het=self._het)
-        process = subprocess.Popen(
-            command,
-            env={**self._env, **probe_env(request)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        try:
-            said, errors = process.communicate(timeout=request.deadline_s + STEP_S[request.mode])
-        except subprocess.TimeoutExpired:
-            _end_step()
-            process.kill()
-            said, errors = process.communicate()
-        return Look(read_answers(said), errors)
+        env = {**self._env, **probe_env(request)}
+        done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
+        if done.returncode < 0:
+            # Killing srun leaves probes that do not end by themselves.
+            signal_steps([step for step, name in (steps() or {}).items() if name == PREFLIGHT_STEP], "KILL")
+        return Look(read_answers(done.stdout), done.stderr)
 
     # --- what follows
 
@@ -212,7 +201,7 @@ def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
             Check(
                 name="probe",
                 level="warning",
-                text=f"no node gave an answer in {ROUNDS} steps: {_last_line(look.errors) or 'srun said nothing'}",
+                text=f"no node gave an answer in {ROUNDS} steps: {last_line(look.errors) or 'srun said nothing'}",
                 fix="the ranks are started all the same",
             )
         ]
@@ -220,7 +209,7 @@ def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
     silent = {node: task for task, node in enumerate(tasks) if node not in look.answers}
     return [
         replace(check, text=f"{check.text}: {said}")
-        if check.node in silent and (said := _last_line(_of_task(look.errors, silent[check.node])))
+        if check.node in silent and (said := last_line(_of_task(look.errors, silent[check.node])))
         else check
         for check in checks
     ]
@@ -228,11 +217,6 @@ def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
 
 def _of_task(text: str, task: int) -> str:
     return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:_SAID_CHARS] if lines else ""
 
 
 def told(checks: Sequence[Check], seconds: float) -> list[str]:
@@ -280,10 +264,3 @@ def _witness(attempt: Attempt) -> Iterator[tuple[Path, str]]:
         yield witness, token
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_step() -> None:
-    """End a step whose probes do not: killing its srun would leave them."""
-    for step, name in (steps() or {}).items():
-        if name == PREFLIGHT_STEP:
-            subprocess.run(["scancel", "--signal=KILL", step], stderr=subprocess.DEVNULL, check=False)

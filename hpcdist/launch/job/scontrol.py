@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.cluster.job_facts import parse_facts, parse_time
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import HpcdistError
+from hpcdist.launch.timed_command import run_within
+
+#: Slurm's own commands go on trying for up to a minute when their controller is away.
+ANSWER_S = 60.0
 
 
 def job_id_of(env: Mapping[str, str]) -> str:
@@ -163,8 +166,8 @@ def _scontrol(*arguments: str) -> str:
 
 def _run(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        done = run_within(command, ANSWER_S)
+    except FileNotFoundError as error:
         raise HpcdistError(f"{' '.join(command)}: {error}") from error
     if done.returncode != 0:
         raise HpcdistError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -175,12 +178,19 @@ def steps() -> dict[str, str] | None:
     """This job's steps that have not ended: names by id. None when Slurm does not answer."""
     # A step over several components is one step in each of them.
     jobs = ",".join(job_ids(os.environ))
-    listing = subprocess.run(
-        ["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    listing = run_within(["squeue", "--steps", f"--jobs={jobs}", "--noheader", "--format=%i %j"], ANSWER_S)
     if listing.returncode != 0:
         return None
     return dict(line.strip().partition(" ")[::2] for line in listing.stdout.splitlines())
+
+
+def signal_steps(ids: Sequence[str], name: str) -> None:
+    """Send a signal (`KILL`, `USR1`) to all tasks of some steps. One that has just ended is left alone."""
+    if ids:
+        run_within(["scancel", f"--signal={name}", *ids], ANSWER_S)
+
+
+def rebooted_since(nodes: Sequence[str], since: float) -> list[str]:
+    """The nodes that have booted after a time, as far as Slurm knows. Raises HpcdistError as `scontrol` does."""
+    records = parse_records(_scontrol("show", "node", "--oneliner", ",".join(nodes)))
+    return [facts["NodeName"] for facts in records if (parse_time(facts.get("BootTime")) or 0.0) > since]

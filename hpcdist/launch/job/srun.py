@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.launch.containers.command import DEAF_TO_USR2, Box, contain
+from hpcdist.launch.containers.command import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
 from hpcdist.launch.plan import processor_env
 from hpcdist.launch.submission.components import Component, allocations, cluster_for, components, is_het
 from hpcdist.launch.submission.flags import without_value
 from hpcdist.rundir import Attempt
 from hpcdist.schema import ClusterConfig, Config
 
-#: How the steps that outlive a killed supervisor are called.
-STEP_NAMES = ("attempt-", "standby", "preflight")
 PREFLIGHT_STEP = "preflight"
+#: A step that asks the nodes something beside whatever runs there.
+BESIDE_STEP = "hpcdist-beside"
+STANDBY_STEP = "standby"
+#: How the names of the steps begin that a supervisor starts and ends again; the standby lives as long as it does.
+STEP_NAMES = ("attempt-", PREFLIGHT_STEP, BESIDE_STEP, CONTAINERS_STEP)
 #: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
 _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
@@ -128,7 +131,7 @@ def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
 
 def standby_command(job_id: str) -> list[str]:
     """A step on one node of the second component: see standby.py."""
-    flags = ["--het-group=1", "--overlap", "--job-name=standby", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    flags = ["--het-group=1", "--overlap", f"--job-name={STANDBY_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
     return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.launch.job.standby", job_id]
 
 
@@ -147,7 +150,8 @@ def beside_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, he
     words = ["srun"]
     for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het
-        words += ["--overlap", f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
+        words += ["--overlap", f"--job-name={BESIDE_STEP}"]
+        words += [f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
         words += ["--cpus-per-task=1", "--input=none", *command]
     return words
 

@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from hpcdist.cluster.nodelist import expand
 from hpcdist.errors import HpcdistError
 from hpcdist.launch.containers.command import Box, outer_env
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
+from hpcdist.launch.job.left_steps import Left, end_left_steps, steps_now
+from hpcdist.launch.job.on_node import parse_answers
 from hpcdist.launch.job.preflight import Preflight
-from hpcdist.launch.job.scontrol import Job, node_features, steps
-from hpcdist.launch.job.srun import STEP_NAMES, beside_command, roll_call_command, standby_command, step_command
+from hpcdist.launch.job.scontrol import Job, node_features, rebooted_since
+from hpcdist.launch.job.srun import (
+    STANDBY_STEP,
+    STEP_NAMES,
+    beside_command,
+    roll_call_command,
+    standby_command,
+    step_command,
+)
 from hpcdist.launch.job.step_ranks import StepRanks
 from hpcdist.launch.plan import code_env, rank_command
 from hpcdist.launch.policy import Failure, suspect
 from hpcdist.launch.submission.components import components, hosts_by_rank, is_het, place
+from hpcdist.launch.timed_command import run_within
 from hpcdist.rundir import Attempt, RunDir, read_json
 from hpcdist.schema import Config
 
 #: A node that does not answer a step in this time is taken for lost. Slurm's own messages time out after 10 s.
 ROLL_CALL_S = 20.0
-#: Ranks that were killed end at once, unless their node or its disk hangs.
-OLD_STEPS_S = 60.0
-
-
-def end_old_steps() -> None:
-    """End the ranks of a supervisor of this job that was killed: Slurm lets them go on without their srun.
-
-    Raises HpcdistError when one does not end, or nobody can tell: two sets of ranks must never write to one run.
-    """
-    until = time.monotonic() + OLD_STEPS_S
-    while (found := steps()) is None or (old := [step for step, name in found.items() if name.startswith(STEP_NAMES)]):
-        if time.monotonic() > until:
-            what = "squeue does not answer: are there" if found is None else f"step {old[0]} does not end: it has"
-            raise HpcdistError(f"{what} ranks of a supervisor before this one")
-        if found:
-            subprocess.run(["scancel", "--signal=KILL", *old], check=False)
-        time.sleep(0.2)  # Slurm tells nobody when a step has ended
+#: Nodes that look for ranks start a Python for it, perhaps from a slow file system.
+RANKS_ON_NODES_S = 60.0
 
 
 class StepLauncher:
@@ -84,10 +82,15 @@ class StepLauncher:
         self._first_ranks = {host: self._hosts.index(own[0]) for own in self.nodes for host in own} if self._het else {}
         self._box = box
         self._containers = ContainerSteps(box, run, self._env, het=self._het) if box is not None else None
+        #: When the last attempt was started.
+        self._began = time.time()
         self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
 
     def __enter__(self) -> StepLauncher:
-        end_old_steps()
+        # What a supervisor of this job that was killed has left: Slurm lets ranks go on without their srun. Where it
+        # does not end, `start` says so.
+        with suppress(HpcdistError):
+            self._end_left(STANDBY_STEP)
         self._guard = Guard()
         self._standby: subprocess.Popen[bytes] | None = None
         if self._het:
@@ -106,11 +109,16 @@ class StepLauncher:
     def start(self, attempt: Attempt) -> StepRanks:
         """Start every rank, the first time after a look at the nodes.
 
-        Raises HpcdistError where containers cannot be started on them, PreflightError where ranks should not be.
+        Raises HpcdistError where containers cannot be started on them or an earlier step does not end, PreflightError
+        where ranks should not be started.
         """
         if self._containers is not None:
             self._containers.prepare()
         self._preflight.look(attempt)
+        # Two sets of ranks must never write to one run, and srun would wait for the processors of a step for ever.
+        if (left := self._end_left()) is not None:
+            raise HpcdistError(left.text)
+        self._began = time.time()
         rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
         command = step_command(self._config, attempt, rank, self._box)
         env = self._env | {"HPCDIST_ATTEMPT": str(attempt.number)}
@@ -135,6 +143,10 @@ class StepLauncher:
             first_ranks=self._first_ranks,
             containers=self._containers,
             beside=self._beside,
+            # Ranks in containers may be another user's on the node, and then do not show.
+            living=self._living if self._box is None else None,
+            # There the rank opens its log by itself, once its node has imported the image.
+            shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
         )
 
     def _beside(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
@@ -151,15 +163,36 @@ class StepLauncher:
             # Nodes that are not fit have answered, and no rank was started on them.
             self.avoid = self._preflight.avoid
             return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
-        nodes = [node for own in self.nodes for node in own]
+        try:
+            # Without its controller Slurm starts no step, and no node would seem to answer.
+            steps_now()
+            return self._missing() or self._stuck() or self._to_blame()
+        except HpcdistError as error:
+            return str(error)
+
+    def _missing(self) -> str:
+        """The sentence about nodes that do not answer."""
+        nodes = self._all_nodes
         answers = self._roll_call()
         if lost := [node for node in nodes if node not in answers]:
             # Without an idle node in its place the job is better off waiting for this one to come back.
             self.avoid = lost if self._replaceable(lost, idle_only=True) else []
             return f"lost {', '.join(lost)}" + (", avoided from now on" if self.avoid else "")
+        return ""
+
+    def _stuck(self) -> str:
+        """The sentence about a step that does not end, and holds the processors that the next one needs."""
+        if (left := self._end_left()) is not None:
+            stuck = list(left.nodes)
+            self.avoid = stuck if stuck and self._replaceable(stuck, idle_only=False) else []
+            return left.text + (", avoided from now on" if self.avoid else "")
+        return ""
+
+    def _to_blame(self) -> str:
+        """The sentence about a node on which ranks fail again and again."""
         blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
         # A host may call itself n1.site where Slurm says n1.
-        named = [node for node in nodes if node in (blamed, blamed.partition(".")[0])]
+        named = [node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]
         self.avoid = named if named and self._replaceable(named, idle_only=False) else []
         if not self.avoid:
             return ""
@@ -167,21 +200,45 @@ class StepLauncher:
 
     def _replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
         # A heterogeneous job has a list of nodes to avoid for each component, and Slurm tells of the leader's alone.
-        return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
+        try:
+            return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
+        except HpcdistError:  # without an answer no node is given up
+            return False
+
+    @property
+    def _all_nodes(self) -> list[str]:
+        return [node for own in self.nodes for node in own]
+
+    def _end_left(self, *names: str) -> Left | None:
+        """End what is left of earlier steps; returns what does not end, with the nodes that have rebooted."""
+        left = end_left_steps((*STEP_NAMES, *names), self._kill_ranks)
+        if left is None or left.nodes:
+            return left
+        try:
+            rebooted = rebooted_since(self._all_nodes, self._began)
+        except HpcdistError:  # it is known that the step does not end, not why
+            rebooted = []
+        return left._replace(text=left.text + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
+
+    def _kill_ranks(self) -> list[str]:
+        """Kill the run's ranks on all nodes, whoever their parent is; returns the nodes on which some may live on."""
+        answers = self._ranks_on_nodes("kill")
+        return [node for node in self._all_nodes if answers.get(node) != []]
+
+    def _living(self) -> set[int] | None:
+        """The ranks of the run that live on any node; None where a node does not answer."""
+        answers = self._ranks_on_nodes("look")
+        return set().union(*answers.values()) if answers.keys() == set(self._all_nodes) else None
+
+    def _ranks_on_nodes(self, action: Literal["look", "kill"]) -> Mapping[str, list[int]]:
+        """The ranks that live on each node that answers; those that are still there after `kill`."""
+        words = [sys.executable, "-P", "-m", "hpcdist.launch.job.on_node", str(self._run.path), action]
+        done = run_within(beside_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
+        return parse_answers(done.stdout, self._all_nodes)
 
     def _roll_call(self) -> set[str]:
-        try:
-            answer = subprocess.run(
-                roll_call_command(self.nodes, het=self._het),
-                capture_output=True,
-                text=True,
-                env=self._env,
-                timeout=ROLL_CALL_S,
-                check=False,
-            ).stdout
-        except subprocess.TimeoutExpired as late:
-            answer = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return set(answer.split())
+        command = roll_call_command(self.nodes, het=self._het)
+        return set(run_within(command, ROLL_CALL_S, env=self._env).stdout.split())
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:

@@ -17,13 +17,13 @@ from hpcdist.cluster.nodelist import expand
 from hpcdist.file_retry import retry
 from hpcdist.launch.containers.steps import ContainerSteps
 from hpcdist.launch.guard import Guard
-from hpcdist.launch.job.scontrol import steps
+from hpcdist.launch.job.scontrol import signal_steps, steps
 from hpcdist.launch.job.srun import step_name
-from hpcdist.log_text import PIECE_BYTES
+from hpcdist.launch.timed_command import last_line
+from hpcdist.log_text import PIECE_BYTES, last_lines
 from hpcdist.rundir import Attempt, read_json
 
 log = logging.getLogger(__name__)
-
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
 
@@ -43,6 +43,14 @@ _SIGNALS = {
 
 #: How long srun may take to end once its tasks are killed.
 END_STEP_S = 20.0
+#: srun gets this long to end once rank 0 has reported the end of the run; then the nodes are asked for ranks. The wait
+#: before the next question is twice as long each time, up to `ASK_AT_MOST_S`.
+REPORTED_S = 20.0
+ASK_AT_MOST_S = 600.0
+#: How far back to look for a line that is not empty.
+_LAST_LINES = 10
+#: A file of a rank's in the attempt's folder: its log, which Slurm opens as it starts the rank, or one of its own.
+_FILE_OF_RANK = re.compile(r"\.?rank-(\d+)\.")
 #: A search through the attempt's folder is followed by a pause of so many times what it took.
 SEARCH_PAUSE = 50.0
 
@@ -77,11 +85,21 @@ class Beside(Protocol):
     ) -> None: ...
 
 
+class Living(Protocol):
+    """Names the ranks of the run that live on any node of the job; None where a node does not answer."""
+
+    def __call__(self) -> set[int] | None: ...
+
+
 class StepRanks:
     """The ranks of one attempt, as one srun process.
 
     A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they
     ended, and outcome files are looked for when the attempt's folder has changed.
+
+    Args:
+        living: asks the nodes for ranks, when srun goes on after rank 0's report of the end.
+        shows_start: whether each rank's log is opened as soon as Slurm launches its task.
     """
 
     def __init__(
@@ -97,8 +115,14 @@ class StepRanks:
         first_ranks: Mapping[str, int] | None = None,
         containers: ContainerSteps | None = None,
         beside: Beside | None = None,
+        living: Living | None = None,
+        shows_start: bool = True,
     ) -> None:
         self._beside = beside
+        self._living = living
+        self._shows_start = shows_start
+        self._ask_at: float | None = None
+        self._ask_after_s = REPORTED_S
         self._planned_hosts = hosts
         self._first_ranks = first_ranks
         self._num_ranks = num_ranks
@@ -154,6 +178,8 @@ class StepRanks:
                 if not self._is_away:
                     log.warning("%s: %s; the ranks go on", error.filename or self._messages, error.strerror)
                 self._is_away = True
+            if self._ask_at is not None and time.monotonic() > self._ask_at:
+                self._ask_who_lives()
         else:
             retry(lambda: self._look(ended=True), self._attempt.path)
             code = self._process.wait()
@@ -161,6 +187,30 @@ class StepRanks:
                 self.exits.setdefault(0, code)
             for rank in self.running:
                 self.exits[rank] = 0
+
+    def _ask_who_lives(self) -> None:
+        """Count ranks as ended that no node has any more: srun waits for ever for those of a slurmstepd that died."""
+        if self._living is not None and self._living() == set():
+            log.warning("srun still waits for ranks that have ended: their slurmstepd has died, it seems")
+            for rank in self.running:
+                self.exits[rank] = 0
+        self._ask_after_s = min(2 * self._ask_after_s, ASK_AT_MOST_S)
+        self._ask_at = time.monotonic() + self._ask_after_s
+
+    def absent(self) -> list[int]:
+        """Ranks that have left no sign of having been started."""
+        if not self._shows_start:
+            return []
+        # Listing the folder makes a network file system look anew, which asking for one file does not.
+        names = retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
+        matches = (_FILE_OF_RANK.match(name) for name in names)
+        there = {int(match[1]) for match in matches if match}
+        return [rank for rank in range(self._num_ranks) if rank not in there]
+
+    def last_words(self) -> str:
+        path = self._attempt.path / "srun.log"
+        lines = retry(lambda: last_lines(path, _LAST_LINES), path)
+        return last_line("\n".join(text for _, text in lines)) or "srun said nothing"
 
     def _look(self, *, ended: bool) -> None:
         self._read_messages(to_the_end=ended)
@@ -214,13 +264,15 @@ class StepRanks:
         for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
             if outcome["outcome"] in ("failed", "rejected"):
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
+            elif rank == 0:
+                self._ask_at = began + self._ask_after_s
         # While thousands of ranks make their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every task that still runs."""
-        self._scancel(f"--signal={number.name.removeprefix('SIG')}")
+        self._scancel(number.name.removeprefix("SIG"))
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command once on each node of the job."""
@@ -231,7 +283,8 @@ class StepRanks:
         """End the step on every node that answers, and srun with it."""
         if self._process.poll() is None:
             # Killing srun alone would leave its tasks running.
-            self._scancel("--signal=KILL")
+            if not self._scancel("KILL"):
+                self._process.terminate()  # it waits for a step still, or Slurm's controller is away
             try:
                 self._process.wait(END_STEP_S)
             except subprocess.TimeoutExpired:
@@ -243,8 +296,8 @@ class StepRanks:
         self._log.close()
         os.close(self._descriptor)
 
-    def _scancel(self, *flags: str) -> None:
-        for step, name in (steps() or {}).items():
-            if name == step_name(self._attempt):
-                # One that has just ended is an error to scancel.
-                subprocess.run(["scancel", *flags, step], stderr=subprocess.DEVNULL, check=False)
+    def _scancel(self, name: str) -> bool:
+        """Send a signal to the step; returns whether Slurm knows of one."""
+        own = [step for step, its in (steps() or {}).items() if its == step_name(self._attempt)]
+        signal_steps(own, name)
+        return bool(own)

@@ -53,8 +53,8 @@ class Facts:
     half_closed: tuple[str, ...]  #: peers that have closed a TCP connection which this process still holds
 
 
-def find_ranks(run: Path, attempt: int, node: str = "", proc: Path = PROC) -> list[RankProcess]:
-    """The processes of this user that are ranks of a run's attempt, by rank.
+def find_ranks(run: Path, attempt: int | None, node: str = "", proc: Path = PROC) -> list[RankProcess]:
+    """The processes of this user that are ranks of a run's attempt (None: of any), by rank.
 
     A rank is known by its command line and environment. What it has forked shares both, so a rank's parent is none.
 
@@ -72,7 +72,7 @@ def find_ranks(run: Path, attempt: int, node: str = "", proc: Path = PROC) -> li
             if _words(proc / str(pid) / "cmdline")[1:] == words:
                 env = _environment(proc, pid)
                 topology = Topology.from_env(env)
-                if topology.attempt == attempt and (not node or env.get("SLURMD_NODENAME", node) == node):
+                if attempt in (None, topology.attempt) and (not node or env.get("SLURMD_NODENAME", node) == node):
                     alike[pid] = topology.rank
         except (OSError, TopologyError):
             continue  # it has ended meanwhile, or is not to be looked into: then its rank counts as not seen

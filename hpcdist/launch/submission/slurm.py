@@ -18,6 +18,9 @@ from hpcdist.launch.submission.sbatch import SUPERVISOR, render, sbatch_paramete
 from hpcdist.rundir import RunDir, read_record, write_json
 from hpcdist.schema import Config
 
+#: `sbatch --test-only` may look through all partitions of a busy controller.
+TEST_S = 60.0
+
 
 def require() -> None:
     """Raise UserMistake where there is no Slurm to submit to."""
@@ -53,9 +56,14 @@ def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
     require()
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
-    done = subprocess.run(
-        ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False, timeout=60
-    )
+    try:
+        done = subprocess.run(
+            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False, timeout=TEST_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserMistake(
+            f"Slurm does not answer: `sbatch --test-only` took more than {TEST_S:g} s; is `scontrol ping` well?"
+        ) from error
     if done.returncode != 0:
         reason = " ".join(done.stderr.split()).removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
         raise UserMistake(f"Slurm would not take this job: {reason}")

@@ -347,6 +347,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or choose another")
 
 
+def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlflow.db").touch(mode=0o600)
+    tmp_path.chmod(0o775)
+    (tmp_path / "mlflow.db").chmod(0o640)
+    folder_check, database_check = runs_folder(tmp_path, tries=QUICK)[1:3]
+    assert (folder_check.name, folder_check.level) == ("owner", "warning")
+    assert f"group or others may write to {tmp_path} (mode 0775)" in folder_check.text
+    assert folder_check.fix == f"chmod go-w {tmp_path}"
+    assert (database_check.name, database_check.level) == ("database", "warning")
+    assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
+    monkeypatch.setattr(folder, "foreign_owner", lambda path: "user bob" if path.name == "mlflow.db" else None)
+    (check,) = (check for check in runs_folder(tmp_path, tries=QUICK) if check.name == "owner")
+    assert (check.level, check.text) == (
+        "failure",
+        f"the database {tmp_path}/mlflow.db belongs to user bob: a run is refused, since a folder of runs has one user",
+    )
+    assert "share results in a tracking server" in check.fix
+
+
 def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

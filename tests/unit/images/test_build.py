@@ -11,34 +11,40 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import ImageError, UserMistake
+from hpcdist.images.base import Base
 from hpcdist.images.build import Build, argv, default_tag, find_checkout, revision_of, run
 from hpcdist.images.engine import Engine
 
+LOCAL = Base(name="base:1", id="sha256:cd")
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def test_the_line_for_docker() -> None:
-    build = Build(checkout=Path("/src"), tag="hpcdist", revision="abc", created="2026-11-20T08:00:00+00:00")
+    base = Base(name="debian:12", digest="sha256:ab")
+    build = Build(checkout=Path("/src"), tag="hpcdist", base=base, revision="abc", created="2026-11-20T08:00:00+00:00")
     assert shlex.join(argv("docker", build)) == (
-        "docker build --file /src/docker/Dockerfile --tag hpcdist --target default --build-arg REVISION=abc"
-        " --build-arg CREATED=2026-11-20T08:00:00+00:00 /src"
+        "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
+        " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
+        " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src"
     )
 
 
 def test_the_line_for_podman_with_everything() -> None:
     build = Build(
-        checkout=Path("/src"), tag="mine:1", target="slim", base="debian:12", uid=0, gid=7, options=("--network=host",)
+        checkout=Path("/src"), tag="mine:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--network=host",)
     )
     assert shlex.join(argv("podman", build)) == (
         "podman build --format docker --file /src/docker/Dockerfile --tag mine:1 --target slim"
-        " --build-arg BASE_IMAGE=debian:12 --build-arg UID=0 --build-arg GID=7 --network=host /src"
+        " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
+        " --build-arg UID=0 --build-arg GID=7 --network=host /src"
     )
 
 
 def test_the_servers_image_has_a_file_of_its_own() -> None:
-    build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), target="mlflow")
+    build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow")
     assert shlex.join(argv("buildah", build)) == (
-        "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow /src"
+        "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
+        " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src"
     )
 
 
@@ -55,6 +61,16 @@ def test_the_pinned_torch_and_the_base_are_of_one_cuda_line() -> None:
                          (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
     (label,) = re.findall(r"^ARG CUDA=(.+)$", (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
     assert runtime == base == label
+
+
+@pytest.mark.parametrize("name", ["build", "mlflow", "sbom"])
+def test_every_package_of_the_other_lists_has_hashes(name: str) -> None:
+    lock = (CHECKOUT / "docker" / f"requirements-{name}.txt").read_text()
+    entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    wanted = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
+    pinned = {entry.partition("==")[0] for entry in entries}
+    assert {line.partition("[")[0] for line in wanted if not line.startswith(("#", "-"))} <= pinned
 
 
 def test_every_pinned_package_has_hashes_and_every_declared_one_is_pinned() -> None:

@@ -12,7 +12,7 @@ import pytest
 import hpcdist
 from hpcdist.errors import ImageError
 from hpcdist.images.engine import Engine
-from hpcdist.images.facts import ImageFacts, inspect, parse, require_driver, require_fit
+from hpcdist.images.facts import ImageFacts, inspect, parse, read_sbom, require_driver, require_fit
 
 LABELS = {"org.opencontainers.image.title": "hpcdist", "org.opencontainers.image.version": hpcdist.__version__}
 RAW: dict[str, Any] = {
@@ -39,6 +39,20 @@ def test_podman_and_docker_name_the_same_digest(facts: ImageFacts) -> None:
 def test_an_image_without_anything_is_read_too() -> None:
     bare = parse("scratch", {"Id": "00", "Config": {"Labels": None, "Entrypoint": None}})
     assert (bare.version, bare.entrypoint, bare.user, bare.architecture) == ("", (), "", "")
+
+
+def test_the_base_is_shown_with_its_digest_or_its_id(facts: ImageFacts) -> None:
+    assert facts.base == ""
+    name = {"org.opencontainers.image.base.name": "debian:12", "org.opencontainers.image.base.digest": ""}
+    assert replace(facts, labels=name).base == "debian:12"
+    assert replace(facts, labels=name | {"hpcdist.base.id": "sha256:cd"}).base == "debian:12 sha256:cd"
+    digest = {"org.opencontainers.image.base.digest": "sha256:ab"}
+    assert replace(facts, labels=name | digest).base == "debian:12 sha256:ab"
+
+
+def test_an_image_without_a_bill_of_materials_says_how_to_get_one(facts: ImageFacts) -> None:
+    with pytest.raises(ImageError, match=r"image hpcdist has no bill of materials .*: build it again with `hpcdist"):
+        read_sbom(Engine("podman"), facts)
 
 
 def test_one_that_fits_is_taken(facts: ImageFacts) -> None:

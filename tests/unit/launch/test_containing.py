@@ -465,9 +465,8 @@ def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -
     assert os.environ == env_before
     steps_made = [call.split()[:8] for call in here.calls() if call.startswith("srun")]
     assert len(steps_made) == 3, "two clean, one looks"
-    common = (
-        "srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none --job-name=containers"
-    )
+    common = "srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    common += " --job-name=hpcdist-containers"
     assert steps_made == [common.split()] * 3
     assert "remove podman hpcdist.run=/runs/e/r" in here.calls()[0]
     assert read_json(run.container) == {

@@ -11,6 +11,7 @@ import pytest
 
 from hpcdist.cluster.job_facts import parse_time
 from hpcdist.errors import HpcdistError
+from hpcdist.launch.job import scontrol
 from hpcdist.launch.job.scontrol import (
     Job,
     job_id_of,
@@ -18,6 +19,9 @@ from hpcdist.launch.job.scontrol import (
     node_features,
     parse_minutes,
     parse_records,
+    rebooted_since,
+    signal_steps,
+    steps,
     why_no_het_jobs,
 )
 
@@ -76,6 +80,32 @@ def test_features_of_nodes(fake_scontrol: Path) -> None:
     )
     assert node_features(["n1", "n2"]) == {"n1": {"a", "b"}, "n2": set()}
     assert (fake_scontrol / "asked").read_text() == "show node --oneliner n1,n2\n"
+
+
+def test_nodes_that_have_booted_since(fake_scontrol: Path) -> None:
+    (fake_scontrol / "says").write_text(
+        "NodeName=n1 BootTime=2026-11-20T06:35:00\n"
+        "NodeName=n2 BootTime=2026-11-20T07:35:00\n"
+        "NodeName=n3 BootTime=None\n"
+    )
+    since = parse_time("2026-11-20T07:00:00")
+    assert since is not None
+    assert rebooted_since(["n1", "n2", "n3"], since) == ["n2"]
+
+
+def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("squeue", "scancel", "scontrol"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\nexec sleep 1000\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    monkeypatch.setattr(scontrol, "ANSWER_S", 0.2)
+    assert steps() is None
+    signal_steps(["41.0"], "KILL")
+    signal_steps([], "KILL")
+    with pytest.raises(HpcdistError, match=r"^scontrol requeue 41: no answer within 0\.2 s$"):
+        JOB.requeue()
+    assert (tmp_path / "calls").read_text() == "x\n" * 3
 
 
 @pytest.mark.parametrize(

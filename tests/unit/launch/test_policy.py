@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.launch.policy import Decision, Failure, decide, first_failure, suspect
+from hpcdist.launch.policy import Decision, Failure, decide, first_failure, not_started, suspect
 
 DONE: dict[str, Any] = {"outcome": "done"}
 
@@ -79,6 +79,7 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
         ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL at step 0"),
         ("hung", "made no progress", 3, "rank 1 on n1 made no progress at step 3"),
         ("vanished", "ended with exit code 3", None, "rank 1 on n1 ended with exit code 3"),
+        ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
     ],
 )
 def test_a_failure_in_one_sentence(kind: str, error: str, step: int | None, sentence: str) -> None:
@@ -92,6 +93,20 @@ def test_a_failure_says_which_role_it_struck() -> None:
     told = replace(hung, detail="rank 1 stands elsewhere than the others")
     assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 stands elsewhere than the others"
     assert told.same_as(hung), "the lines of two stacks may differ"
+
+
+def test_ranks_that_were_not_started_are_named_by_the_first() -> None:
+    def found(*absent: int) -> Failure | None:
+        return not_started(absent, 3, "at all: srun: busy", lambda rank: f"n{rank}")
+
+    assert found() is None
+    none = Failure(kind="not_started", rank=0, host="", step=None, error="no rank was started at all: srun: busy")
+    assert found(0, 1, 2) == none
+    assert none.sentence() == "no rank was started at all: srun: busy"
+    some = found(1, 2)
+    assert some is not None
+    assert (some.rank, some.host) == (1, "n1")
+    assert some.sentence() == "rank 1 on n1 was not started (nor were 1 others) at all: srun: busy"
 
 
 SAID = "rank 1 on n1 failed with ValueError: nan at step 7"
@@ -166,6 +181,8 @@ def on(host: str, error: str = "device lost", *, only_there: bool = True, step: 
         ([on("n2"), on("n2", only_there=False)], None),
         ([on("n2"), replace(on("n2"), kind="hung", traceback=())], None),
         ([on("n2"), replace(on("n2"), kind="killed", traceback=())], "n2"),
+        ([on("n2"), replace(on("n2"), kind="not_started", traceback=())], "n2"),
+        ([replace(on(""), kind="not_started", traceback=())] * 2, None),
         # A checkpoint could not be written.
         ([on("n2"), replace(on("n2"), traceback=())], None),
         # The code is broken: the same failure was there on another node.

@@ -52,6 +52,15 @@ def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
     return does
 
 
+def test_a_slurm_that_does_not_answer_is_not_waited_for(
+    sbatch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch("exec sleep 1000")
+    monkeypatch.setattr(slurm, "TEST_S", 0.2)
+    with pytest.raises(UserMistake, match=r"^Slurm does not answer: `sbatch --test-only` took more than 0\.2 s; is "):
+        slurm.check(Config(name="probe"))
+
+
 def test_a_submitted_run_knows_its_job(sbatch: Callable[[str], None], runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     sbatch("echo 'Submitted batch job 41'")

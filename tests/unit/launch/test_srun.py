@@ -139,10 +139,11 @@ def test_the_roll_call() -> None:
     say = ["sh", "-c", "echo $SLURMD_NODENAME"]
     each = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none", *say]
     nodes = [("n1",), ("n2", "n3")]
-    assert roll_call_command(nodes, het=False) == ["srun", "--overlap", "--nodes=3", "--ntasks=3", *each]
+    beside = ["--overlap", "--job-name=hpcdist-beside"]
+    assert roll_call_command(nodes, het=False) == ["srun", *beside, "--nodes=3", "--ntasks=3", *each]
     assert roll_call_command(nodes, het=True) == [
-        *("srun", "--het-group=0", "--overlap", "--nodes=1", "--ntasks=1", *each),
-        *(":", "--het-group=1", "--overlap", "--nodes=2", "--ntasks=2", *each),
+        *("srun", "--het-group=0", *beside, "--nodes=1", "--ntasks=1", *each),
+        *(":", "--het-group=1", *beside, "--nodes=2", "--ntasks=2", *each),
     ]
 
 

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from supervisor_scene import Recorder
 
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.launch.guard import Guard
-from hpcdist.launch.job import step, step_ranks
+from hpcdist.launch.job import left_steps, step, step_ranks
 from hpcdist.launch.job.preflight import Preflight
 from hpcdist.launch.job.scontrol import Job
-from hpcdist.launch.job.step import StepLauncher, end_old_steps, nodes_of
+from hpcdist.launch.job.step import StepLauncher, nodes_of
 from hpcdist.launch.job.step_ranks import StepRanks, ended_tasks
 from hpcdist.launch.policy import Failure
+from hpcdist.launch.supervisor import Supervisor
 from hpcdist.rundir import Attempt, RunDir, write_json
-from hpcdist.schema import ClusterConfig, Config, RoleRequest
+from hpcdist.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,46 @@ def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
     assert four.ranks.host_of(3) == "n2", "its first word counts"
 
 
+def test_ranks_that_were_started_have_a_file(four: Step) -> None:
+    assert four.ranks.absent() == [0, 1, 2, 3]
+    assert four.ranks.last_words() == "srun said nothing"
+    four.attempt.log(2).touch()
+    (four.attempt.path / ".rank-00001.reserve").touch()
+    (four.attempt.path / "rank-00003.beat.json").touch()
+    assert four.ranks.absent() == [0]
+    four.ranks._shows_start = False
+    assert four.ranks.absent() == [], "nobody can tell"
+    four.say("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
+    said = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    assert four.ranks.last_words() == said
+
+
+def test_ranks_that_nobody_reports_to_srun_are_looked_for(four: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After rank 0's own report, and not before."""
+    monkeypatch.setattr(four.ranks, "_ask_after_s", 0.0)
+    answers: list[set[int] | None] = [None, {2}, set()]
+    asked = []
+
+    def living() -> set[int] | None:
+        asked.append(answers[0])
+        return answers.pop(0)
+
+    monkeypatch.setattr(four.ranks, "_living", living)
+    four.ranks.wait(0)
+    four.report(2, "done")
+    four.ranks.wait(0.01)
+    assert (asked, four.ranks.running) == ([], [0, 1, 2, 3])
+    four.report(0, "done")
+    while len(asked) < 2:  # the test's own time limit ends a look that never comes
+        four.ranks.wait(0.01)
+    assert asked == [None, {2}], "a node that does not answer, and a rank that lives"
+    assert four.ranks.running == [0, 1, 2, 3]
+    four.ranks.wait(0.01)
+    assert four.ranks.exits == dict.fromkeys(range(4), 0)
+    four.end()
+    four.ranks._process.wait()
+
+
 def test_a_step_that_fails_without_a_word_is_rank_0s_failure(four: Step) -> None:
     four.end()
     assert list(four.ranks.exits.items()) == [(0, 1), (1, 0), (2, 0), (3, 0)]
@@ -237,39 +279,141 @@ def test_a_step_that_fails_without_a_word_is_rank_0s_failure(four: Step) -> None
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with scripts in Slurm's place: `steps` is what squeue lists, `nodes` what answers a roll call."""
+    """A folder with scripts in Slurm's place.
+
+    `steps` is what squeue lists, `nodes` what answers a roll call, `ranks` what nodes answer that kill ranks, `booted`
+    what scontrol says of them. Steps end when they are cancelled, unless `stubborn` is there.
+    """
     scripts = {
         "squeue": "cat steps",
         "scancel": 'echo "$@" >> cancelled; if test ! -e stubborn; then echo "7.batch batch" > steps; fi',
-        "srun": "cat nodes",
+        "srun": 'case "$*" in *on_node*) echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
+        "scontrol": "cat booted",
     }
     for name, text in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
         (tmp_path / name).chmod(0o755)
+    for name, text in {"steps": "7.batch batch", "nodes": "n1\nn2", "ranks": "n1\nn2", "booted": ""}.items():
+        (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return tmp_path
 
 
-def test_steps_of_a_killed_supervisor_are_ended(slurm: Path) -> None:
-    (slurm / "steps").write_text("7.batch batch\n7.0 attempt-001\n7.2 attempt-002\n7.3 mine\n")
-    end_old_steps()
-    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.0 7.2\n"
-    end_old_steps()
-    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.0 7.2\n", "there was nothing more to end"
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that do not end are given up at once."""
+    for name in ("END_S", "UNKILLABLE_S", "CONTROLLER_S"):
+        monkeypatch.setattr(left_steps, name, 0.0)
 
 
-def test_beside_old_ranks_none_are_started(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "OLD_STEPS_S", 0.0)
+def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> StepLauncher:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
+    config = Config(cluster=ClusterConfig(nodes=2, **cluster))
+    return StepLauncher(run, config, cast(Job, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
+
+
+def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> None:
+    names = ("batch", "attempt-001", "standby", "preflight", "mine", "hpcdist-beside", "hpcdist-containers")
+    listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
+    (slurm / "steps").write_text(listing)
+    with launcher_of(slurm, runs_dir):
+        assert (slurm / "cancelled").read_text() == "--signal=KILL 7.1 7.2 7.3 7.5 7.6\n"
+        assert not (slurm / "asked").exists(), "they have ended: no node need look for their ranks"
+
+
+def test_the_standby_of_this_supervisor_is_left_alone(slurm: Path, runs_dir: Path) -> None:
+    (slurm / "steps").write_text("7.1 standby\n7.2 attempt-001\n")
+    assert launcher_of(slurm, runs_dir).broken() == ""
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
+
+
+def test_beside_old_ranks_none_are_started(
+    slurm: Path, runs_dir: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the job given up for it: the failed start is followed by the question of what is broken."""
+    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
-    with pytest.raises(HpcdistError, match=r"^step 7\.0 does not end: it has ranks of a supervisor before this one$"):
-        end_old_steps()
+    launcher = launcher_of(slurm, runs_dir)
+    attempt = RunDir(runs_dir / "exp" / "first").new_attempt()
+    lost_track = r"step 7\.0 \(attempt-001\) does not end, although none of its ranks is left"
+    with launcher, pytest.raises(HpcdistError, match=f"^{lost_track}$"):
+        launcher.start(attempt)
     (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(
-        HpcdistError, match=r"^squeue does not answer: are there ranks of a supervisor before this one$"
-    ):
-        end_old_steps()
+    silent = "Slurm does not answer `squeue --steps` for 0 s"
+    with launcher, pytest.raises(HpcdistError, match=f"^{silent}$"):
+        launcher.start(attempt)
+    assert launcher.broken() == silent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "booted", "spare", "why", "avoid"),
+    [
+        # Slurm has lost track of the step: another life of the job is rid of it, on whatever nodes.
+        ("n1\nn2", "2026-11-22T01:00:00", "n1 n2", ", although none of its ranks is left", []),
+        ("n1\nn2", "2036-11-22T01:00:00", "n1 n2", ", although none of its ranks is left (n2 has rebooted)", []),
+        ("n1\nn2 2 3", "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
+        ("n1\nn2 2 3", "", "", ": ranks on n2 may survive SIGKILL", []),
+        ("n2", "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
+    ],
+)
+def test_a_step_that_does_not_end_keeps_ranks_from_starting_here(
+    slurm: Path, runs_dir: Path, impatient: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
+) -> None:
+    (slurm / "stubborn").touch()
+    (slurm / "steps").write_text("7.0 attempt-001\n")
+    (slurm / "ranks").write_text(f"{ranks}\n")
+    (slurm / "booted").write_text(f"NodeName=n1 BootTime=2026-11-22T01:00:00\nNodeName=n2 BootTime={booted}\n")
+    launcher = launcher_of(slurm, runs_dir, spare)
+    assert launcher.broken() == f"step 7.0 (attempt-001) does not end{why}"
+    assert launcher.avoid == avoid
+    run = runs_dir / "exp" / "first"
+    assert f"-m hpcdist.launch.job.on_node {run} kill\n" in (slurm / "asked").read_text()
+
+
+def test_a_step_that_ends_late_is_waited_for(
+    slurm: Path, runs_dir: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks waited for a file system, say, and were gone in the end."""
+    (slurm / "stubborn").touch()
+    (slurm / "steps").write_text("7.0 attempt-001\n")
+    (slurm / "srun").write_text(
+        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *on_node*) echo "n1 0"; echo n2; rm stubborn;; *) cat nodes;; esac\n'
+    )
+    monkeypatch.setattr(left_steps, "UNKILLABLE_S", 30.0)
+    assert launcher_of(slurm, runs_dir).broken() == ""
+
+
+def test_no_node_is_taken_for_lost_while_the_controller_is_away(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm / "squeue").write_text(f"#!/bin/sh\ncd {slurm}\necho x >> tries\ntest $(wc -l < tries) -gt 2 && cat steps\n")
+    (slurm / "srun").write_text(f"#!/bin/sh\ncd {slurm}\ntest $(wc -l < tries) -gt 2 && cat nodes\n")
+    assert launcher_of(slurm, runs_dir).broken() == ""
+
+
+@pytest.mark.parametrize(("refuses", "why"), [(False, "within launch.init_timeout_s=0.5 s"), (True, "at all")])
+def test_a_step_that_gets_no_processors_is_a_failure_in_sruns_own_words(
+    slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str
+) -> None:
+    """srun itself would wait for them without end, and `hang_timeout_s` is for ranks that train."""
+    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
+    busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    then = "exit 1" if refuses else "exec sleep 1000"
+    script = f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac"
+    (slurm / "srun").write_text(f"#!/bin/sh\ncd {slurm}\n{script}\ncat nodes\n")
+    launcher = launcher_of(slurm, runs_dir)
+    run = RunDir(runs_dir / "exp" / "first")
+    config = Config(cluster=ClusterConfig(nodes=2), launch=LaunchConfig(init_timeout_s=0.5))
+    report = Recorder()
+    with launcher:
+        state = Supervisor(run, config, launcher, report, tracking_uri=None, env={}).run()
+    sentence = f"no rank was started {why}: {busy}"
+    assert (state.status, state.reason) == ("failed", f"{sentence}, twice in a row: another restart would not help")
+    assert [(failure.kind, log.name) for failure, log in report.failures] == [("not_started", "srun.log")] * 2
+    assert (slurm / "starts").read_text() == "x\n" * 2
 
 
 class FakeJob:
@@ -360,5 +504,5 @@ def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
         said = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)
         ranks.close()
-    each = "--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    each = "--overlap --job-name=hpcdist-beside --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
     assert said.read_text() == f"{each} python -m look\n"

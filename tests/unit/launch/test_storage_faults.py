@@ -90,7 +90,7 @@ def each_once(operations: Sequence[tuple[str, str, str]], **fault: Any) -> list[
 
 def check(player: Player, cells: Sequence[Cell]) -> Played:
     played = player.play(cells)
-    assert wrong(cells, played) == []
+    assert not (found := wrong(cells, played)), "\n".join(found)
     assert "Traceback" not in played.messages
     return played
 

@@ -19,7 +19,6 @@ from hpcdist.rundir import Attempt, Request, RunDir, read_json
 from hpcdist.schema import Config, LaunchConfig, TrainerConfig
 
 NUM_RANKS = 1000
-ASKED = Attempt.asked
 HANG_S = 300.0
 NOW = 1_700_000_000.0
 
@@ -35,6 +34,8 @@ class SteppedRanks:
         self.looks = 0
         self.silent: dict[int, float] = {}  #: by rank, when it fell silent
         self.interval_s = num_ranks / 64
+        self.never_started: list[int] = []
+        self.asked_at: list[float] = []  #: when somebody wanted to know which ranks are absent
         self.end_at = 10_000.0
 
     @property
@@ -51,6 +52,13 @@ class SteppedRanks:
             self.exits = dict.fromkeys(range(self.num_ranks), 0)
 
     def close(self) -> None: ...
+
+    def absent(self) -> list[int]:
+        self.asked_at.append(self.time)
+        return self.never_started
+
+    def last_words(self) -> str:
+        return "srun: retrying"
 
     def sign(self, rank: int) -> float:
         """When a rank last wrote, each in its turn."""
@@ -78,7 +86,7 @@ class Scene:
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
-        monkeypatch.setattr(Attempt, "asked", lambda attempt, **patience: self._asked(attempt, **patience))
+        monkeypatch.setattr(attempt, "asked", self._asked)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
@@ -99,9 +107,9 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
-    def _asked(self, attempt: Attempt, **patience: Any) -> Request | None:
-        self.reads.append(attempt.request.name)
-        return ASKED(attempt, **patience)
+    def _asked(self, *, within_s: float) -> Request | None:
+        self.reads.append("request.json")
+        return Attempt(self.ranks.attempt.path).asked(within_s=within_s)
 
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
@@ -133,6 +141,35 @@ def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: in
     late_s = scene.ranks.time - (100 + HANG_S)
     assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
     assert scene.limits == [STACKS_S]
+
+
+def test_ranks_are_looked_for_once_when_all_must_have_been_started(scene: Scene) -> None:
+    scene.ranks.end_at = 300.0
+    assert scene.watch.until_over() is None
+    (asked_at,) = scene.ranks.asked_at
+    assert 120.0 <= asked_at < 120.5, "launch.init_timeout_s"
+
+
+@pytest.mark.parametrize(
+    ("absent", "host", "sentence"),
+    [
+        (range(NUM_RANKS), "", "no rank was started within launch.init_timeout_s=120 s: srun: retrying"),
+        ([7], "n7", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: srun: retrying"),
+        (
+            [7, 8, 9],
+            "n7",
+            "rank 7 on n7 was not started (nor were 2 others) within launch.init_timeout_s=120 s: srun: retrying",
+        ),
+    ],
+)
+def test_ranks_that_are_not_started_in_time_are_a_failure(
+    scene: Scene, absent: list[int], host: str, sentence: str
+) -> None:
+    scene.ranks.never_started = list(absent)
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.kind, failure.host, failure.step, failure.sentence()) == ("not_started", host, None, sentence)
+    assert scene.limits == [], "nobody is asked for stacks"
 
 
 def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: Scene) -> None:

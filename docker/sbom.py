@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""Print the software bill of materials of an image in CycloneDX's JSON: its Debian packages and those of one Python.
+
+    /opt/sbom/bin/python sbom.py IMAGE VERSION PYTHON
+
+Runs in a build stage on top of the image's own content, so the tools (cyclonedx-bom, debsbom) stay out of the image.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCHEMA = "1.6"
+
+
+def output(tool: str, *options: str) -> dict[str, list[dict[str, object]]]:
+    """The bill of materials that a tool prints."""
+    program = Path(sys.prefix, "bin", tool)
+    done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"sbom: {tool} failed (exit code {done.returncode}):\n{done.stderr}")
+    found: dict[str, list[dict[str, object]]] = json.loads(done.stdout)
+    return found
+
+
+name, version, python = sys.argv[1:]
+schema = ("--cdx-schema-version", SCHEMA)
+image = ("--distro-name", name, "--distro-version", version)
+merged = output("debsbom", "generate", "--sbom-type", "cdx", *schema, *image, "--out", "-")
+packages = output("cyclonedx-py", "environment", "--spec-version", SCHEMA, "--output-format", "JSON", python)
+for key in ("components", "dependencies"):
+    merged[key] += packages[key]
+json.dump(merged, sys.stdout)

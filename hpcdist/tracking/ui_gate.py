@@ -1,0 +1,136 @@
+"""The token check in front of MLflow's server that `hpcdist ui` starts.
+
+MLflow loads `create_app` as an app plugin (entry point `mlflow.app`, name `hpcdist-token`). Every request, for pages,
+API and artifacts alike, must carry the token of this start: as a cookie, which the printed link sets, or as
+`Authorization: Bearer TOKEN`, which MLflow's client sends for `MLFLOW_TRACKING_TOKEN`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import html
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+#: Path of the file that holds the token; `hpcdist ui` sets it for the server.
+TOKEN_FILE = "HPCDIST_UI_TOKEN_FILE"  # noqa: S105 - the name of a variable
+HELP = (
+    "This server needs its token. In a browser, open the link that `hpcdist ui` printed when it started: each start"
+    " makes a new token, and links and cookies of an earlier start are refused. In a script, set MLFLOW_TRACKING_TOKEN"
+    " to the content of the file that `hpcdist ui` named."
+)
+FOREIGN_ORIGIN = "This request comes from a page of another server; its cookie is not accepted."
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def create_app() -> TokenGate:
+    """Return MLflow's server behind the token check; called by uvicorn in the server process."""
+    from mlflow.server.fastapi_app import app
+
+    return TokenGate(app, Path(os.environ[TOKEN_FILE]).read_text().strip())
+
+
+class TokenGate:
+    """An ASGI application that passes on to `app` only the requests that carry `token`."""
+
+    def __init__(self, app: App, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # MLflow has no websockets
+            await send({"type": "websocket.close", "code": 1008})
+        elif scope["path"] == "/" and self._is_token(_query_token(scope)):
+            await self._set_cookie(scope, send)
+        elif self._is_token(_bearer(scope)):
+            await self._app(scope, receive, send)
+        elif not self._is_token(_cookie(scope)):
+            await _refuse(scope, send, 401, "UNAUTHENTICATED", HELP)
+        elif _is_foreign(scope):
+            await _refuse(scope, send, 403, "PERMISSION_DENIED", FOREIGN_ORIGIN)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_token(self, offered: bytes) -> bool:
+        return bool(offered) and hmac.compare_digest(offered, self._token)
+
+    async def _set_cookie(self, scope: Scope, send: Send) -> None:
+        """Answer the printed link: set the cookie and redirect to the address without the token.
+
+        The browser keeps the fragment of the link, which names the experiment.
+        """
+        cookie = _cookie_name(scope) + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
+        await _answer(send, 303, b"text/plain", b"", [(b"location", b"/"), (b"set-cookie", cookie)])
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((bytes(value) for key, value in scope["headers"] if key == name), b"")
+
+
+def _query_token(scope: Scope) -> bytes:
+    """Return the `token` of the query string, empty without one."""
+    query = str(scope["query_string"], "latin-1")
+    return parse_qs(query).get("token", [""])[0].encode()
+
+
+def _bearer(scope: Scope) -> bytes:
+    scheme, _, value = _header(scope, b"authorization").partition(b" ")
+    return value.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _cookie_name(scope: Scope) -> bytes:
+    """Return a name with the port: browsers send a cookie of 127.0.0.1 to all of its ports."""
+    return f"hpcdist-ui-{scope['server'][1]}".encode()
+
+
+def _cookie(scope: Scope) -> bytes:
+    name = _cookie_name(scope)
+    for part in _header(scope, b"cookie").split(b";"):
+        key, _, value = part.strip().partition(b"=")
+        if key == name:
+            return value
+    return b""
+
+
+def _is_foreign(scope: Scope) -> bool:
+    """Return whether the page that sent the request belongs to another server, such as another port of 127.0.0.1.
+
+    For a browser all ports of a host are one site, so SameSite does not cover this.
+    """
+    origin = _header(scope, b"origin")
+    site = _header(scope, b"sec-fetch-site")
+    if origin:
+        return origin != b"http://" + _header(scope, b"host")
+    return site not in (b"", b"same-origin", b"none") and _header(scope, b"sec-fetch-mode") != b"navigate"
+
+
+async def _refuse(scope: Scope, send: Send, status: int, code: str, message: str) -> None:
+    challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    if b"text/html" in _header(scope, b"accept"):
+        text = f"<!doctype html><title>hpcdist ui</title><h1>hpcdist ui</h1><p>{html.escape(message)}</p>"
+        await _answer(send, status, b"text/html; charset=utf-8", text.encode(), challenge)
+    else:
+        body = json.dumps({"error_code": code, "message": message}).encode()
+        await _answer(send, status, b"application/json", body, challenge)
+
+
+async def _answer(send: Send, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
+    headers = [
+        (b"content-type", kind),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        (b"referrer-policy", b"no-referrer"),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

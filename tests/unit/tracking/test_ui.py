@@ -1,0 +1,184 @@
+"""`hpcdist ui`: its token, and the check in front of MLflow's server; the server itself is in tests/browser."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.errors import UserMistake
+from hpcdist.tracking import ui, ui_gate
+from hpcdist.tracking.ui_gate import Scope, TokenGate
+
+TOKEN = "s3cret"
+COOKIE = ("cookie", f"other=1; hpcdist-ui-5000={TOKEN}")
+HOST = ("host", "127.0.0.1:5000")
+
+
+class Server:
+    """A server behind the gate that counts what reaches it."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        self.reached += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"runs"})
+
+
+def ask(
+    *headers: tuple[str, str], path: str = "/api/2.0/mlflow/runs/search", query: str = "", kind: str = "http"
+) -> Any:
+    """Send one request through a gate; returns status, headers, body and how often the server was reached."""
+    server, sent = Server(), []
+
+    async def send(message: Scope) -> None:
+        sent.append(message)
+
+    async def receive() -> Scope:
+        raise AssertionError("the gate read a body")
+
+    scope = {
+        "type": kind,
+        "path": path,
+        "query_string": query.encode(),
+        "server": ("127.0.0.1", 5000),
+        "headers": [(name.encode(), value.encode()) for name, value in headers],
+    }
+    asyncio.run(TokenGate(server, TOKEN)(scope, receive, send))
+    if kind != "http":
+        return sent, server.reached
+    return sent[0]["status"], dict(sent[0]["headers"]), sent[1]["body"].decode(), server.reached
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", "Bearer ")],
+        [("authorization", TOKEN)],
+        [("authorization", "Bearer \xff\xfe")],
+        [("cookie", "hpcdist-ui-5000=")],
+        [("cookie", f"hpcdist-ui-5001={TOKEN}")],
+        [("cookie", "hpcdist-ui-5000")],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/", "/health", "/static-files/x.js", "/api/2.0/mlflow/runs/delete", "/graphql"])
+def test_without_the_token_nothing_reaches_the_server(headers: list[tuple[str, str]], path: str) -> None:
+    status, found, body, reached = ask(*headers, path=path)
+    assert (status, reached) == (401, 0)
+    assert found[b"www-authenticate"] == b"Bearer"
+    assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui_gate.HELP}
+
+
+def test_a_browser_is_told_where_the_link_is() -> None:
+    status, found, body, _ = ask(("accept", "text/html,*/*"), path="/", query="token=of-an-earlier-start")
+    assert status == 401
+    assert found[b"content-type"].startswith(b"text/html")
+    assert "open the link that `hpcdist ui` printed when it started: each start makes a new token" in body
+    assert "earlier" not in ask(path="/", query=f"token={TOKEN}")[2]
+
+
+def test_the_link_becomes_a_cookie_that_scripts_of_a_page_cannot_read() -> None:
+    status, found, _, reached = ask(path="/", query=f"token={TOKEN}")
+    assert (status, found[b"location"], reached) == (303, b"/", 0)
+    assert found[b"set-cookie"] == f"hpcdist-ui-5000={TOKEN}; Path=/; HttpOnly; SameSite=Strict".encode()
+    assert found[b"cache-control"] == b"no-store"
+    assert ask(path="/api/2.0/mlflow/runs/search", query=f"token={TOKEN}")[0] == 401
+
+
+@pytest.mark.parametrize("header", [COOKIE, ("authorization", f"Bearer {TOKEN}"), ("authorization", f"bearer {TOKEN}")])
+def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> None:
+    assert ask(header)[0::2] == (200, "runs")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("origin", "http://127.0.0.1:5000")], 200),
+        ([("origin", "http://127.0.0.1:6000")], 403),  # another port of this machine may be another user's
+        ([("origin", "null")], 403),
+        ([("sec-fetch-site", "same-origin"), ("sec-fetch-mode", "cors")], 200),
+        ([("sec-fetch-site", "same-site"), ("sec-fetch-mode", "no-cors")], 403),
+        ([("sec-fetch-site", "none"), ("sec-fetch-mode", "navigate")], 200),
+        ([("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")], 200),  # a link in an e-mail
+    ],
+    ids=str,
+)
+def test_pages_of_other_servers_cannot_use_the_cookie(headers: list[tuple[str, str]], status: int) -> None:
+    answer = ask(HOST, COOKIE, *headers)
+    assert answer[0] == status
+    if status == 403:
+        assert json.loads(answer[2])["message"] == ui_gate.FOREIGN_ORIGIN
+        assert answer[3] == 0
+
+
+def test_websockets_are_closed_and_the_start_is_passed_on() -> None:
+    sent, reached = ask(COOKIE, kind="websocket")
+    assert (sent, reached) == ([{"type": "websocket.close", "code": 1008}], 0)
+    assert ask(kind="lifespan")[1] == 1
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: bool(seen.append(pair)))
+    assert ask(COOKIE)[0] == 401
+    assert seen == [(TOKEN.encode(), TOKEN.encode())]
+
+
+def test_each_start_has_a_token_of_its_own_in_a_file_of_the_user_alone(tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+    first, file = ui.make_token(5000, env)
+    file.chmod(0o644)
+    second, same = ui.make_token(5000, env)
+    assert file == same
+    assert first != second == file.read_text()
+    assert len(second) >= 40
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert ui.make_token(5001, {"HOME": str(tmp_path)})[1].is_relative_to(tmp_path / ".local/state/hpcdist/ui")
+
+
+def test_a_token_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserMistake, match=r"token of the UI cannot be written to .*/file/.*: set XDG_STATE_HOME to"):
+        ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})
+
+
+def test_a_port_in_use_is_found_before_a_link_is_printed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserMistake, match=rf"port {port} of 127.0.0.1 cannot be used \(Address already in use\)"):
+            ui.require_port(port)
+    ui.require_port(port)
+
+
+def test_mlflow_knows_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    ui.require_app()
+    monkeypatch.setattr(ui, "entry_points", lambda **_: ())
+    with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
+        ui.require_app()
+
+
+def test_neither_token_nor_store_is_in_the_command_line(tmp_path: Path) -> None:
+    _, file = ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path)})
+    options = ["--host", "127.0.0.1", "--port", "5000", "--workers", "1", "--app-name", "hpcdist-token"]
+    assert ui.command(5000) == [
+        *(sys.executable, "-m", "mlflow", "server", *options, "--uvicorn-opts", "--no-access-log")
+    ]
+    assert ui.variables("postgresql://me:pw@db/mlflow", file) == {
+        "MLFLOW_BACKEND_STORE_URI": "postgresql://me:pw@db/mlflow",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "HPCDIST_UI_TOKEN_FILE": str(file),
+    }
