@@ -33,11 +33,11 @@ from hpcdist.view import RunView, format_metrics, show_end, show_plan, show_runs
 METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
 
 
-@pytest.fixture
 def listed(*runs: RunDir) -> Listing:
     return Listing(runs=list(runs), num_others=0)
 
 
+@pytest.fixture
 def console() -> Console:
     """A log, not a terminal: 60 columns, in which long lines must stay whole all the same."""
     return Console(file=io.StringIO(), width=60)

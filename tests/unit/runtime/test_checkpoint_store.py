@@ -190,7 +190,7 @@ DAMAGE = [
     (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
-    (lambda folder: change_manifest(folder, format_version=9), r"format_version '9', this hpcdist reads 1"),
+    (lambda folder: change_manifest(folder, format_version=9), r"format_version 9, this hpcdist reads 1"),
     (lambda folder: change_manifest(folder, step=4), r"manifest.json is of step 4"),
     (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
     (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
