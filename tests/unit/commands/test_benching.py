@@ -164,7 +164,7 @@ def test_runs_that_there_are_not(bench: Callable[..., Result], left: Callable[..
 def test_left_in_the_background_it_says_how_to_see_it(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "detach", lambda run, config, env: 4711)
+    monkeypatch.setattr(start, "detach", lambda run, env: 4711)
     result = bench("comm", "--detach", "name=left")
     assert (result.code, result.err) == (0, "")
     assert result.out.endswith("once it is over, `hpcdist bench show left` has its report\n")

@@ -89,7 +89,16 @@ def each_once(operations: Sequence[tuple[str, str, str]], **fault: Any) -> list[
 
 
 def check(player: Player, cells: Sequence[Cell]) -> Played:
+    """Play the cells; one whose file was not touched, as some heartbeats are by chance, is played again."""
     played = player.play(cells)
+    for _ in range(3):
+        missed = [index for index, answer in enumerate(played.answers) if not answer["fired"]]
+        if not missed:
+            break
+        again = player.play([cells[index] for index in missed])
+        for index, answer in zip(missed, again.answers, strict=True):
+            played.answers[index] = answer
+        played.messages += again.messages
     assert not (found := wrong(cells, played)), "\n".join(found)
     assert "Traceback" not in played.messages
     return played
