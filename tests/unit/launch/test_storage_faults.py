@@ -51,13 +51,17 @@ class Player:
         assert done.returncode == 0, done.stderr
         return Played([json.loads(line) for line in done.stdout.splitlines()], done.stderr)
 
+    def beside(self, name: str) -> Player:
+        """Return a player with run folders of its own."""
+        folder = self.folder / name
+        folder.mkdir()
+        return Player(self._library, folder)
+
     def operations(self) -> list[tuple[str, str, str]]:
         """Operation, file and scene of all file operations of the supervisor, each in one scene that has it."""
-        folder = self.folder / "recorded"
-        folder.mkdir()
         names = ("done", "restart", "stop")
         cells = [{"scene": name, "record": str(self.folder / f"record-{name}")} for name in names]
-        assert [answer["error"] for answer in Player(self._library, folder).play(cells).answers] == [None] * 3
+        assert [answer["error"] for answer in self.beside("recorded").play(cells).answers] == [None] * 3
         found: dict[tuple[str, str], str] = {}
         for name in names:
             for key in sorted(recorded(self.folder / f"record-{name}")):
@@ -91,11 +95,11 @@ def each_once(operations: Sequence[tuple[str, str, str]], **fault: Any) -> list[
 def check(player: Player, cells: Sequence[Cell]) -> Played:
     """Play the cells; one whose file was not touched, as some heartbeats are by chance, is played again."""
     played = player.play(cells)
-    for _ in range(3):
+    for number in range(3):
         missed = [index for index, answer in enumerate(played.answers) if not answer["fired"]]
         if not missed:
             break
-        again = player.play([cells[index] for index in missed])
+        again = player.beside(f"again-{number}").play([cells[index] for index in missed])
         for index, answer in zip(missed, again.answers, strict=True):
             played.answers[index] = answer
         played.messages += again.messages
