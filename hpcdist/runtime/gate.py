@@ -20,7 +20,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +38,9 @@ PROOF_S = 20.0
 NUM_PENDING = 128
 _NUM_BYTES = 32
 _CHUNK_BYTES = 1 << 16
+#: Ports in the filter of the store's listening socket. An accepted connection keeps the filter that it was made with,
+#: so only those under way matter; the kernel limits a filter to some 1,200 ports (net.core.optmem_max).
+_NUM_RECENT = 64
 #: What is read from one end and not taken by the other.
 _MAX_WAITING_BYTES = 1 << 20
 
@@ -223,7 +226,7 @@ class _Daemon:
                     wait_for_workers=False,
                     master_listen_fd=listener.detach(),
                 )
-            self._ports: set[int] = set()
+            self._recent: deque[tuple[int, socket.socket]] = deque(maxlen=_NUM_RECENT)
             self._lock = threading.Lock()
             own_sockets.attach(self._listener, own_sockets.NOTHING)
             strangers = own_sockets.connections_to(self.address[1])
@@ -239,10 +242,9 @@ class _Daemon:
         sock = socket.socket()
         sock.bind((LOOPBACK, 0))
         with self._lock:
-            with own_sockets.tcp_sockets() as found:
-                self._ports &= {own.local[1] for own in found if own.peer == self.address}
-            self._ports.add(sock.getsockname()[1])
-            own_sockets.attach(self._listener, own_sockets.only_from(LOOPBACK, self._ports))
+            self._recent.append((sock.getsockname()[1], sock))
+            held = [port for port, one in self._recent if one.fileno() >= 0]
+            own_sockets.attach(self._listener, own_sockets.only_from(LOOPBACK, held))
             sock.connect(self.address)
         return sock
 
