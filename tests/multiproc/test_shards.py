@@ -87,7 +87,7 @@ def test_a_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> 
     run = new_run(tmp_path)
     main, other, failed = spawn_ranks(fail_to_write, 3, path=run.path)
     assert other == "closed"
-    assert failed.startswith("rank 2 could not write its shard of step 1: File exists")
+    assert failed.startswith("rank 2 could not write its shard of step 1: Is a directory")
     assert failed in main
     assert list(run.checkpoints.iterdir()) == []
 

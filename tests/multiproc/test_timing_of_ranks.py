@@ -74,7 +74,7 @@ def rank_on(here: Rank) -> dict[str, Any]:
         }
         ctx.close()
         journal, beat = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl", read_json(ctx.attempt.beat(here.rank))
-    lines = journal.read_text().splitlines() if journal.exists() else []
+    lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first holds the format
     return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
 
 
