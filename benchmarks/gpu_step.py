@@ -107,6 +107,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
                 device,
                 backend,
                 attempt.read_key(),
+                attempt.path,
                 init_timeout_s=120,
                 timeout_s=1800,
                 on_expiry=lambda: os._exit(1),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -183,7 +184,11 @@ class RpcAdmission:
                 if is_last:
                     doors = [own for own in new if own.peer is None and own.local in self._doors]
                     for own in doors:
-                        own_sockets.attach(own.sock, own_sockets.NOTHING)
+                        if own_sockets.can_filter():
+                            own_sockets.attach(own.sock, own_sockets.NOTHING)
+                        else:
+                            # TensorPipe takes this for an error of the socket, warns, and stops to listen on it.
+                            own.sock.shutdown(socket.SHUT_RDWR)
                     self._end_strangers(known)
                     return
             time.sleep(pause_s)  # nothing tells when a library opens a connection

@@ -1,13 +1,14 @@
 """The TCP sockets that libraries open in this process: list them, and let the kernel drop what strangers send to them.
 
 gloo and TensorPipe accept any connection. Both are used through their public interface alone, so what they accept is
-limited from outside: by classic BPF filters on their listening sockets, which need no privilege
+limited from outside: by classic BPF filters on their listening sockets, where the kernel allows them
 (https://docs.kernel.org/networking/filter.html), and by a comparison of both ends of every connection.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 #: Host and port.
@@ -23,6 +25,7 @@ Address = tuple[str, int]
 #: An operation, where to go when a comparison is true and when it is false, and an operand.
 Instruction = tuple[int, int, int, int]
 
+log = logging.getLogger(__name__)
 _looking = threading.Lock()
 _SO_ATTACH_FILTER = 26
 _SO_DETACH_FILTER = 27
@@ -65,14 +68,34 @@ def only_from(host: str, ports: Iterable[int]) -> tuple[Instruction, ...]:
 
 
 def attach(sock: socket.socket, program: Collection[Instruction]) -> None:
-    """Filter what a socket receives. Connections that it accepts from now on inherit the filter."""
+    """Filter what a socket receives, where the kernel allows that. Connections accepted from now on inherit it."""
+    if can_filter():
+        _attach(sock, program)
+
+
+@cache
+def can_filter() -> bool:
+    """Whether this process may filter its sockets: some kernels (6.18, measured) require CAP_NET_ADMIN for it."""
+    try:
+        with socket.socket() as trial:
+            _attach(trial, NOTHING)
+    except PermissionError:
+        log.warning(
+            "this kernel lets only processes with CAP_NET_ADMIN filter their sockets: other users of this node can"
+            " connect to sockets of gloo and RPC while the ranks start (see SECURITY.md)"
+        )
+        return False
+    return True
+
+
+def _attach(sock: socket.socket, program: Collection[Instruction]) -> None:
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(code)))
 
 
 def detach(sock: socket.socket) -> None:
     """Let a socket receive everything again."""
-    with suppress(FileNotFoundError):  # it has no filter
+    with suppress(FileNotFoundError, PermissionError):  # it has no filter, or may have none
         sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them at run time
+    FileStore,
     HashStore,
     PrefixStore,
     Store,
@@ -21,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
 
 from hpcdist.cluster.topology import Topology
 from hpcdist.errors import RendezvousError
+from hpcdist.runtime import own_sockets
 from hpcdist.runtime.admission import guard_gloo
 from hpcdist.runtime.gate import LOOPBACK, PROOF_S, StoreServer, open_relay, prove
 from hpcdist.runtime.own_sockets import Address
@@ -52,14 +55,21 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def open_store(topology: Topology, key: bytes, timeout_s: float) -> Store:
+def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
     """The ranks' common store, which only processes that know the attempt's key can read and write.
 
-    A world of one needs no port. Raises RendezvousError when the port is taken, nobody listens, or whoever does is not
+    A world of one needs no port. Where the kernel allows no filter on rank 0's own TCPStore, the ranks of one machine
+    share a file in `folder`, which only their user can enter; those of several machines go without the filter.
+
+    Raises RendezvousError when the port is taken, nobody listens, or whoever does is not
     rank 0 of this attempt.
     """
     if topology.world_size == 1:
         return HashStore()
+    if topology.num_nodes == 1 and not own_sockets.can_filter():
+        store = FileStore(str(folder / "store"), topology.world_size)
+        store.set_timeout(timedelta(seconds=max(timeout_s, 1.0)))
+        return store
     address = (topology.master_addr, topology.master_port)
     where = f"{topology.master_addr}:{topology.master_port}"
     timeout = timedelta(seconds=max(timeout_s, 1.0))
@@ -125,6 +135,7 @@ def process_groups(
     device: torch.device,
     backend: str,
     key: bytes,
+    folder: Path,
     *,
     init_timeout_s: float,
     timeout_s: float,
@@ -137,13 +148,14 @@ def process_groups(
 
     Args:
         key: the attempt's.
+        folder: the attempt's; see `open_store`.
         init_timeout_s: how long the ranks may take to find each other.
         timeout_s: how long a collective may take.
         on_expiry: see `deadline`.
     """
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):
-        store = open_store(topology, key, init_timeout_s)
+        store = open_store(topology, key, init_timeout_s, folder)
         guard_gloo()
         dist.init_process_group(
             backend,

@@ -234,6 +234,7 @@ def _met(
         device,
         backend,
         attempt.read_key(),
+        attempt.path,
         init_timeout_s=limit_s,
         # Longer than the supervisor waits: it finds the rank that hangs, not those that wait for it.
         timeout_s=config.launch.hang_timeout_s + 60,

@@ -64,32 +64,32 @@ def unused_port() -> int:
         return port_of(listener)
 
 
-def test_a_port_that_is_taken_stops_rank_0_at_once(stranger: socket.socket) -> None:
+def test_a_port_that_is_taken_stops_rank_0_at_once(stranger: socket.socket, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(
         RendezvousError, match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(stranger)}: .*Address already in use"
     ):
-        open_store(place(port_of(stranger)), KEY, 60)
+        open_store(place(port_of(stranger)), KEY, 60, tmp_path)
     assert time.monotonic() - began < 10
 
 
-def test_nobody_listening_is_told_with_the_address() -> None:
+def test_nobody_listening_is_told_with_the_address(tmp_path: Path) -> None:
     port = unused_port()
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at 127\.0\.0\.1:{port}: "):
-        open_store(place(port, rank=1), KEY, 1)
+        open_store(place(port, rank=1), KEY, 1, tmp_path)
 
 
-def test_ranks_of_another_attempt_and_other_programs_are_told_apart_from_rank_0() -> None:
+def test_ranks_of_another_attempt_and_other_programs_are_told_apart_from_rank_0(tmp_path: Path) -> None:
     server = StoreServer(
         ("127.0.0.1", port := unused_port()), KEY, "theirs", world_size=2, timeout=timedelta(seconds=5)
     )
     where = rf"the program at 127\.0\.0\.1:{port} is not rank 0 of this attempt \(hpcdist/ours/1\): "
     with pytest.raises(RendezvousError, match=where + "the connection was closed before a proof"):
-        open_store(place(port, rank=1), KEY, 5)
+        open_store(place(port, rank=1), KEY, 5, tmp_path)
     server.connect().close()
     theirs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     with pytest.raises(RendezvousError, match=rf"the program at 127\.0\.0\.1:{theirs.port} is not rank 0"):
-        open_store(place(theirs.port, rank=1), KEY, 1)
+        open_store(place(theirs.port, rank=1), KEY, 1, tmp_path)
 
 
 def test_the_deadline_fires_only_when_it_passes() -> None:
@@ -137,13 +137,14 @@ def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, str
     assert not outcome["peer_lost"]
 
 
-def test_a_world_of_one_needs_no_control_group() -> None:
+def test_a_world_of_one_needs_no_control_group(tmp_path: Path) -> None:
     topology = place(unused_port(), world_size=1)
     with process_groups(
         topology,
         CPU,
         "gloo",
         KEY,
+        tmp_path,
         init_timeout_s=30,
         timeout_s=30,
         on_expiry=lambda: os.kill(os.getpid(), signal.SIGABRT),
@@ -162,7 +163,9 @@ def meet(here: Rank, ports: list[int]) -> list[float]:
     sums = []
     for attempt in (0, 1):
         topology = place(ports[attempt], rank=here.rank, world_size=here.world_size, job_id=f"job-{attempt}")
-        with process_groups(topology, CPU, "gloo", KEY, init_timeout_s=30, timeout_s=30, on_expiry=_expired) as groups:
+        with process_groups(
+            topology, CPU, "gloo", KEY, here.folder, init_timeout_s=30, timeout_s=30, on_expiry=_expired
+        ) as groups:
             assert groups.control is not None
             for group in (None, groups.control):
                 value = torch.tensor([float(here.rank + 1)])
@@ -176,6 +179,7 @@ def meet(here: Rank, ports: list[int]) -> list[float]:
             CPU,
             "gloo",
             KEY,
+            here.folder,
             init_timeout_s=30,
             timeout_s=30,
             on_expiry=_expired,
