@@ -7,11 +7,13 @@ import select
 import shutil
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,10 +79,10 @@ class Runs:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HPCDIST_RUNS", "HPCDIST_TRACK", "MLFLOW_"))}
         return {**kept, "HPCDIST_RUNS_DIR": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1", **more}
 
-    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
-        """Start `hpcdist ARGUMENTS`; its output, errors included, is to be read with `finish`."""
+    def start(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+        """Start `hpcdist ARGUMENTS`, below a command `prefix`; its output is to be read with `finish`."""
         return subprocess.Popen(
-            [str(HPCDIST), *arguments],
+            [*prefix, str(HPCDIST), *arguments],
             cwd=self.project,
             env=self.env(**env),
             stdin=subprocess.DEVNULL,
@@ -252,9 +254,20 @@ def documented_sockets() -> dict[str, str]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens on TCP: host and port."""
-    found = psutil.Process(pid).net_connections(kind="tcp")
-    return {(entry.laddr.ip, entry.laddr.port) for entry in found if entry.status == psutil.CONN_LISTEN}
+    """Where a process listens on TCP: host and port, in its own network namespace (psutil reads this process's)."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:  # TCP_LISTEN
+                host, port = local.split(":")
+                words = struct.pack(f"={len(host) // 8}I", *(int(host[i : i + 8], 16) for i in range(0, len(host), 8)))
+                found.add((socket.inet_ntop(family, words), int(port, 16)))
+    return found
 
 
 def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc: int = 0) -> None:

@@ -293,6 +293,24 @@ def test_strangers_read_change_and_execute_nothing(language_runs: Runs, control:
     assert_sockets_as_documented(by_rank, num_rpc=num_rpc)
 
 
+def test_without_the_right_to_filter_sockets(language_runs: Runs, control: str) -> None:
+    """Ranks of a kernel that demands CAP_NET_ADMIN for filters: no store on a socket, and RPC stops to listen."""
+    runs, name = language_runs, "unprivileged"
+    drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"] if os.geteuid() == 0 else []
+    process = runs.start("run", *arguments(runs, name, *HELD), prefix=drop)
+    held = runs.wait_held(name)
+    by_rank = [listening(pid) for pid in (*held, sibling(held))]
+    runs.release(name)
+    code, output = finish(process)
+    assert code == 0, output
+    assert_undisturbed(runs, name, control)
+    if "CAP_NET_ADMIN" not in runs.attempt(name).log(0).read_text():
+        pytest.skip("this kernel lets every process filter its sockets")
+    for sockets in by_rank:
+        assert {host for host, _ in sockets} == {"127.0.0.1"}
+        assert 1 <= len(sockets) <= 5, "gloo's alone"
+
+
 def sibling(held: list[int]) -> int:
     """The rank that no test holds, since it has no steps: the server's process id."""
     (found,) = {
