@@ -1,0 +1,57 @@
+"""Throughput of shipped configs beside that of another checkout, interleaved: what a change costs a trainer.
+
+    python benchmarks/against_checkout.py OTHER_CHECKOUT [--rounds 5] [CONFIG METRIC STEPS ...]
+
+OTHER_CHECKOUT has a .venv of its own. Each run's figure is the median of the metric's points, the first fifth left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+CASES = [("rl_cartpole", "train/env_steps_per_s", "400"), ("rnn_lm", "train/tokens_per_s", "400")]
+
+
+def throughput(checkout: Path, config: str, metric: str, steps: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"runs_dir={folder}", "name=run", f"stop.steps={steps}", "stop.threshold=1e9"]
+        settings += ["tracking.log_every=10", "tracking.system_interval_s=0", "tracking.drain_timeout_s=1"]
+        subprocess.run(
+            [checkout / ".venv/bin/hpcdist", "run", config, *settings],
+            cwd=checkout,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        (journal,) = Path(folder).glob("*/run/journal/attempt-001.rank-00000.jsonl")
+        records = [json.loads(line) for line in journal.read_text().splitlines()]
+    values = [record["m"][metric] for record in records if metric in record.get("m", {})]
+    return statistics.median(values[len(values) // 5 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("case", nargs="*")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    cases = [tuple(given.case[i : i + 3]) for i in range(0, len(given.case), 3)] or CASES
+    for config, metric, steps in cases:
+        ratios = []
+        for number in range(given.rounds):
+            order = (HERE, given.other) if number % 2 else (given.other, HERE)
+            figures = {checkout: throughput(checkout, config, metric, steps) for checkout in order}
+            ratios.append(figures[HERE] / figures[given.other])
+            print(f"{config} {metric}: {figures[HERE]:.0f} beside {figures[given.other]:.0f}", flush=True)
+        print(
+            f"{config}: {statistics.median(ratios):.3f} of the other checkout's (median of {given.rounds})", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
