@@ -83,8 +83,12 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Prox
     open_client(database)
     from mlflow import server
     from mlflow.server import handlers
+    from mlflow.tracking._tracking_service import utils
 
     monkeypatch.setenv(server.BACKEND_STORE_URI_ENV_VAR, database)
+    # The server sets both for its process; the tests after this one must not see them.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    monkeypatch.setattr(utils, "_tracking_uri", None)
     monkeypatch.setenv(server.ARTIFACT_ROOT_ENV_VAR, (folder / "server-artifacts").as_uri())
     monkeypatch.setattr(handlers, "_tracking_store", None)
     proxy = Proxy(server.app.wsgi_app)
