@@ -129,6 +129,11 @@ def be_idle(targets: list[Target]) -> list[socket.socket]:
     return idle
 
 
+def tell(answer: dict[str, Any]) -> None:
+    """Print an answer as a line, in one piece: the processes share their output."""
+    os.write(1, f"\n{json.dumps(answer)}\n".encode())
+
+
 def main(marker: str, targets: list[Target]) -> None:
     import torch.distributed.rpc  # noqa: F401  # before this process may not read it any more
 
@@ -145,13 +150,13 @@ def main(marker: str, targets: list[Target]) -> None:
     children = []
     for target in targets:
         if (child := os.fork()) == 0:  # RPC starts once in a process
-            print(json.dumps(attack(target, marker)), flush=True)
+            tell(attack(target, marker))
             os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
     reachable = [target for target in targets if connects(target)]
-    print(json.dumps({"reachable": reachable, "idle": len(be_idle(reachable))}), flush=True)
+    tell({"reachable": reachable, "idle": len(be_idle(reachable))})
     os._exit(0)
 
 
