@@ -26,7 +26,7 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/launch/containers/*.sh scripts/*.sh
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh scripts/*.sh
 
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.runtime.checkpoint import AsyncSaver, CheckpointStore
+from hpcdist.checkpoint.saver import AsyncSaver, CheckpointStore
 
 State = dict[str, Any]
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.launch.plan import processor_env
+from hpcdist.supervisor.plan import processor_env
 from hpcdist.tracking.journal import read_records
 
 BASELINES = Path(__file__).parent / "baselines"

@@ -36,17 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.cluster.topology import Topology
-from hpcdist.launch.plan import LOOPBACK, Machine, Plan, free_port, make_plan
-from hpcdist.models.image import build_model
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.context import Context, seed_everything
-from hpcdist.runtime.device import place
-from hpcdist.runtime.heartbeat import Heartbeat
-from hpcdist.runtime.process_group import process_groups
-from hpcdist.runtime.signals import StopFlag
-from hpcdist.runtime.stop import StopAgreement
-from hpcdist.schema import (
+from hpcdist.config.schema import (
     Config,
     DataConfig,
     LaunchConfig,
@@ -56,8 +46,18 @@ from hpcdist.schema import (
     StopConfig,
     TrackingConfig,
 )
+from hpcdist.models.image import build_model
+from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.device import place
+from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.process_group import process_groups
+from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
 from hpcdist.tracking.journal import JournalWriter, read_records
-from hpcdist.trainers import ddp
+from hpcdist.trainers.ddp import train
 
 NUM_EPOCHS = 3
 NUM_CLASSES = 1000
@@ -115,7 +115,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
         try:
-            from hpcdist.runtime.monitor import NodeMonitor
+            from hpcdist.rank.system_metrics import NodeMonitor
         except ModuleNotFoundError:
             print("psutil is not installed: no system metrics", file=sys.stderr)
         else:
@@ -136,7 +136,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         if syncs is not None:
             stack.enter_context(syncs)
-        ddp.train(ctx, config)
+        train.train(ctx, config)
         ctx.close()
     if syncs is not None and topology.rank == 0:
         (run.path / "syncs.json").write_text(json.dumps(syncs.places))

@@ -31,8 +31,8 @@ from typing import IO
 
 import psutil
 
-from hpcdist.launch.plan import processor_env
-from hpcdist.trainers.pipeline_schedules import ideal_bubble, ideal_step_s
+from hpcdist.supervisor.plan import processor_env
+from hpcdist.trainers.pipeline.schedules import ideal_bubble, ideal_step_s
 
 BASELINES = Path(__file__).parent / "baselines"
 BATCH_SIZE, IMAGE_SIZE = 32, 128

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.data.environments import Problem, make_environments
 from hpcdist.tracking.journal import Record, read_records
+from hpcdist.trainers.rl.environments import Problem, make_environments
 
 BASELINE = Path(__file__).parent / "baselines" / "rl.py"
 THRESHOLD = 475.0

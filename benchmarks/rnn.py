@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from hpcdist.launch.plan import processor_env
+from hpcdist.supervisor.plan import processor_env
 from hpcdist.tracking.journal import read_records
 
 BASELINE = Path(__file__).parent / "baselines" / "rnn.py"

@@ -27,21 +27,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcdist.cluster.nodelist import expand
-from hpcdist.cluster.topology import Topology
-from hpcdist.launch.job.batch import JobLog
-from hpcdist.launch.job.scontrol import Job
-from hpcdist.launch.job.step import StepLauncher
-from hpcdist.launch.job.step_ranks import ended_tasks
-from hpcdist.launch.policy import first_failure
-from hpcdist.launch.submission.sbatch import render
-from hpcdist.launch.supervisor import Supervisor
-from hpcdist.lease import hold
-from hpcdist.pace import system_interval_s, times_interval_s
-from hpcdist.rundir import RunDir, write_json
-from hpcdist.runtime.heartbeat import Heartbeat
-from hpcdist.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
-from hpcdist.schema.preflight import PreflightConfig
+from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
+from hpcdist.config.schema.preflight import PreflightConfig
+from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.lease import hold
+from hpcdist.run.polling import system_interval_s, times_interval_s
+from hpcdist.slurm.job.batch_step import JobLog
+from hpcdist.slurm.job.step_launcher import StepLauncher
+from hpcdist.slurm.job.step_ranks import ended_tasks
+from hpcdist.slurm.nodelist import expand
+from hpcdist.slurm.own_job import Job
+from hpcdist.slurm.submit.batch_script import render
+from hpcdist.supervisor.restart_policy import first_failure
+from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.tracking.journal import JournalWriter
 
 RANKS_PER_NODE = 8

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.cluster.topology import Topology
 from hpcdist.models.image import SimpleCNN
-from hpcdist.runtime.timed_ddp import TimedDDP
-from hpcdist.runtime.timing import HostClock, NodeTimes, StepTimer
+from hpcdist.rank.step_timing import HostClock, NodeTimes, StepTimer
+from hpcdist.rank.timed_ddp import TimedDDP
+from hpcdist.rank.topology import Topology
 from hpcdist.tracking.journal import JournalWriter
 
 BATCH_SIZES = (8, 64)

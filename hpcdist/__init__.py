@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpcdist.config import load_config
-    from hpcdist.runtime.context import Context
-    from hpcdist.schema import Config
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.schema import Config
+    from hpcdist.rank.context import Context
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Context", "__version__", "load_config"]
 
-_HOMES = {"Config": "hpcdist.schema", "Context": "hpcdist.runtime.context", "load_config": "hpcdist.config"}
+_HOMES = {"Config": "hpcdist.config.schema", "Context": "hpcdist.rank.context", "load_config": "hpcdist.config.loading"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,5 @@
 """`python -m hpcdist`."""
 
-from hpcdist.cli import main
+from hpcdist.cli.app import main
 
 main()

@@ -16,10 +16,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from hpcdist.runtime.context import Context
-from hpcdist.schema import Config
-from hpcdist.trainers import pipeline
-from hpcdist.trainers.pipeline import Meter, Training
+from hpcdist.config.schema import Config
+from hpcdist.rank.context import Context
+from hpcdist.trainers.pipeline import train as pipeline
+from hpcdist.trainers.pipeline.train import Meter, Training
 
 
 def train(ctx: Context, cfg: Config) -> None:

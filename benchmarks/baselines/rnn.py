@@ -24,8 +24,8 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from hpcdist.data.text import Batch, Columns, load_corpus
-from hpcdist.schema import RnnConfig
+from hpcdist.config.schema import RnnConfig
+from hpcdist.trainers.rnn.text import Batch, Columns, load_corpus
 
 SERVER, TRAINER = "server", "trainer"
 

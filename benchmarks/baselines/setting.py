@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hpcdist.config.schema import DataConfig
 from hpcdist.data.batches import Normalize, PreloadedSplit
 from hpcdist.data.loading import load_datasets
-from hpcdist.schema import DataConfig
 
 
 def parse_arguments() -> argparse.Namespace:

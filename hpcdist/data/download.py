@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpcdist.data import DataParams
 from hpcdist.errors import DataError
-from hpcdist.folder_lock import NO_FLOCK, flock_if_possible
+from hpcdist.files.lock import NO_FLOCK, flock_if_possible
 
 log = logging.getLogger(__name__)
 

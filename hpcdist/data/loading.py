@@ -12,14 +12,7 @@ from torch import Tensor
 from hpcdist.data import DATASETS, DataParams, DatasetSpec
 from hpcdist.data.batches import AugmentedSplit, PreloadedSplit, Split, StreamingSplit
 from hpcdist.data.download import IDX_FILES, find_or_raise, idx_file
-from hpcdist.data.images import (
-    FolderImages,
-    ImageSource,
-    SyntheticImages,
-    TensorImages,
-    class_names,
-    list_images,
-)
+from hpcdist.data.images import FolderImages, ImageSource, SyntheticImages, TensorImages, class_names, list_images
 from hpcdist.data.readers import CIFAR10_MD5, read_cifar10_batch, read_digits, read_idx_pair
 from hpcdist.errors import ConfigError, DataError
 

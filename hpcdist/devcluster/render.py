@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpcdist.devcluster.settings import (
-    ACCOUNTING_PORT,
-    CONTROLLER_PORT,
-    HEAD,
-    NODE_PORT,
-    Layout,
-    Settings,
-)
+from hpcdist.devcluster.settings import ACCOUNTING_PORT, CONTROLLER_PORT, HEAD, NODE_PORT, Layout, Settings
 
 CLUSTER = "hpcdist"
 BEGIN = "# >>> hpcdist devcluster: removed by `hpcdist devcluster down`"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from hpcdist.cluster.drivers import driver_problem
-from hpcdist.preflight.check import LEVELS, Check, Level
+from hpcdist.machine.check import LEVELS, Check, Level
+from hpcdist.machine.cuda_drivers import driver_problem
 from hpcdist.preflight.links import judge_network, listed
 from hpcdist.preflight.probe import Request
 

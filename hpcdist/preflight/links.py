@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from hpcdist.preflight.check import Check, Level
+from hpcdist.machine.check import Check, Level
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from hpcdist.preflight.patience import start
+from hpcdist.machine.time_limit import start
 from hpcdist.preflight.peers import Peer, tournament
 from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Gone, Link, Mute, Stranger, connected, starved_us
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
-from hpcdist.preflight import machine, storage
+from hpcdist.machine import facts as machine
+from hpcdist.machine import storage
+from hpcdist.machine.time_limit import done_within, start, within
 from hpcdist.preflight.mesh import Mesh
-from hpcdist.preflight.patience import done_within, start, within
 
 #: srun cuts what a task prints after 1,024 bytes, and puts its label, or other tasks' output, in between.
 _PIECE = 800

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcdist import file_retry
-from hpcdist.ownership import stays_inside
-from hpcdist.rundir import Attempt, RunDir, read_json
+from hpcdist.files import retry
+from hpcdist.files.ownership import stays_inside
+from hpcdist.run.folder import Attempt, RunDir, read_json
 
 #: A log larger than this is uploaded at the end only.
 LIVE_LOG_BYTES = 5_000_000
@@ -31,7 +31,7 @@ class Artifact(NamedTuple):
 
 def fingerprint(path: Path) -> str:
     """Name, size and time of a file, or of all files of a folder; empty when there is nothing."""
-    return file_retry.retry(lambda: _fingerprint(path), path)
+    return retry.retry(lambda: _fingerprint(path), path)
 
 
 def _fingerprint(path: Path) -> str:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable
 
 from hpcdist.errors import TrackingError
-from hpcdist.pace import LOOKS_PER_S
-from hpcdist.rundir import ENDED, RunDir, State
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.polling import LOOKS_PER_S
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.changed_names import ChangedNames

@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist import file_retry
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.foreign import parse_json
-from hpcdist.formats import KEY, stamped, unstamped
+from hpcdist.files import retry
+from hpcdist.files.bounded_json import parse_json
+from hpcdist.files.formats import KEY, stamped, unstamped
 from hpcdist.tracking.names import MAX_NAME, suffix
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class JournalWriter:
         either is on disk or belongs to a step that a resumed run does again.
         """
         try:
-            file_retry.retry(lambda: self._flush(durable=durable), self.path)
+            retry.retry(lambda: self._flush(durable=durable), self.path)
         except OSError as failure:
             raise HpcdistError(
                 f"the metrics journal {self.path} cannot be written ({_reason(failure)}):"
@@ -269,7 +269,7 @@ class JournalFile(NamedTuple):
 
 def journal_files(folder: Path) -> list[JournalFile]:
     """All journal files of a run, by attempt and rank."""
-    entries = file_retry.retry(lambda: list(folder.iterdir()), folder)
+    entries = retry.retry(lambda: list(folder.iterdir()), folder)
     found = [(match, entry) for entry in entries if (match := _FILE_NAME.fullmatch(entry.name))]
     return sorted(JournalFile(int(match[1]), int(match[2]), path) for match, path in found)
 
@@ -311,7 +311,7 @@ def _read(path: Path, offset: int, num_bytes: int) -> bytes:
             return file.read(num_bytes)
 
     try:
-        return file_retry.retry(read, path)
+        return retry.retry(read, path)
     except FileNotFoundError:
         return b""
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdist.config import plain_tree
+from hpcdist.config.loading import plain_tree
+from hpcdist.config.schema import TRAINER_SECTIONS
 from hpcdist.errors import ConfigError, TrackingError
-from hpcdist.rundir import RunDir, State, read_json
-from hpcdist.schema import TRAINER_SECTIONS
-from hpcdist.standing import job_lives
+from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.run.status import job_lives
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 

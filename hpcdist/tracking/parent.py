@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
-from hpcdist.folder_lock import flock_if_possible
-from hpcdist.rundir import ENDED, RunDir, State, read_json
-from hpcdist.sweep import text_of
-from hpcdist.sweepdir import SweepDir, sweep_of
+from hpcdist.files.lock import flock_if_possible
+from hpcdist.run.folder import ENDED, RunDir, State, read_json
+from hpcdist.run.sweep import text_of
+from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking import labels
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
@@ -45,7 +45,7 @@ class Parent:
         return {
             _PARENT_TAG: self._open().run_id,
             "mlflow.runName": str(cell.get("label", self._cell.name))[:250],
-            "hpcdist.sweep": self._sweep.name,
+            "hpcdist.run.sweep": self._sweep.name,
         }
 
     def _open(self) -> MlflowRun:

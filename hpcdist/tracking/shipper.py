@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpcdist import file_retry, lease, logs
+from hpcdist import logs
+from hpcdist.config.schema import LaunchConfig
 from hpcdist.errors import HpcdistError, TrackingError
-from hpcdist.log_limit import limit_log
-from hpcdist.rundir import ENDED, RunDir, State
-from hpcdist.schema import LaunchConfig
-from hpcdist.standing import close_if_dead
+from hpcdist.files import retry
+from hpcdist.files.log_limit import limit_log
+from hpcdist.run import lease
+from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.status import close_if_dead
 from hpcdist.tracking import labels
 from hpcdist.tracking.delivery import Shipper
 from hpcdist.tracking.uri import choose_uri, redact_uri
@@ -41,7 +43,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 def _only_shipper(run: RunDir) -> Iterator[bool]:
     """Whether this process is the run's only shipper, for as long as the block lasts."""
     path = run.journal / ".shipper.lock"
-    with file_retry.retry(lambda: open(path, "a"), path) as file:
+    with retry.retry(lambda: open(path, "a"), path) as file:
         only = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +220,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         configured = (config.get("tracking") or {}).get("uri") or ""
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
         uri = choose_uri(env, configured, run.path.parent.parent)
-        with file_retry.patient(file_retry.UNATTENDED_S):
+        with retry.patient(retry.UNATTENDED_S):
             return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:
         log.error("%s", error)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist.file_retry import retry
+from hpcdist.files.retry import retry
 from hpcdist.tracking.journal import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
 from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
 from hpcdist.tracking.progress import Progress

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpcdist.config.redaction import REDACTED, redact_text
 from hpcdist.errors import TrackingError
-from hpcdist.redaction import REDACTED, redact_text
-from hpcdist.runs_dir import DATABASE
+from hpcdist.run.runs_dir import DATABASE
 
 
 def redact_uri(text: str) -> str:

@@ -13,7 +13,7 @@ from fault_table import Cell
 from hpcdist_runs import EXACT, Descendants, Runs, assert_same, finish, wait_for
 from mlflow_server import Server
 
-from hpcdist.rundir import read_json
+from hpcdist.run.folder import read_json
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "ddp_mnist.yaml"
 DATA = os.environ.get("HPCDIST_DATA_DIR", "")
@@ -65,7 +65,7 @@ def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server, cell
     wait_step(runs, name, 1, 120)
     server.kill()
     wait_step(runs, name, 1, 240)
-    ranks = [p for p in psutil.Process(first.pid).children(recursive=True) if "hpcdist.runtime.worker" in p.cmdline()]
+    ranks = [p for p in psutil.Process(first.pid).children(recursive=True) if "hpcdist.rank.worker" in p.cmdline()]
     rank_1 = next(process for process in ranks if process.environ()["HPCDIST_RANK"] == "1")
     rank_1.kill()
     wait_step(runs, name, 2, 520)

@@ -9,7 +9,7 @@ from config_strategies import NASTY, axes, overrides
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.cli import app
+from hpcdist.cli.app import app
 from hpcdist.errors import HpcdistError
 
 #: Commands that start nothing: those that would are given `--dry-run` first.

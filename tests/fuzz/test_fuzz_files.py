@@ -15,15 +15,15 @@ from config_strategies import values
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.config import load_config, load_run_config, to_yaml
+from hpcdist.checkpoint.files import read_manifest
+from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
-from hpcdist.lease import holder
 from hpcdist.preflight.probe import answer_lines, read_answers
 from hpcdist.preflight.wire import Link, Stranger
-from hpcdist.rundir import RunDir, read_json, write_json
-from hpcdist.runtime.checkpoint_files import read_manifest
-from hpcdist.standing import job_of, look_now, stand
-from hpcdist.sweepdir import SweepDir
+from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.lease import holder
+from hpcdist.run.status import job_of, look_now, stand
+from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.tracking.journal import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit

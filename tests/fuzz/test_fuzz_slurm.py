@@ -7,12 +7,12 @@ from pathlib import Path
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.cluster.job_facts import JobFacts, parse_facts, parse_sacct, parse_scontrol, parse_squeue
-from hpcdist.cluster.nodelist import expand, expand_tasks
-from hpcdist.cluster.site import parse_memory_mb, parse_partitions, parse_settings, seconds
-from hpcdist.cluster.topology import Topology, port_for, ranks_on_node
 from hpcdist.errors import TopologyError
-from hpcdist.launch.job.scontrol import parse_minutes
+from hpcdist.rank.topology import Topology, port_for, ranks_on_node
+from hpcdist.slurm.job_facts import JobFacts, parse_facts, parse_sacct, parse_scontrol, parse_squeue
+from hpcdist.slurm.nodelist import expand, expand_tasks
+from hpcdist.slurm.own_job import parse_minutes
+from hpcdist.slurm.site import parse_memory_mb, parse_partitions, parse_settings, seconds
 
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))
 LINES = [line for path in RECORDED for line in path.read_text().splitlines()]

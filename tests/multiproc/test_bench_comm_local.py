@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcdist_runs import Runs
 
-from hpcdist.comm.results import read_results
+from hpcdist.bench.results import read_results
 
 TINY = (
     "comm.operations=[send_recv,ring_all_reduce,all_reduce,pairs]",

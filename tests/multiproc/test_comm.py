@@ -13,22 +13,22 @@ import torch.distributed as dist
 from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
-from hpcdist.comm import overlap
-from hpcdist.comm.checking import Variety, check
-from hpcdist.comm.measuring import Stopwatch, caller, measure
-from hpcdist.comm.moving import AllToAll, Barrier, Broadcast
-from hpcdist.comm.operation import Works
-from hpcdist.comm.operations import OPERATIONS, AllReduce
-from hpcdist.comm.patterns import REDUCTIONS
-from hpcdist.comm.plan import points
-from hpcdist.comm.results import Checked, read_results
-from hpcdist.comm.ring import Ring
-from hpcdist.comm.team import WORLD, Team, Words, make_teams
+from hpcdist.bench import overlap
+from hpcdist.bench.correctness import Variety, check
+from hpcdist.bench.data_movement import AllToAll, Barrier, Broadcast
+from hpcdist.bench.groups import WORLD, Team, Words, make_teams
+from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.operation import Works
+from hpcdist.bench.operations import OPERATIONS, AllReduce
+from hpcdist.bench.patterns import REDUCTIONS
+from hpcdist.bench.plan import points
+from hpcdist.bench.results import Checked, read_results
+from hpcdist.bench.ring import Ring
+from hpcdist.config.schema import CommConfig, Config, TrainerConfig
 from hpcdist.errors import CommError
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.signals import StopFlag
-from hpcdist.schema import CommConfig, Config, TrainerConfig
-from hpcdist.trainers import comm
+from hpcdist.rank.signals import StopFlag
+from hpcdist.run.folder import RunDir
+from hpcdist.trainers.comm import train
 
 TIMEOUT = timedelta(seconds=60)
 NODES = ["n1", "n1", "n2"]
@@ -222,17 +222,17 @@ def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[in
     flag = StopFlag()
     overlap.SIZES = (4096,)
     with open_context(here, RunDir(path), CONFIG, flag) as ctx:
-        do, count = comm.Bench.do, 0
+        do, count = train.Bench.do, 0
 
-        def counted(bench: comm.Bench, point: Any) -> None:
+        def counted(bench: train.Bench, point: Any) -> None:
             nonlocal count
             do(bench, point)
             count += 1
             if count == stop_after:
                 flag.is_set = True
 
-        comm.Bench.do = counted  # type: ignore[method-assign]
-        comm.train(ctx, CONFIG)
+        train.Bench.do = counted  # type: ignore[method-assign]
+        train.train(ctx, CONFIG)
         ctx.close()
     return count, ctx.end_reason
 
@@ -242,7 +242,7 @@ def wrong_run(here: Rank, path: Path) -> str:
     OPERATIONS["all_reduce"] = LastOneLate
     config = replace(CONFIG, comm=replace(CONFIG.comm, operations=["all_reduce"]))
     with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
-        comm.train(ctx, config)
+        train.train(ctx, config)
     return str(caught.value)
 
 

@@ -14,11 +14,11 @@ from context_scene import ALONE, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config
 from hpcdist.errors import CheckpointError
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.signals import StopFlag
-from hpcdist.schema import CheckpointConfig, Config
+from hpcdist.rank.signals import StopFlag
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 
 CONFIG = Config(seed=5, checkpoint=CheckpointConfig(every_steps=4))

@@ -16,13 +16,8 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from hpcdist.data.batches import PreloadedSplit
-from hpcdist.data.loading import ImageData
-from hpcdist.models.image import SimpleCNN
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.context import Context, seed_everything
-from hpcdist.schema import (
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -33,8 +28,13 @@ from hpcdist.schema import (
     StopConfig,
     TrackingConfig,
 )
+from hpcdist.data.batches import PreloadedSplit
+from hpcdist.data.loading import ImageData
+from hpcdist.models.image import SimpleCNN
+from hpcdist.rank.context import Context, seed_everything
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
-from hpcdist.trainers import ddp
+from hpcdist.trainers.ddp import train
 
 #: For a world of two; one rank that takes twice the batch sees the same samples in each step.
 DATA = DataConfig(name="synthetic", image_size=8, num_samples=67, num_classes=5, batch_size=8, eval_batch_size=4)
@@ -57,15 +57,15 @@ def some_images(num: int) -> ImageData:
 def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
     seed_everything(11)
     model = SimpleCNN(num_classes=5, in_channels=1, image_size=8)
-    found = {str(num): ddp.evaluate(ctx, model, some_images(num), config()) for num in SIZES}
+    found = {str(num): train.evaluate(ctx, model, some_images(num), config()) for num in SIZES}
     assert model.training
     return found
 
 
 def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
     """Train some steps; what is left of it."""
-    run = ddp._set_up(ctx, cfg)
-    meter = ddp.Meter(ctx.device)
+    run = train._set_up(ctx, cfg)
+    meter = train.Meter(ctx.device)
     exchanges = []
     if not run.model.static_graph:  # a hook would change what is optimised otherwise
 
@@ -75,12 +75,12 @@ def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
 
         run.model.register_comm_hook(None, count)
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    batches = run.data.train.batches(ddp._epoch_indices(run, 0), batch_size=cfg.data.batch_size, device=ctx.device)
+    batches = run.data.train.batches(train._epoch_indices(run, 0), batch_size=cfg.data.batch_size, device=ctx.device)
     moved = []
-    for step, micro_batches in enumerate(ddp.grouped(batches, cfg.optim.accumulate)):
+    for step, micro_batches in enumerate(train.grouped(batches, cfg.optim.accumulate)):
         if step == num_steps:
             break
-        ddp._step(run, step, micro_batches, meter)
+        train._step(run, step, micro_batches, meter)
         after = [parameter.detach().clone() for parameter in run.model.parameters()]
         moved.append(math.sqrt(sum((a - b).square().sum().item() for a, b in zip(after, before, strict=True))))
         before = after
@@ -112,7 +112,7 @@ def two_ranks(here: Rank, path: Path) -> dict[str, Any]:
         # Running statistics of the other ranks are not those of the checkpoint.
         model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 5))
         model[0].running_mean.fill_(here.rank)
-        ddp.evaluate(ctx, model, some_images(5), config())
+        train.evaluate(ctx, model, some_images(5), config())
         seen["running mean"] = model[0].running_mean.item()
 
         for name, cfg in VARIANTS.items():
@@ -201,7 +201,7 @@ def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
     with open_context(ALONE, new_run(tmp_path), config()) as ctx:
         wrapped: list[nn.Module] = []
         ctx.wrap = lambda module, **_: wrapped.append(module) or SimpleNamespace(parameters=module.parameters)  # type: ignore[method-assign]
-        ddp._set_up(ctx, config(model=ModelConfig(compile=True)))
+        train._set_up(ctx, config(model=ModelConfig(compile=True)))
         ctx.close()
     (module,) = wrapped
     assert module._compiled_call_impl is not None
@@ -222,7 +222,7 @@ def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> str:
 
         ctx.should_stop = should_stop  # type: ignore[method-assign]
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
-        ddp.train(ctx, cfg)
+        train.train(ctx, cfg)
         ctx.close()
         return ctx.end_reason or "stopped"
 
@@ -268,8 +268,8 @@ def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> 
 
 def test_grouping_leaves_a_shorter_last_group() -> None:
     batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
-    assert [[int(image) for image, _ in group] for group in ddp.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
-    assert list(ddp.grouped([], 2)) == []
+    assert [[int(image) for image, _ in group] for group in train.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
+    assert list(train.grouped([], 2)) == []
 
 
 @pytest.mark.faults  # not a fault, but half a minute of compiling

@@ -11,12 +11,12 @@ from hpcdist_runs import assert_same
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
-from hpcdist.cluster.topology import Topology
+from hpcdist.checkpoint.saver import rng_state
 from hpcdist.errors import PreflightError
-from hpcdist.rundir import Attempt, read_json
-from hpcdist.runtime import flight_check
-from hpcdist.runtime.checkpoint import rng_state
-from hpcdist.runtime.process_group import Groups
+from hpcdist.rank import collective_check
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import Attempt, read_json
 
 NUM_RANKS = 3
 FIX = "; have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"
@@ -47,7 +47,7 @@ def one_rank(here: Rank) -> dict[str, Any]:
     def check() -> str:
         before = rng_state(torch.device("cpu"))
         try:
-            flight_check.check(
+            collective_check.check(
                 "quick",
                 topology,
                 torch.device("cpu"),
@@ -63,7 +63,7 @@ def one_rank(here: Rank) -> dict[str, Any]:
         return ""
 
     said = [check()]
-    right = flight_check.contribution
+    right = collective_check.contribution
 
     def with_fault(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
         values = right(rank, num_ranks, elements, dtype)
@@ -71,11 +71,11 @@ def one_rank(here: Rank) -> dict[str, Any]:
             values[0, 1 + 5 * num_ranks] += 1  # one element of 8192
         return values
 
-    flight_check.contribution = with_fault
+    collective_check.contribution = with_fault
     said.append(check())
-    flight_check.contribution = right
+    collective_check.contribution = right
 
-    wanted = flight_check.expected
+    wanted = collective_check.expected
 
     def misread(num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
         values = wanted(num_ranks, elements, dtype)
@@ -83,12 +83,12 @@ def one_rank(here: Rank) -> dict[str, Any]:
             values[:, :7] += 1  # as if what arrives here was damaged on its way
         return values
 
-    flight_check.expected = misread
+    collective_check.expected = misread
     said.append(check())
-    flight_check.expected = wanted
+    collective_check.expected = wanted
 
-    effort = flight_check.Effort(elements=8, rounds=1, largest_bytes=2**18, budget_s=60.0)
-    latency_s, timings = flight_check.measure(torch.device("cpu"), control, effort)
+    effort = collective_check.Effort(elements=8, rounds=1, largest_bytes=2**18, budget_s=60.0)
+    latency_s, timings = collective_check.measure(torch.device("cpu"), control, effort)
     return {"said": said, "network": read_json(attempt.network), "latency_s": latency_s, "timings": timings}
 
 

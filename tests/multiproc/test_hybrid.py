@@ -21,13 +21,13 @@ from hpcdist_runs import Runs, assert_same, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.data.clicks import Clicks, batches, load_clicks
-from hpcdist.models.clicks import ClickModel
-from hpcdist.parameter_server.tables import TableShard, fill_initial
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
-from hpcdist.trainers import hybrid
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
+from hpcdist.run.folder import RunDir
+from hpcdist.trainers.hybrid import train
+from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
+from hpcdist.trainers.hybrid.click_model import ClickModel
+from hpcdist.trainers.hybrid.tables import TableShard, fill_initial
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
 NUM_STEPS = 5
@@ -61,7 +61,7 @@ def config(mode: str = "sync", num_servers: int = 2, **options: Any) -> Config:
 def take_part(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow costs seconds
-        hybrid.train(ctx, cfg)
+        train.train(ctx, cfg)
         ctx.close()
 
 
@@ -78,7 +78,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     torch.manual_seed(cfg.seed)
     model = ClickModel(TABLES, dim=options.dim, num_numeric=2, hidden=options.hidden, bag_size=1)
     torch.manual_seed(cfg.seed)
-    model.dense = hybrid.dense_part(len(TABLES) * options.dim + 2, options.hidden)
+    model.dense = train.dense_part(len(TABLES) * options.dim + 2, options.hidden)
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
@@ -240,7 +240,7 @@ def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None
     model = runs.run_dir(control).model
     code = (
         "import sys, torch, mlflow\n"
-        "from hpcdist.runtime.checkpoint import load_weights\n"
+        "from hpcdist.checkpoint.saver import load_weights\n"
         "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
         "assert {name: tuple(value.shape) for name, value in weights.items()} == "
         "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"

@@ -15,15 +15,15 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
 from hpcdist.models.image import build_model
-from hpcdist.models.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.context import Context
-from hpcdist.runtime.rpc import rpc_group
-from hpcdist.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
-from hpcdist.trainers import pipeline, pipeline_choices
-from hpcdist.trainers.pipeline_engines import Engine, PipeliningEngine, RpcEngine, Wire
+from hpcdist.rank.context import Context
+from hpcdist.rank.rpc import rpc_group
+from hpcdist.run.folder import RunDir
+from hpcdist.trainers.pipeline import train, tuning
+from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire
+from hpcdist.trainers.pipeline.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
 CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}
@@ -160,18 +160,18 @@ AUTO = Config(
 
 def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
     """The number chosen, the one that a second attempt has, and what is not as it was before the choice."""
-    with open_context(here, RunDir(path), AUTO) as ctx, pipeline._set_up(ctx, AUTO) as (run, at, meter):
+    with open_context(here, RunDir(path), AUTO) as ctx, train._set_up(ctx, AUTO) as (run, at, meter):
         torch.manual_seed(0)
         fresh = build_model("resnet18", num_classes=10, in_channels=3, image_size=16).state_dict()
         changed = [name for name, value in run.stage.state_dict().items() if not torch.equal(value, fresh[name])]
         changed += [name for name, parameter in run.stage.named_parameters() if parameter.grad is not None]
-        pipeline._step(run, 0, *next(pipeline._batches(run, epoch=0, start=0)), meter)
+        train._step(run, 0, *next(train._batches(run, epoch=0, start=0)), meter)
         at.step = at.step_in_epoch = 1
-        pipeline._save(run, at, meter, {})
+        train._save(run, at, meter, {})
         ctx.close()
         chosen = run.num_micro_batches
-    pipeline_choices.CANDIDATES = (chosen % 8 * 2 or 1,)
-    with open_context(here, RunDir(path), AUTO) as ctx, pipeline._set_up(ctx, AUTO) as (run, at, _):
+    tuning.CANDIDATES = (chosen % 8 * 2 or 1,)
+    with open_context(here, RunDir(path), AUTO) as ctx, train._set_up(ctx, AUTO) as (run, at, _):
         assert (at.step, at.step_in_epoch) == (1, 1)
         return chosen, run.num_micro_batches, changed
 
@@ -179,7 +179,7 @@ def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
 def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
     """The weights and the number of optimizer states that three stages take from a checkpoint of two."""
     config = replace(AUTO, roles={"stage": 3}, pipeline=PipelineConfig(cut=CUTS[3]))
-    with open_context(here, RunDir(path), config) as ctx, pipeline._set_up(ctx, config) as (run, at, _):
+    with open_context(here, RunDir(path), config) as ctx, train._set_up(ctx, config) as (run, at, _):
         assert at.step == 1
         return run.stage.state_dict(), len(run.optimizer.state_dict()["state"])
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from spawn import Rank, quiet_env, spawn_ranks
 from torch.distributed import TCPStore
 
-from hpcdist.cluster.topology import Topology
-from hpcdist.config import to_yaml
+from hpcdist.config.loading import to_yaml
+from hpcdist.config.schema import Config, LaunchConfig
 from hpcdist.errors import RendezvousError
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.gate import StoreServer
-from hpcdist.runtime.process_group import deadline, open_store, process_groups
-from hpcdist.schema import Config, LaunchConfig
+from hpcdist.rank.process_group import deadline, open_store, process_groups
+from hpcdist.rank.store_gate import StoreServer
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
 
 CPU = torch.device("cpu")
 KEY = bytes(range(32))
@@ -118,7 +118,7 @@ def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, str
         "HPCDIST_ATTEMPT": str(ours.attempt),
     }
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hpcdist.runtime.worker", str(run.path)],
+        [sys.executable, "-P", "-m", "hpcdist.rank.worker", str(run.path)],
         env={**quiet_env(), **variables},
         capture_output=True,
         text=True,

@@ -30,7 +30,7 @@ heavy = pytest.mark.faults
         pytest.param(ALL, Fault(operation="*", path="*", error=errno.ESTALE, count=6), id="start", marks=heavy),
         pytest.param(ALL, Fault(operation="write", path="*.jsonl", first=9, delay_ms=60_000), id="hang", marks=heavy),
         pytest.param(
-            "hpcdist.runtime.worker", Fault(operation="open", path="checkpoints/*", first=5, delay_ms=60_000),
+            "hpcdist.rank.worker", Fault(operation="open", path="checkpoints/*", first=5, delay_ms=60_000),
             id="save hangs", marks=heavy,
         ),
         pytest.param(

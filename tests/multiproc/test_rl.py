@@ -14,16 +14,16 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs, assert_same, finish
 from spawn import Rank, spawn_ranks
 
-from hpcdist.data.environments import Problem
-from hpcdist.data.rollouts import Collector, Rollout
-from hpcdist.models.policy import Actor
-from hpcdist.models.ppo import learn
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import CheckpointStore, load_weights
-from hpcdist.runtime.context import seed_everything
-from hpcdist.runtime.optimizer import build_optimizer
-from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RlConfig, StopConfig
-from hpcdist.trainers import rl
+from hpcdist.checkpoint.saver import CheckpointStore, load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RlConfig, StopConfig
+from hpcdist.rank.context import seed_everything
+from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.run.folder import RunDir
+from hpcdist.trainers.rl import train
+from hpcdist.trainers.rl.environments import Problem
+from hpcdist.trainers.rl.policy import Actor
+from hpcdist.trainers.rl.ppo import learn
+from hpcdist.trainers.rl.rollouts import Collector, Rollout
 
 NUM_UPDATES = 4
 
@@ -42,7 +42,7 @@ def config(**values: Any) -> Config:
 def trained(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # seconds for MLflow's import
-        rl.train(ctx, cfg)
+        train.train(ctx, cfg)
         ctx.close()
 
 
@@ -50,7 +50,7 @@ def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
     """The same in one process, without any rank."""
     seed_everything(cfg.seed)
     problem = Problem.of(cfg.rl.env, cfg.rl.env_options)
-    policy = rl.build_policy(problem, cfg.rl)
+    policy = train.build_policy(problem, cfg.rl)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     collectors = [Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=index) for index in range(2)]
 
@@ -171,7 +171,7 @@ def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int,
     ranks = {
         int(rank.environ()["HPCDIST_RANK"]): rank
         for rank in psutil.Process(process.pid).children(recursive=True)
-        if "hpcdist.runtime.worker" in rank.cmdline()
+        if "hpcdist.rank.worker" in rank.cmdline()
     }
     assert ranks[0].pid == agent
     assert len(ranks) == 3

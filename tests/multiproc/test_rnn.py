@@ -23,17 +23,17 @@ from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.data.text import Columns, Corpus, load_corpus
-from hpcdist.models.rnn import LanguageModel
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.optimizer import build_optimizer
-from hpcdist.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, StopConfig, TrackingConfig
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, StopConfig, TrackingConfig
+from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
-from hpcdist.trainers import rnn
+from hpcdist.trainers.rnn import train as rnn
+from hpcdist.trainers.rnn.language_model import LanguageModel
+from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
 
 TESTS = Path(__file__).resolve().parents[1]
-ATTACKER = str(TESTS / "attacker.py")
+ATTACKER = str(TESTS / "support" / "attacker.py")
 SECURITY = (TESTS.parent / "SECURITY.md").read_text()
 HOLD_AT, LAST_STEP = 12, 36
 HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
@@ -316,7 +316,7 @@ def sibling(held: list[int]) -> int:
     (found,) = {
         child.pid
         for child in psutil.Process(psutil.Process(held[0]).ppid()).children()
-        if "hpcdist.runtime.worker" in child.cmdline() and child.pid not in held
+        if "hpcdist.rank.worker" in child.cmdline() and child.pid not in held
     }
     return found
 

@@ -15,11 +15,11 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch.distributed import rpc
 
+from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.context import Context
-from hpcdist.runtime.rpc import RpcGroup, remote, rpc_group
-from hpcdist.schema import Config
+from hpcdist.rank.context import Context
+from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
+from hpcdist.run.folder import RunDir
 
 NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})

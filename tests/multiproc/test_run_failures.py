@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
-from hpcdist.launch.stacks.node import py_spy
-from hpcdist.rundir import read_json
-from hpcdist.runtime.checkpoint import CheckpointStore
+from hpcdist.checkpoint.saver import CheckpointStore
+from hpcdist.run.folder import read_json
+from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
 #: MLflow does not matter to these: its process is not waited for.

@@ -12,11 +12,11 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
+from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.shards import Shard, ShardExchange, merge
+from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
-from hpcdist.rundir import RunDir
-from hpcdist.runtime.checkpoint import load_weights
-from hpcdist.runtime.shards import Shard, ShardExchange, merge
-from hpcdist.schema import Config
+from hpcdist.run.folder import RunDir
 
 TABLE = torch.arange(10.0).view(5, 2)
 

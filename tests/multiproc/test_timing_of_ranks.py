@@ -14,10 +14,10 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.rundir import RunDir, read_json
-from hpcdist.runtime.context import Context
-from hpcdist.runtime.timing import Totals
-from hpcdist.schema import Config, TrackingConfig
+from hpcdist.config.schema import Config, TrackingConfig
+from hpcdist.rank.context import Context
+from hpcdist.rank.step_timing import Totals
+from hpcdist.run.folder import RunDir, read_json
 
 SLOW_S = 0.03
 NUM_STEPS = 12

@@ -11,8 +11,8 @@ import pytest
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.comm.bottleneck import bottleneck
-from hpcdist.comm.results import read_results
+from hpcdist.bench.bottleneck import bottleneck
+from hpcdist.bench.results import read_results
 from hpcdist.devcluster.nodes import slow_node
 
 FOUR_NODES = ("--cluster", "devcluster", "cluster.nodes=4", "cluster.tasks_per_node=1", "preflight=off")

@@ -11,10 +11,10 @@ import pytest
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.config import load_config
+from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster
-from hpcdist.launch import start
-from hpcdist.rundir import write_json
+from hpcdist.run.folder import write_json
+from hpcdist.supervisor import start
 
 DRAINED = "bad DIMM in slot 4"
 

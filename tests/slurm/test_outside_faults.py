@@ -15,9 +15,9 @@ from hpcdist_runs import wait_for
 from mlflow_server import Server
 from slurm_faults import FaultScene
 
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.devcluster.settings import HOST
-from hpcdist.rundir import read_json
-from hpcdist.runtime.checkpoint_store import CheckpointStore
+from hpcdist.run.folder import read_json
 
 DOWN_S = 60.0
 #: What a step takes at least, so that the run outlasts the outage.

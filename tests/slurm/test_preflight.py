@@ -17,7 +17,7 @@ from slurm_runs import SlurmRuns
 
 import hpcdist
 from hpcdist.devcluster import argv, nodes, processes
-from hpcdist.rundir import State, read_json
+from hpcdist.run.folder import State, read_json
 
 BAD = "n3"
 #: Findings that depend on what else a machine has to do.

@@ -14,7 +14,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster.processes import node_members
-from hpcdist.rundir import read_json
+from hpcdist.run.folder import read_json
 
 SECRETS = {"MY_A": "cluster-s3cret-value", "MY_B": "launch-s3cret-value", "MY_C": "params-s3cret-value"}
 PASSWORD = "uri-s3cret-value"
@@ -81,7 +81,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(slurm_runs: SlurmRuns, devclust
             ["ps", "axww"], text=True
         )
         on_nodes = {pid for pids in node_members(devcluster.layout, devcluster.settings).values() for pid in pids}
-        ranks = [found for pid, found in seen.items() if pid in on_nodes and "hpcdist.runtime.worker" in found[0]]
+        ranks = [found for pid, found in seen.items() if pid in on_nodes and "hpcdist.rank.worker" in found[0]]
         workers = [environ for command, environ in ranks if "srun" not in command.split("\0")[0]]
         assert len(workers) >= NUM_RANKS
         for environ in workers[-NUM_RANKS:]:

@@ -16,7 +16,7 @@ from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
-from hpcdist.rundir import read_json
+from hpcdist.run.folder import read_json
 
 RUNTIMES = ("podman", "charliecloud")
 #: The first test builds the image, unless other tests have done so.
@@ -68,7 +68,7 @@ def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if words[1:4] == ["-P", "-m", "hpcdist.runtime.worker"] and words[-1] == str(runs.run_dir(name).path):
+        if words[1:4] == ["-P", "-m", "hpcdist.rank.worker"] and words[-1] == str(runs.run_dir(name).path):
             found[int(process.environ()["SLURM_PROCID"])] = process
     return found
 

@@ -22,9 +22,9 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import argv
-from hpcdist.rundir import RunDir, read_json
+from hpcdist.run.folder import RunDir, read_json
 
-ATTACKER = Path(__file__).resolve().parents[1] / "attacker.py"
+ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
 #: The trainer that is attacked: its ranks listen for RPC.
 ATTACKED = "rnn"
 
@@ -149,7 +149,7 @@ def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "hpcdist.runtime.worker" in words and words[-1] == str(run.path):
+        if "hpcdist.rank.worker" in words and words[-1] == str(run.path):
             found[int(process.environ()["SLURM_PROCID"])] = listening(process.pid)
     return found
 

@@ -12,8 +12,8 @@ from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.launch.job.scontrol import parse_time
-from hpcdist.rundir import read_json
+from hpcdist.run.folder import read_json
+from hpcdist.slurm.own_job import parse_time
 
 
 @pytest.fixture(autouse=True)

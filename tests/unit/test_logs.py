@@ -27,7 +27,7 @@ def logging_as_before() -> Iterator[None]:
 def test_a_ranks_lines_say_which_one_and_where(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure(rank=3)
     logs.configure(rank=3)
-    logging.getLogger("hpcdist.runtime").info("resumed at step %d", 7)
+    logging.getLogger("hpcdist.rank").info("resumed at step %d", 7)
     out, err = capsys.readouterr()
     assert out == ""
     host = re.escape(socket.gethostname())

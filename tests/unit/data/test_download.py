@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.data import download
-from hpcdist.data.download import (
-    CIFAR10_FILES,
-    FOLDERS,
-    IDX_FILES,
-    LOCK_NAME,
-    find,
-    find_or_raise,
-    missing,
-    prepare,
-)
+from hpcdist.data.download import CIFAR10_FILES, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
 from hpcdist.data.readers import CIFAR10_MD5
 from hpcdist.errors import DataError
 
@@ -178,7 +169,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_missing_is_told_without_torch(tmp_path: Path) -> None:
     """A login node has none."""
     code = (
-        "import sys; from hpcdist.data.download import missing; from hpcdist.schema import DataConfig\n"
+        "import sys; from hpcdist.data.download import missing; from hpcdist.config.schema import DataConfig\n"
         f"print(missing(DataConfig(name='mnist', root='{tmp_path}')), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

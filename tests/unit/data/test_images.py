@@ -8,14 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpcdist.data.images import (
-    FolderImages,
-    SyntheticImages,
-    TensorImages,
-    class_names,
-    list_images,
-    resize,
-)
+from hpcdist.data.images import FolderImages, SyntheticImages, TensorImages, class_names, list_images, resize
 from hpcdist.errors import DataError
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hpcdist.devcluster import argv, cluster, commands, host, nodes, processes, provision, render, system
+from hpcdist.cli import devcluster
+from hpcdist.devcluster import argv, cluster, host, nodes, processes, provision, render, system
 from hpcdist.devcluster.settings import LINK, Layout, Settings
 from hpcdist.errors import DevClusterError
 
@@ -399,7 +400,7 @@ def test_a_kernel_without_netem_is_told(recorded: Layout, monkeypatch: Patch, as
 
 def test_help_needs_nothing_heavy() -> None:
     code = (
-        "import sys; import hpcdist.devcluster.commands; "
+        "import sys; import hpcdist.cli.devcluster; "
         "heavy = ('torch', 'mlflow', 'omegaconf', 'hpcdist.devcluster.cluster'); "
         "print([name for name in heavy if name in sys.modules])"
     )
@@ -408,6 +409,6 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 def test_status_ends_with_1_where_no_cluster_is(layout: Layout) -> None:
-    done = CliRunner().invoke(commands.app, ["status", "--state", str(layout.state)], standalone_mode=False)
+    done = CliRunner().invoke(devcluster.app, ["status", "--state", str(layout.state)], standalone_mode=False)
     assert done.return_value == 1
     assert done.output == f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one\n"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist import formats
-from hpcdist.config import load_config, run_yaml
+from hpcdist.config.loading import load_config, run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.lookup import find_runs
-from hpcdist.rundir import RunDir, read_json
-from hpcdist.sweepdir import SweepDir, sweep_of
+from hpcdist.files import formats
+from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.lookup import find_runs
+from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking.journal import JournalWriter, read_records
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ from mlflow import MlflowClient
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.pace import LOOKS_PER_S
-from hpcdist.rundir import RunDir, write_json
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.polling import LOOKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.tail import Point
 
@@ -127,7 +127,7 @@ def test_a_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from hpcdist.rundir import RunDir
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking import artifacts, delivery, mlflow_run, progress
 {trap}
 shipper = delivery.Shipper(RunDir(Path(sys.argv[1])), sys.argv[2])

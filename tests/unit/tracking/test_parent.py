@@ -12,12 +12,12 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.config import load_config, to_yaml
+from hpcdist.config.loading import load_config, to_yaml
 from hpcdist.errors import TrackingError
-from hpcdist.lease import hold
-from hpcdist.rundir import RunDir, State, read_json
-from hpcdist.sweep import make_sweep, parse_axes
-from hpcdist.sweepdir import SweepDir, mark, write_sweep
+from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.run.lease import hold
+from hpcdist.run.sweep import make_sweep, parse_axes
+from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
 from hpcdist.tracking.delivery import Shipper
 from hpcdist.tracking.parent import Parent
 
@@ -82,7 +82,7 @@ def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
     assert set(found) == {"tune", "seed=1", "seed=2"}
     for name in ("seed=1", "seed=2"):
         assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
-        assert found[name].data.tags["hpcdist.sweep"] == "tune"
+        assert found[name].data.tags["hpcdist.run.sweep"] == "tune"
         assert found[name].data.params["seed"] == name.removeprefix("seed=")
     parent = found["tune"].data
     assert parent.params == {"seed": "1, 2"}

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 from tracking_scene import CONFIG, Scene
 
-from hpcdist import lease
-from hpcdist.cluster import queue
-from hpcdist.cluster.job_facts import JobFacts
-from hpcdist.cluster.queue import Look
 from hpcdist.errors import TrackingError
-from hpcdist.launch.shipping import ShipperProcess
-from hpcdist.rundir import write_json
+from hpcdist.run import lease
+from hpcdist.run.folder import write_json
+from hpcdist.slurm import queue
+from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.queue import Look
+from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 
 # MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.

@@ -12,7 +12,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.rundir import RunDir, State, write_json
+from hpcdist.run.folder import RunDir, State, write_json
 from hpcdist.tracking.delivery import Shipper
 
 CONFIG: dict[str, Any] = {

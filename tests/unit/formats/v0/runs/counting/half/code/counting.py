@@ -6,8 +6,7 @@ import threading
 
 from torch import nn
 
-from hpcdist.runtime.context import Context
-from hpcdist.schema import Config
+from hpcdist import Config, Context
 
 STEP_S = 0.01
 

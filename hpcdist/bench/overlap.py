@@ -1,0 +1,76 @@
+"""How much of an operation disappears behind a computation that takes as long as it.
+
+    hidden = (compute + communication - together) / min(compute, communication)
+
+1 where the shorter one costs nothing beside the longer one, 0 where they take their turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from hpcdist.bench.groups import Words
+from hpcdist.bench.measurement import Stopwatch, Timing
+from hpcdist.bench.operation import Operation, wait_for
+from hpcdist.bench.results import Overlap
+
+#: Those whose time training can hide, at sizes of gradient buckets.
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend_irecv")
+SIZES = (1 << 20, 1 << 24)
+_MOST_ITERATIONS = 5
+#: A matrix whose product takes about 0.2 ms, on a core as on a GPU.
+_SIDE = {"cpu": 192, "cuda": 2048}
+
+
+def measure_overlap(operation: Operation, words: Words, *, longest_s: float) -> Overlap:
+    """Time the operation, a computation that is as long, and both begun together; call it on every rank.
+
+    Args:
+        longest_s: what takes longer in five iterations is done in fewer.
+    """
+    device = operation.team.device
+    watch = Stopwatch(operation.team)
+    matrix = torch.ones(_SIDE[device.type], _SIDE[device.type], device=device)
+    product = torch.empty_like(matrix)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=product)
+
+    def together(times: int) -> None:
+        works = operation.call(async_op=True)
+        compute(times)
+        wait_for(works)
+
+    def seconds(call: Callable[[], None]) -> float:
+        watch.finish()
+        words.barrier()
+        began = time.perf_counter()
+        call()
+        watch.finish()
+        return time.perf_counter() - began
+
+    compute(10)
+    (first_s,) = words.largest([seconds(operation.run)])
+    iterations = min(max(1, int(longest_s / first_s)), _MOST_ITERATIONS)
+    communication_s, ten_s = words.largest(
+        [min(seconds(call) for _ in range(iterations)) for call in (operation.run, lambda: compute(10))]
+    )
+    times = max(1, round(10 * communication_s / ten_s))
+    found: list[list[float]] = [[], [], []]
+    for _ in range(iterations):  # in turn, so that what disturbs one disturbs all
+        for kind, call in enumerate((lambda: compute(times), operation.run, lambda: together(times))):
+            found[kind].append(seconds(call))
+    compute_s, communication_s, together_s = (Timing.of(words.largest(one)).median_s for one in found)
+    hidden = (compute_s + communication_s - together_s) / min(compute_s, communication_s)
+    return Overlap(
+        operation=operation.name,
+        bytes=operation.count * operation.dtype.itemsize,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        together_s=together_s,
+        hidden=min(max(hidden, 0.0), 1.0),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: atomic folders, a background writer, shards of several ranks."""

@@ -1,0 +1,137 @@
+"""Parts of a model that other ranks own: each owner writes its own file, rank 0 makes one checkpoint of them.
+
+    {"model": {name: tensor}, "rows": {name: [first row, rows in all]}, "trainer": whatever the owner needs}
+
+Names are the whole model's. A tensor with `rows` is a piece of a table whose other rows lie elsewhere: no rank ever
+has to hold all of it. Owners report through the ranks' store, since both sides write in background threads, where
+collectives have no place.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
+
+from hpcdist.checkpoint import files
+from hpcdist.errors import CheckpointError
+from hpcdist.files import retry
+from hpcdist.files.bounded_json import parse_json
+from hpcdist.run.folder import sync_folder
+
+LOOK_EVERY_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one rank owns of the model, and what it needs beside it to go on."""
+
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: name: first row, rows in all
+    trainer: Any = None  #: optimizer state and the like
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.model and self.trainer is None
+
+    def content(self) -> dict[str, Any]:
+        rows = {name: list(span) for name, span in self.rows.items()}
+        return {"model": self.model, "rows": rows, "trainer": self.trainer}
+
+
+class ShardExchange:
+    """How owners tell rank 0 that their shard of a step is on disk.
+
+    Args:
+        timeout_s: how long rank 0 waits for the last of them; one that dies ends the attempt long before.
+    """
+
+    def __init__(self, store: Store, *, rank: int, attempt: int, timeout_s: float = 3600.0) -> None:
+        self._store = PrefixStore(f"shards/{attempt}", store)
+        self._rank = rank
+        self._timeout_s = timeout_s
+
+    def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
+        """Owner: write the file, then say so, or say what went wrong. Raises CheckpointError then."""
+        try:
+            retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
+            record = files.save_file(dict(content), staging / files.shard_name(self._rank))
+            report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
+        except OSError as error:
+            text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
+            may_pass = retry.is_away(error)
+            self._store.set(f"{step}/{self._rank}", json.dumps({"error": text, "may_pass": may_pass}))
+            raise CheckpointError(text, may_pass=may_pass) from error
+        self._store.set(f"{step}/{self._rank}", json.dumps(report))
+
+    def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, files.FileRecord]:
+        """Rank 0: wait for every owner, and move its file. Raises CheckpointError when one has failed or is late."""
+        try:
+            reports = {rank: self._report(step, rank) for rank in owners}
+            for rank in owners:
+                retry.rename(staging / files.shard_name(rank), into / files.shard_name(rank))
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        retry.retry(lambda: sync_folder(into), into)
+        return {files.shard_name(rank): record for rank, record in reports.items()}
+
+    def _report(self, step: int, rank: int) -> files.FileRecord:
+        key = f"{step}/{rank}"
+        end = time.monotonic() + self._timeout_s
+        # Not `wait`: it would keep the store from all other threads of this process meanwhile.
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {self._timeout_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+        text = self._store.get(key)
+        self._store.delete_key(key)
+        try:
+            report = parse_json(text)
+            failure = str(report["error"])[:1000] if "error" in report else ""
+            if not failure:
+                return files.FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise CheckpointError(f"rank {rank} reported its shard of step {step} as {text[:100]!r}") from error
+        raise CheckpointError(failure, may_pass=report.get("may_pass") is True)
+
+
+def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
+    """Return the whole model's tensors out of its shards' contents.
+
+    Raises CheckpointError when rows are missing, and for contents that are not a `Shard`'s.
+    """
+    try:
+        return _merged(shards, source)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(f"{source}: a shard is damaged ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _merged(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
+    whole: dict[str, Tensor] = {}
+    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for shard in shards:
+        for name, tensor in shard["model"].items():
+            if name in shard["rows"]:
+                first, total = shard["rows"][name]
+                pieces.setdefault(name, []).append((first, total, tensor))
+            else:
+                whole[name] = tensor
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        next_row = 0
+        for first, _, tensor in found:
+            if first != next_row:
+                break
+            next_row += len(tensor)
+        if next_row != found[0][1]:
+            raise CheckpointError(f"{source}: rows of {name} are missing after row {next_row} of {found[0][1]}")
+        whole[name] = torch.cat([tensor for _, _, tensor in found])
+    return whole

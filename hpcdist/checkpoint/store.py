@@ -1,0 +1,323 @@
+"""The folder that holds a run's checkpoints: find, load, write, prune. One process writes, all may read."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hpcdist.checkpoint import files
+from hpcdist.errors import CheckpointError
+from hpcdist.files import retry as file_retry
+from hpcdist.files.retry import retry
+from hpcdist.run.folder import sync_folder
+
+log = logging.getLogger(__name__)
+
+_TEMP_PREFIX = ".tmp-"
+#: Moves what other ranks have written into the folder, and returns its names.
+CollectShards = Callable[[Path], Mapping[str, files.FileRecord]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What one checkpoint is to hold, on the host; `rank_states` has one entry for each rank."""
+
+    step: int
+    model: Mapping[str, Any]
+    trainer: Any
+    rank_states: list[Any]
+    metrics: Mapping[str, float]
+    collect_shards: CollectShards | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A complete checkpoint on disk. A metric that was not finite when saved is NaN here."""
+
+    path: Path
+    step: int
+    world_size: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint's content, every tensor on the host. `world_size` is that of the run that saved it."""
+
+    step: int
+    model: dict[str, Tensor]
+    trainer: Any
+    rank_states: list[Any]
+    metrics: Mapping[str, float]
+    world_size: int
+
+
+class CheckpointStore:
+    """The `checkpoints/` folder of one run.
+
+    Args:
+        folder: made at the first write.
+        keep_last: how many of the newest to keep, at least 2.
+        best_metric: the best checkpoint by this metric is kept as well.
+        best_mode: whether the largest or the smallest value is the best.
+
+    `skipped` says, one line each, what the last `latest()` passed over and why.
+    Raises CheckpointError for a `keep_last` below 2: with one, a broken disk block ends the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        best_metric: str | None = None,
+        best_mode: Literal["max", "min"] = "max",
+    ) -> None:
+        if keep_last < 2:
+            raise CheckpointError(f"checkpoint.keep_last must be >= 2, got {keep_last}")
+        self.folder = Path(folder)
+        self.skipped: list[str] = []
+        self._keep_last = keep_last
+        self._best_metric = best_metric
+        self._best_mode = best_mode
+        self._looked = False
+        self._newest: Found | None = None  # known to be whole: verified or written by this process
+        self._broken: set[Path] = set()
+
+    # --- reading
+
+    def latest(self) -> Found | None:
+        """Return the newest checkpoint whose manifest, sizes and hashes are right; None without one."""
+        self.skipped, self._broken = [], set()
+        self._newest, self._looked = None, True
+        for folder in self._folders():
+            try:
+                self._newest = _verified(folder)
+                break
+            except CheckpointError as error:
+                self._broken.add(folder)
+                self.skipped.append(str(error))
+                log.warning("skipping checkpoint %s", error)
+        return self._newest
+
+    def best(self) -> Found | None:
+        """Return the valid checkpoint that is best by `best_metric`, the newer of equals; or None."""
+        ranked = self._by_metric(list(self._whole()))
+        for found in ranked:
+            try:
+                return _verified(found.path)
+            except CheckpointError as error:
+                log.warning("skipping checkpoint %s", error)
+        return None
+
+    def newest_step(self) -> int | None:
+        """The step of the newest valid checkpoint; looks at the disk only if `latest()` has not yet."""
+        if not self._looked:
+            self.latest()
+        return None if self._newest is None else self._newest.step
+
+    def load(self, path: Path | str, *, verify: bool = True) -> Checkpoint:
+        """Load one checkpoint folder into host memory.
+
+        `verify=False` spares reading the files twice where `latest()` has just verified them.
+        Raises CheckpointError when it is incomplete, changed, or holds anything but plain data.
+        """
+        return _load(Path(path), verify=verify)
+
+    def _folders(self) -> list[Path]:
+        """Folders named like a checkpoint, newest first."""
+        steps = {entry: files.step_of(entry) for entry in _entries(self.folder)}
+        named = [(step, entry) for entry, step in steps.items() if step is not None]
+        return [entry for _, entry in sorted(named, reverse=True)]
+
+    def _whole(self) -> Iterator[Found]:
+        """Checkpoints not known to be broken, newest first: manifests and sizes only, no hashes."""
+        for folder in self._folders():
+            if folder not in self._broken:
+                try:
+                    yield _found(folder, files.read_manifest(folder))
+                except CheckpointError as error:
+                    self._broken.add(folder)
+                    log.warning("leaving checkpoint %s", error)
+
+    def _by_metric(self, candidates: list[Found]) -> list[Found]:
+        """Best first; those without the metric, or with NaN, left out. `candidates` are newest first."""
+        metric = self._best_metric
+        if metric is None:
+            return []
+        sign = -1.0 if self._best_mode == "max" else 1.0
+        scored = [(sign * found.metrics.get(metric, math.nan), found) for found in candidates]
+        return [found for _, found in sorted((s for s in scored if not math.isnan(s[0])), key=lambda s: s[0])]
+
+    # --- writing, by one process
+
+    def write(self, snapshot: Snapshot, *, before_publish: Callable[[], None] | None = None) -> Path:
+        """Write a checkpoint and return its folder; it is on disk, whole, under its name when this returns.
+
+        `before_publish` is called when all is written but the name. A valid checkpoint of the same step is
+        kept and the new one dropped: it is the same state, and replacing it would risk it.
+
+        Raises CheckpointError when the disk is full or refuses; nothing is left of the attempt, and older
+        checkpoints are untouched.
+        """
+        final = self.folder / files.folder_name(snapshot.step)
+        try:
+            retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
+            if file_retry.exists(final) and self._is_valid(final):
+                log.info("%s is there already and valid: kept", final)
+            else:
+                self._write_new(snapshot, final, before_publish)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
+                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are untouched",
+                may_pass=file_retry.is_away(error),
+            ) from error
+        self._broken.discard(final)
+        if snapshot.step >= (self.newest_step() or 0):
+            self._newest = _found(final, files.read_manifest(final))
+        return final
+
+    def _write_new(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
+        temp = self._temp_name(final)
+        try:
+            retry(lambda: temp.mkdir(exist_ok=True), temp)
+            files.write_checkpoint(
+                temp,
+                step=snapshot.step,
+                model=snapshot.model,
+                trainer=snapshot.trainer,
+                rank_states=snapshot.rank_states,
+                metrics=snapshot.metrics,
+                collect_shards=snapshot.collect_shards,
+            )
+            if before_publish is not None:
+                before_publish()
+            if file_retry.exists(final):  # only a broken one gets here
+                self._remove(final)
+            file_retry.rename(temp, final)
+            retry(lambda: sync_folder(self.folder), self.folder)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)  # what cannot be removed now is a left-over for the restore
+            raise
+
+    def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the checkpoint of `step`, which was saved before they were known.
+
+        Raises CheckpointError when there is no such checkpoint or its manifest cannot be written.
+        """
+        folder = self.folder / files.folder_name(step)
+        manifest = files.read_manifest(folder)
+        try:
+            files.write_manifest(folder, replace(manifest, metrics={**manifest.metrics, **metrics}))
+        except OSError as error:
+            raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
+
+    def prune(self) -> list[Path]:
+        """Remove and return what is older than the newest `keep_last` valid ones, except the best.
+
+        Broken checkpoints neither count nor are removed: somebody may want to look at them.
+        Raises CheckpointError when one cannot be removed.
+        """
+        whole = list(self._whole())
+        if len(whole) <= self._keep_last:
+            return []
+        if whole[0].step != self.newest_step():  # not known to be valid: look before anything is removed
+            self.latest()
+            whole = list(self._whole())
+        best = self._by_metric(whole)[:1]
+        doomed = [found.path for found in whole[self._keep_last :] if found not in best]
+        for path in doomed:
+            try:
+                self._remove(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"old checkpoint {path} cannot be removed: {error.strerror}", may_pass=file_retry.is_away(error)
+                ) from error
+        return doomed
+
+    def remove_leftovers(self) -> list[Path]:
+        """Remove what killed attempts left half-written; return it. Only for the one process that writes."""
+        leftovers = [entry for entry in _entries(self.folder) if entry.name.startswith(f"{_TEMP_PREFIX}step-")]
+        for entry in leftovers:
+            try:
+                retry(lambda entry=entry: shutil.rmtree(entry), entry)  # type: ignore[misc]
+            except OSError as error:
+                raise CheckpointError(f"left-over {entry} cannot be removed: {error.strerror}") from error
+            log.info("removed %s, left by an attempt that died while saving", entry)
+        return leftovers
+
+    def _is_valid(self, folder: Path) -> bool:
+        try:
+            _verified(folder)
+        except CheckpointError as error:
+            log.warning("replacing checkpoint %s", error)
+            return False
+        return True
+
+    def _remove(self, folder: Path) -> None:
+        # Renamed first: a kill half-way leaves a left-over, not a checkpoint with files missing.
+        temp = self._temp_name(folder)
+        file_retry.rename(folder, temp)
+        retry(lambda: shutil.rmtree(temp), temp)
+
+    def staging(self, step: int, attempt: int) -> Path:
+        """Where the ranks of an attempt leave their shards of a checkpoint, until rank 0 takes them."""
+        return self.folder / f"{_TEMP_PREFIX}{files.folder_name(step)}-shards-{attempt:03d}"
+
+    def _temp_name(self, final: Path) -> Path:
+        return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
+
+
+def _load(folder: Path, *, verify: bool) -> Checkpoint:
+    manifest = files.read_manifest(folder)
+    if verify:
+        files.verify_hashes(folder, manifest)
+    rest = files.load_file(folder / files.TRAINER_FILE)
+    if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
+        raise CheckpointError(f"{folder / files.TRAINER_FILE} does not hold `trainer` and `rank_states`")
+    return Checkpoint(
+        step=manifest.step,
+        model=files.load_file(folder / files.MODEL_FILE),
+        trainer=rest["trainer"],
+        rank_states=rest["rank_states"],
+        metrics=manifest.metrics,
+        world_size=manifest.world_size,
+    )
+
+
+def _verified(folder: Path) -> Found:
+    manifest = files.read_manifest(folder)
+    files.verify_hashes(folder, manifest)
+    return _found(folder, manifest)
+
+
+def _found(folder: Path, manifest: files.Manifest) -> Found:
+    return Found(path=folder, step=manifest.step, world_size=manifest.world_size, metrics=manifest.metrics)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return retry(lambda: list(folder.iterdir()), folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"checkpoint folder {folder} cannot be read: {error.strerror}") from error
+
+
+def _free_space(folder: Path) -> str:
+    while not os.path.exists(folder):
+        folder = folder.parent
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB free"
+    except OSError as error:
+        return f"room unknown: {error.strerror}"

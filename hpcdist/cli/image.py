@@ -1,0 +1,132 @@
+"""`hpcdist image …`: parse, call, print."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcdist.cli.options import console
+from hpcdist.errors import UserMistake
+
+app = typer.Typer(name="image", help="Images to run in: build, check, convert for a site.", no_args_is_help=True)
+
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", help="docker, podman or buildah; the first that works by default.")
+]
+Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
+
+
+@app.command()
+def build(
+    tag: Annotated[str | None, typer.Option("--tag", help="Name of the image; `hpcdist` by default.")] = None,
+    target: Annotated[
+        str, typer.Option("--target", help="default, slim (no compiler: no torch.compile), or mlflow (the server).")
+    ] = "default",
+    base: Annotated[str | None, typer.Option("--base", help="Base image instead of the Dockerfile's.")] = None,
+    uid: Annotated[int | None, typer.Option("--uid", help="The image's own user.")] = None,
+    gid: Annotated[int | None, typer.Option("--gid", help="The image's own group.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="A further word for the engine; repeat for more.")
+    ] = None,
+    engine: EngineOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+) -> None:
+    """Build an image from a checkout, on a base image that is named by its digest where that can be looked up.
+
+    Examples:
+
+        hpcdist image build
+
+        hpcdist image build --target slim --base docker.io/library/ubuntu:24.04
+
+        hpcdist image build --option --secret --option id=pip.conf,src=$HOME/.config/pip/pip.conf
+    """
+    from hpcdist.containers.images import build as building
+    from hpcdist.containers.images.base_digest import default_base, look_up
+    from hpcdist.containers.images.engine import find_engine
+
+    if target not in building.TARGETS:
+        raise UserMistake(f"--target must be one of {', '.join(building.TARGETS)}, got {target!r}")
+    checkout = building.find_checkout(Path.cwd())
+    found = find_engine(engine, ("docker", "podman", "buildah"))
+    revision, created = building.revision_of(checkout)
+    named = base or default_base(building.dockerfile_of(checkout, target))
+    looked_up = look_up(found, named, pull=not dry_run)
+    if looked_up.problem:
+        kept = f"; its id {looked_up.id} is recorded" if looked_up.id else ""
+        print(f"base image {named} is not pinned by digest: {looked_up.problem}{kept}", file=sys.stderr, flush=True)
+    wanted = building.Build(
+        checkout=checkout,
+        tag=tag or building.default_tag(target),
+        target=target,
+        base=looked_up,
+        uid=uid,
+        gid=gid,
+        revision=revision,
+        created=created,
+        options=tuple(option or ()),
+    )
+    command = building.argv(found.name, wanted)
+    print(shlex.join(command), flush=True)
+    if not dry_run:
+        building.run(found, command)
+
+
+@app.command()
+def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
+    """Start an image and look: versions, imports, user, entrypoint, RDMA, and a training on two ranks in it.
+
+    Example:  hpcdist image check hpcdist:slim
+    """
+    from hpcdist.containers.images.check import check as look
+    from hpcdist.containers.images.engine import RUNNERS, find_engine
+
+    failed = 0
+    for finding in look(find_engine(engine, RUNNERS), image):
+        failed += not finding.good
+        mark = "[green]ok[/]    " if finding.good else "[red]FAILED[/]"
+        console().print(f"{mark} [bold]{finding.what}[/]: ", end="", highlight=False)
+        console().print(finding.said, markup=False, highlight=False, soft_wrap=True)
+    return 1 if failed else 0
+
+
+@app.command()
+def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
+    """Print an image's bill of materials: its Debian and Python packages with their versions, as CycloneDX JSON.
+
+    Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
+    """
+    from hpcdist.containers.images.engine import RUNNERS, find_engine
+    from hpcdist.containers.images.labels import inspect, read_sbom
+
+    found = find_engine(engine, RUNNERS)
+    print(read_sbom(found, inspect(found, image)))
+
+
+@app.command()
+def convert(
+    image: Image = "hpcdist",
+    to: Annotated[str, typer.Option("--to", help="sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).")] = "",
+    into: Annotated[Path, typer.Option("--into", help="Folder that all nodes see.")] = Path("images"),
+    engine: EngineOption = None,
+) -> None:
+    """Write an image in the form that a site's runtime reads: once, named by its digest.
+
+    Example:  hpcdist image convert --to sqsh --into /shared/images
+    """
+    from hpcdist.containers.images.convert import FORMS
+    from hpcdist.containers.images.convert import convert as write
+    from hpcdist.containers.images.engine import RUNNERS, find_engine
+    from hpcdist.containers.images.labels import inspect, require_fit
+
+    if to not in FORMS:
+        raise UserMistake(f"--to must be one of {', '.join(FORMS)}, got {to!r}")
+    found = find_engine(engine, RUNNERS)
+    facts = inspect(found, image)
+    require_fit(facts, machine=facts.architecture)
+    target, written = write(found, facts, to, into)
+    print(f"{target}{'' if written else ' is there already'}")

@@ -1,0 +1,92 @@
+"""What people see of a sweep: its cells before they run, and how they stand."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.cli.options import console
+
+if TYPE_CHECKING:
+    from hpcdist.run.folder import RunDir
+    from hpcdist.run.sweep import Sweep
+    from hpcdist.supervisor.sweep_cells import Choice
+
+#: What the table shows where no cell has the metric that decides on the best checkpoint.
+_FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
+
+
+def say(text: str) -> None:
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
+    """Which cells there are, and which of them run now."""
+    num = sum(choice.runs for choice in choices)
+    say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {sweep.folder.parent}")
+    for index, choice in enumerate([choice for choice in choices if choice.runs]):
+        say(f"  {index}: {choice.cell.label} ({choice.why})  {choice.run.name}")
+    for choice in choices:
+        if not choice.runs:
+            say(f"  -: {choice.cell.label} ({choice.why})")
+
+
+def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
+    """A table of all cells with status and final metric; returns the exit code that follows from them."""
+    cells = [(choice.cell.label, choice.run) for choice in choices]
+    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.best)
+    if set(names) != {"finished"}:
+        say("the same command again runs what is missing or has failed")
+    if {"failed", "lost", "unreadable"} & set(names):
+        return 1
+    return 130 if "cancelled" in names else 0
+
+
+def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
+    """A table of cells with status and newest metric; returns how each stands.
+
+    Args:
+        cells: label and folder of each; the folder may not be there yet.
+        best: the metric that decides on the best checkpoint.
+    """
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from hpcdist.errors import RunFolderError
+    from hpcdist.run.status import look_now, stand
+
+    beats = [_last_beat(run) for _, run in cells]
+    shown = (best, *_FALLBACKS)
+    metric = next((key for key in shown if any(key in beat.get("metrics", {}) for beat in beats)), shown[0])
+    table = Table(Column("cell", no_wrap=True), "status", "step", metric, "reason", title=title)
+    names = []
+    for (label, run), beat in zip(cells, beats, strict=True):
+        try:
+            there = os.path.lexists(run.path / "state.json")
+            name = stand(run, look_now(run)).name if there else "missing"
+            reason = run.read_state().reason if there else "never made"
+        except (RunFolderError, OSError) as error:
+            name, reason = "unreadable", str(error)
+        names.append(name)
+        value = beat.get("metrics", {}).get(metric)
+        number = "" if value is None else f"{value:.6g}"
+        table.add_row(escape(label), names[-1], str(beat.get("step", "")), number, escape(reason))
+    console().print(table)
+    counts = Counter(names)
+    say(f"sweep {title}: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}")
+    return names
+
+
+def _last_beat(run: RunDir) -> dict[str, Any]:
+    """Rank 0's last sign of life, with its metrics; empty before the first."""
+    from hpcdist.errors import RunFolderError
+
+    if not os.path.lexists(run.path / "state.json"):
+        return {}
+    try:
+        state = run.read_state()
+        return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+    except (RunFolderError, OSError):  # reported in the cell's row
+        return {}

@@ -1,1 +1,0 @@
-"""The commands, by what they are for: `launching` starts runs, `managing` looks after them, `benching` measures."""

@@ -1,0 +1,1 @@
+"""Load, validate and write configs. OmegaConf is used here alone."""

@@ -1,0 +1,188 @@
+"""User-written YAML as plain containers, bounded in size, nesting and numbers before a recursive parser sees it.
+
+libyaml's composer and OmegaConf recurse once per level, and a deeply nested document overflows the C stack: that ends
+the interpreter with a segmentation fault. The event stream does not recurse, so the bounds are checked on events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from hpcdist.errors import ConfigError, shown
+from hpcdist.files import retry
+
+T = TypeVar("T")
+MAX_BYTES = 2**20
+MAX_DEPTH = 40
+MAX_DIGITS = 100
+#: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
+MAX_INTEGER = 2**63 - 1
+#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
+_NO_INTERPOLATION = "$\ue0f7{"
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
+#: Of explicit tags only `!!str` and `!`; others construct objects, or fail on values that are not of their form.
+_TAGS = (None, "!", "tag:yaml.org,2002:str")
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
+    """Return a YAML file's keys and values; interpolations are left as they are, and a `literal` one holds none.
+
+    Raises ConfigError.
+    """
+    text = read_text(path)
+    try:
+        # OmegaConf parses interpolations when it reads them. An empty file is all defaults.
+        tree = (as_literal(parse(protected(text))) if literal else parse(text)) or {}
+    except ValueError as error:
+        raise ConfigError([str(error)], str(path)) from error
+    if not isinstance(tree, dict):
+        kind = type(tree).__name__
+        raise ConfigError([f"must hold keys and values, but its top level is of type {kind}"], str(path))
+    return tree
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most MAX_BYTES. Raises ConfigError."""
+    try:
+        data = retry.retry(lambda: _read_bytes(path), path)
+        if len(data) > MAX_BYTES:
+            raise ConfigError([f"is larger than {MAX_BYTES // 2**20} MiB, the limit for a config"], str(path))
+        return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(["no such file"], str(path)) from None
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror or error}"], str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(["is not UTF-8 text"], str(path)) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def parse(text: str) -> Any:
+    """Return the plain value of a YAML text, as OmegaConf reads it (`3e-4` is a number), with text for keys.
+
+    Raises ValueError with one line: the mistake, and where it is known its line.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+    try:
+        check_bounds(text)
+        # A scalar by itself is no document for OmegaConf.
+        found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except OmegaConfBaseException as error:
+        key = (error.full_key or "").removeprefix("value").removeprefix(".")
+        where = f"{key}: " if key else ""
+        # The grammar's own messages repeat the text.
+        what = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
+        raise ValueError(f"{where}{what}") from None
+    except yaml.YAMLError as error:
+        # An alias or a tag by mistake may be the beginning of a password: `*p4ss`.
+        raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
+    assert isinstance(found, dict), "of a dotlist with one key"
+    return _with_text_keys(found["value"], "")
+
+
+def protected(value: T) -> T:
+    """Return a text, or plain containers, in whose strings OmegaConf finds no interpolation; see `as_literal`."""
+    found: Any = value
+    if isinstance(found, dict):
+        found = {key: protected(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [protected(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace("${", _NO_INTERPOLATION)
+    return cast(T, found)
+
+
+def as_literal(value: T) -> T:
+    """Return a config, or a value of one, with the strings that `protected` has changed as they were."""
+    found: Any = value
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        fields = {field.name: as_literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
+        found = dataclasses.replace(found, **fields)
+    elif isinstance(found, dict):
+        found = {as_literal(key): as_literal(item) for key, item in found.items()}
+    elif isinstance(found, list):
+        found = [as_literal(item) for item in found]
+    elif isinstance(found, str):
+        found = found.replace(_NO_INTERPOLATION, "${")
+    return cast(T, found)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; OmegaConf's further lines repeat key and type."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def unfit(value: object) -> str:
+    """Return why a value of a config cannot be stored or passed to other programs, nothing where it can."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+        return f"must fit in 64 bits, got {shown(value)}"
+    if isinstance(value, str):
+        if "\0" in value:
+            return f"must not hold a NUL character, got {shown(value)}"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"must be UTF-8 text, got {shown(value)}"
+    return ""
+
+
+def unfit_values(tree: object, path: str = "") -> Iterator[str]:
+    """Yield a problem for every key and value of plain containers that is `unfit`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if problem := unfit(key):
+                yield f"{path or 'the config'}: a key {problem}"
+            else:
+                yield from unfit_values(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from unfit_values(value, path)
+    elif problem := unfit(tree):
+        yield f"{path} {problem}"
+
+
+def check_bounds(text: str) -> None:
+    """Raise ValueError for a YAML text that a recursive parser should not see, or YAMLError for one that is no YAML."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
+        if getattr(event, "tag", None) not in _TAGS:
+            raise ValueError(f"{where}: explicit tags are not supported: put a value that begins with '!' in quotes")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"{where}: nested more than {MAX_DEPTH} levels deep")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_DIGITS and _NUMBER.fullmatch(event.value):
+            raise ValueError(f"{where}: a number of {len(event.value):,} characters: the limit is {MAX_DIGITS}")
+
+
+def _with_text_keys(value: Any, path: str) -> Any:
+    """Containers whose keys are text: `1` and `'1'` would be one key in JSON and on the command line."""
+    if isinstance(value, list):
+        return [_with_text_keys(entry, path) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(key, bool | bytes) or not isinstance(key, str | int | float):
+            raise ValueError(f"the key {shown(key)} is a {type(key).__name__}: put it in quotes")
+        if str(key) in found:
+            raise ValueError(f"the key {shown(str(key))} occurs twice, as text and as a number")
+        found[str(key)] = _with_text_keys(inner, where)
+    return found

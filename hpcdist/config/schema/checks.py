@@ -1,0 +1,87 @@
+"""Checks that sections share: each gives a list of mistakes, a line a mistake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+#: What a shell takes for the name of a variable.
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: A long flag of Slurm's. Leading dashes have an error of their own, with all other flags that cannot be set.
+_FLAG = re.compile(r"-{0,2}[A-Za-z0-9][A-Za-z0-9_-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+def check(problems: list[str]) -> None:
+    """Raise one ValueError with a line a mistake; config/loading.py puts the section's name in front of each."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def at_least(section: object, low: float, *names: str) -> list[str]:
+    values = {name: getattr(section, name) for name in names}
+    return [
+        f"{name} must be >= {low:g}, got {value}"
+        for name, value in values.items()
+        if value is not None and not value >= low
+    ]
+
+
+def above(section: object, low: float, *names: str) -> list[str]:
+    values = {name: getattr(section, name) for name in names}
+    return [
+        f"{name} must be > {low:g}, got {value}"
+        for name, value in values.items()
+        if value is not None and not value > low
+    ]
+
+
+def strings(section: object, name: str) -> list[str]:
+    return [
+        f"{name}.{key} must be a string, got {value!r}"
+        for key, value in getattr(section, name).items()
+        if not isinstance(value, str)
+    ]
+
+
+def variables(section: object, name: str) -> list[str]:
+    """Names that no shell takes for a variable, and values that no environment can hold."""
+    return [
+        f"{name}: {_short(key)} is no name of a variable: letters, digits and '_', no digit first"
+        if not _VARIABLE.fullmatch(str(key))
+        else f"{name}.{key} must not hold a NUL character"
+        for key, value in getattr(section, name).items()
+        if not _VARIABLE.fullmatch(str(key)) or "\0" in str(value)
+    ]
+
+
+def flags(section: object, *names: str) -> list[str]:
+    """Names that are no flags of Slurm's; in a script or a command line they would be something else."""
+    return [
+        f"{name}: {_short(key)} is no flag: give its long name, such as mail-type"
+        for name in names
+        for key in getattr(section, name)
+        if not _FLAG.fullmatch(str(key))
+    ]
+
+
+def one_line(section: object, *names: str) -> list[str]:
+    """Texts with a newline or another control character, which would end a line of the batch script."""
+    values = {name: getattr(section, name) for name in names}
+    return [
+        f"{key} must be one line without control characters, got {_short(text)}"
+        for name, value in values.items()
+        for key, text in _texts(name, value)
+        if _CONTROL.search(text)
+    ]
+
+
+def _texts(name: str, value: object) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}.{key}", str(text)) for key, text in value.items()]
+    return [(name, str(text)) for text in (value if isinstance(value, list) else [value])]
+
+
+def _short(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 80 else f"{shown[:77]}…"

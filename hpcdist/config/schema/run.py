@@ -1,0 +1,130 @@
+"""The whole config of a run, and what only shows in its sections together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcdist.config.schema.checks import at_least, check, one_line
+from hpcdist.config.schema.cluster import ClusterConfig
+from hpcdist.config.schema.container import ContainerConfig
+from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
+from hpcdist.config.schema.needs import trainer_problems
+from hpcdist.config.schema.preflight import PreflightConfig
+from hpcdist.config.schema.training import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    StopConfig,
+    TrainerConfig,
+)
+from hpcdist.trainers.comm.schema import CommConfig
+from hpcdist.trainers.hybrid.schema import HybridConfig
+from hpcdist.trainers.pipeline.schema import PipelineConfig
+from hpcdist.trainers.rl.schema import RlConfig
+from hpcdist.trainers.rnn.schema import RnnConfig
+
+#: Part of RPC names, of config keys and of lines in logs.
+ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One distributed training run."""
+
+    experiment: str = "hpcdist"
+    """MLflow experiment, and folder of its runs."""
+    name: str = ""
+    """Name of the run; empty makes one of the trainer, the time and chance."""
+    runs_dir: str = "${oc.env:HPCDIST_RUNS_DIR,runs}"
+    """Where run folders are made; on a cluster a file system that all nodes share."""
+    seed: int = 0
+    """Seeds weights, shuffling, augmentation and dropout; each rank derives its own from it."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    roles: dict[str, int] = field(default_factory=dict)
+    """How many ranks play which role, in rank order; empty makes all of them trainers."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
+    rnn: RnnConfig = field(default_factory=RnnConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    hybrid: HybridConfig = field(default_factory=HybridConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    params: dict[str, Any] = field(default_factory=dict)
+    """Free keys for a trainer of your own; logged like all others."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be a plain folder name (letters, digits, '.', '_', '-'), got {value!r}"
+            for name, value in (("experiment", self.experiment), ("name", self.name))
+            if value and not (value[0].isalnum() and all(char.isalnum() or char in "._-" for char in value))
+        ]
+        if not self.experiment:
+            problems.append("experiment must not be empty")
+        for role, count in self.roles.items():
+            if not ROLE_NAME.fullmatch(role):
+                problems.append(f"roles: {role!r} is no name for a role: letters, digits and '_', a letter first")
+            if count < 1:
+                problems.append(f"roles.{role} must be >= 1, got {count}")
+        # It becomes a line of the batch script.
+        check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
+
+
+def role_device(config: Config, role: str) -> str:
+    """`auto`, `cpu` or `cuda`: a role that asks the cluster for no GPUs, where others do, needs none anywhere."""
+    if role in config.launch.devices:
+        return config.launch.devices[role]
+    asked = {
+        name: config.cluster.gpus_per_node if request.gpus_per_node is None else request.gpus_per_node
+        for name, request in config.cluster.roles.items()
+    }
+    own = config.cluster.roles.get(role)
+    gpus = asked.get(role, config.cluster.gpus_per_node)
+    if gpus == 0 and (any(asked.values()) or (own is not None and own.gpus_per_node == 0)):
+        return "cpu"
+    return config.launch.device
+
+
+def cross_check(config: Config) -> list[str]:
+    """Mistakes that no section can see alone, each with its fix."""
+    problems = []
+    if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
+        problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
+    if config.trainer.script and config.trainer.target != "ddp":
+        problems.append("trainer.script and trainer.target exclude each other: remove one of them")
+    if not config.trainer.script:
+        problems += trainer_problems(config)
+    if config.launch.device == "cpu":
+        if config.launch.backend == "nccl":
+            problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
+        if config.trainer.target == "comm" and config.comm.backend == "nccl":
+            problems.append("comm.backend=nccl needs GPUs, but launch.device=cpu: use comm.backend=gloo")
+        if config.precision.dtype == "fp16":
+            problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
+        if config.model.sync_batch_norm:
+            problems.append("model.sync_batch_norm needs GPUs, but launch.device=cpu: set it to false")
+    elif config.launch.backend == "nccl":
+        without = [role for role in config.roles if role_device(config, role) == "cpu"]
+        if without:
+            problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
+    if "trainer" in config.cluster.roles and not config.roles:
+        problems.append("cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2")
+    known = list(config.roles) or ["trainer"]
+    for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
+        problems += [
+            f"{section}.{role}: no such role, `roles` has {', '.join(known)}" for role in set(named) - set(known)
+        ]
+    return problems

@@ -1,0 +1,103 @@
+"""The base image of a build by its digest, so that the same line builds on the same base later."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.containers.images.engine import Engine, last_line
+from hpcdist.errors import ImageError
+
+_DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A base image, as far as it could be looked up."""
+
+    name: str  #: as the user or the Dockerfile names it, tag included
+    digest: str = ""  #: `sha256:…` of its manifest in a registry
+    id: str = ""  #: `sha256:…` of its config, for a local image that no registry has a digest of
+    problem: str = ""  #: why there is no digest, in one line
+
+    @property
+    def reference(self) -> str:
+        """The name to build from: by digest where there is one."""
+        return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
+
+
+def default_base(dockerfile: Path) -> str:
+    """Return the base image that a Dockerfile names itself."""
+    found = _DEFAULT.search(dockerfile.read_text())
+    if found is None:
+        raise ImageError(f"{dockerfile} names no base image (no line `ARG BASE_IMAGE=…`): restore the file")
+    return found[1]
+
+
+def repository(name: str) -> str:
+    """Return the name of an image without tag and digest; a colon before a slash belongs to a port."""
+    name = name.partition("@")[0]
+    head, slash, tail = name.rpartition("/")
+    return f"{head}{slash}{tail.partition(':')[0]}"
+
+
+def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
+    """Look up the digest of a base image: in its name, in the engine's store, else by pulling it as the build would.
+
+    Args:
+        pull: whether the image may be fetched; a dry run fetches nothing.
+    """
+    _, _, digest = name.partition("@")
+    if digest:
+        return Base(name=name, digest=digest)
+    if engine.name == "buildah":
+        return Base(name=name, problem="buildah does not tell digests; docker and podman do")
+    found = _inspect(engine, name)
+    if found is None and pull:
+        done = subprocess.run([engine.name, "pull", "--quiet", name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return Base(name=name, problem=f"{engine.name} cannot pull it: {last_line(done.stderr)}")
+        found = _inspect(engine, name)
+    if found is None:
+        return Base(name=name, problem=f"{engine.name} does not have it here, and a dry run pulls nothing")
+    return _of(name, found)
+
+
+def _inspect(engine: Engine, name: str) -> dict[str, object] | None:
+    done = subprocess.run([engine.name, "image", "inspect", name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    (found,) = json.loads(done.stdout)
+    return dict(found)
+
+
+def _of(name: str, found: dict[str, object]) -> Base:
+    """Make a Base of what an engine says of a local image.
+
+    podman lists a digest of its own for images that were never in a registry, under `localhost`.
+    """
+    listed = found.get("RepoDigests")
+    digests = [str(entry).partition("@") for entry in listed] if isinstance(listed, list) else []
+    wanted = _full(repository(name))
+    for repo, _, digest in digests:
+        if _full(repo) == wanted and not wanted.startswith("localhost/"):
+            return Base(name=name, digest=digest)
+    identity = str(found["Id"])
+    return Base(
+        name=name,
+        id=identity if ":" in identity else f"sha256:{identity}",
+        problem="a local image without a digest of a registry",
+    )
+
+
+def _full(repo: str) -> str:
+    """Return a repository with the registry and the folder that docker leaves out: `debian`, `nvidia/cuda`."""
+    if "/" not in repo:
+        return f"docker.io/library/{repo}"
+    first = repo.partition("/")[0]
+    if "." not in first and ":" not in first and first != "localhost":
+        return f"docker.io/{repo}"
+    return repo

@@ -1,0 +1,98 @@
+"""Build our images from a checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import hpcdist
+from hpcdist.containers.images.base_digest import Base
+from hpcdist.containers.images.engine import Engine, EngineName
+from hpcdist.errors import ImageError, UserMistake
+
+Target = Literal["default", "slim", "mlflow"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+_DOCKERFILES = {"default": "Dockerfile", "slim": "Dockerfile", "mlflow": "mlflow.Dockerfile"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One build of one image."""
+
+    checkout: Path
+    tag: str
+    base: Base
+    target: Target = "default"
+    uid: int | None = None
+    gid: int | None = None
+    revision: str = ""
+    created: str = ""
+    options: tuple[str, ...] = ()  #: more words for the engine
+
+
+def find_checkout(start: Path) -> Path:
+    """The checkout to build: around `start`, or the one that this hpcdist was installed from with `--editable`."""
+    for folder in (start, *start.parents, Path(hpcdist.__file__).parents[1]):
+        if (folder / "docker" / "Dockerfile").is_file() and (folder / "hpcdist" / "__init__.py").is_file():
+            return folder
+    raise UserMistake(
+        f"no docker/Dockerfile of hpcdist in {start} or above: images are built from a checkout, run this in one"
+    )
+
+
+def dockerfile_of(checkout: Path, target: Target) -> Path:
+    """The Dockerfile of a target."""
+    return checkout / "docker" / _DOCKERFILES[target]
+
+
+def default_tag(target: Target) -> str:
+    """`hpcdist`, `hpcdist:slim`, `hpcdist-mlflow`."""
+    return {"default": "hpcdist", "slim": "hpcdist:slim", "mlflow": "hpcdist-mlflow"}[target]
+
+
+def revision_of(checkout: Path) -> tuple[str, str]:
+    """Commit and its time, for the labels; empty where there is no git. A dirty tree is said to be one."""
+    found = []
+    for arguments in (["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], ["log", "-1", "--format=%cI"]):
+        try:
+            done = subprocess.run(["git", "-C", checkout, *arguments], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return "", ""
+        found.append(done.stdout.strip() if done.returncode == 0 else "")
+    return found[0], found[1]
+
+
+def argv(engine: EngineName, build: Build) -> list[str]:
+    """The engine's command line."""
+    words: list[str] = [engine, "build"]
+    if engine != "docker":
+        words += ["--format", "docker"]  # the OCI format knows no health checks
+    words += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
+    if build.target != "mlflow":
+        words += ["--target", build.target]
+    arguments = {
+        "BASE_IMAGE": build.base.reference,
+        "BASE_NAME": build.base.name,
+        "BASE_DIGEST": build.base.digest or None,
+        "BASE_ID": build.base.id or None,
+        "UID": build.uid,
+        "GID": build.gid,
+        "REVISION": build.revision or None,
+        "CREATED": build.created or None,
+    }
+    for name, value in arguments.items():
+        if value is not None:
+            words += ["--build-arg", f"{name}={value}"]
+    return [*words, *build.options, str(build.checkout)]
+
+
+def run(engine: Engine, command: Sequence[str]) -> None:
+    """Build, with the engine's own words on the terminal. Raises ImageError when it fails."""
+    # Debian 12's docker builds without BuildKit unless asked, and the Dockerfiles' mounts need it.
+    code = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
+    if code:
+        raise ImageError(f"{engine.name} could not build the image (exit code {code}); what it said is above")

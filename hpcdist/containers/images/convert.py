@@ -1,0 +1,139 @@
+"""Make of an image what a site's runtime reads: once, under a lock, in a file named by the image's digest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal, get_args
+
+from hpcdist.containers.images.engine import Engine, EngineName, last_line
+from hpcdist.containers.images.labels import ImageFacts
+from hpcdist.errors import ImageError, UserMistake
+from hpcdist.files.lock import flock_if_possible
+
+Form = Literal["sqsh", "sif", "dir"]
+FORMS: tuple[Form, ...] = get_args(Form)
+#: Who reads it, and what writes it.
+_READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud"}
+_TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
+
+
+def target_of(facts: ImageFacts, form: Form, folder: Path) -> Path:
+    """`hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix."""
+    stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
+    return folder / (stem if form == "dir" else f"{stem}.{form}")
+
+
+def argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path | None = None) -> list[str]:
+    """The command that writes an image in another form; `archive` is what podman has saved for apptainer."""
+    if form == "sqsh":
+        return [
+            "enroot",
+            "import",
+            "--output",
+            str(target),
+            f"{'dockerd' if engine == 'docker' else 'podman'}://{image}",
+        ]
+    if form == "sif":
+        source = f"docker-archive:{archive}" if archive is not None else f"docker-daemon:{image}"
+        return ["apptainer", "build", str(target), source]
+    return ["tar", "--extract", "--no-same-owner", "--exclude=./dev/*", "--exclude=dev/*", "--directory", str(target)]
+
+
+def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tuple[Path, bool]:
+    """Write an image in another form, unless it is there; returns where it is, and whether it was written now.
+
+    Several that ask for the same at once wait for the one that does it. What is not whole has another name.
+    Raises UserMistake when the tool is missing or the disk too small.
+    """
+    target = target_of(facts, form, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        if target.exists():
+            return target, False
+        _require_room(facts, form, folder)
+        if shutil.which(_TOOLS[form]) is None:
+            raise UserMistake(
+                f"{_TOOLS[form]} is not installed here, and writes .{form} for {_READERS[form]}:"
+                f" convert on a machine that has it, into a folder that both see"
+            )
+        part = target.with_name(f".{target.name}.part")
+        _remove(part)
+        try:
+            _write(engine, facts, form, part)
+            os.replace(part, target)
+        finally:
+            _remove(part)
+    return target, True
+
+
+def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
+    if form == "dir":
+        part.mkdir()
+        _unpack(engine, facts, argv(engine.name, facts.name, form, part))
+        _describe(facts, part)
+        return
+    archive = part.with_name(f"{part.name}.tar") if form == "sif" and engine.name == "podman" else None
+    try:
+        if archive is not None:
+            engine.output("save", "--format", "docker-archive", "--output", str(archive), facts.name)
+        _run(argv(engine.name, facts.name, form, part, archive))
+    finally:
+        if archive is not None:
+            archive.unlink(missing_ok=True)
+
+
+def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
+    """Stream a container that is never started into tar."""
+    container = engine.output("create", facts.name, "true").strip()  # some images name no command
+    try:
+        with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
+            done = subprocess.run(command, stdin=source.stdout, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode or source.returncode:
+            raise ImageError(f"image {facts.name} could not be unpacked: {last_line(done.stderr)}")
+    finally:
+        engine.output("rm", container)
+
+
+def _describe(facts: ImageFacts, root: Path) -> None:
+    """The image's variables where `ch-run --set-env` looks for them, and the folders that a bind mount needs."""
+    (root / "ch").mkdir(exist_ok=True)
+    (root / "ch" / "environment").write_text("".join(f"{line}\n" for line in facts.env))
+    for name in ("dev", "proc", "sys", "tmp", "mnt", "home"):
+        (root / name).mkdir(exist_ok=True)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ImageError(f"`{' '.join(command[:2])}` failed: {last_line(done.stderr)}")
+
+
+def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
+    needed = facts.size_bytes * (2 if form == "sif" else 1)  # an archive beside it; the others stream
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserMistake(
+            f"{folder} has {free / 1e9:.1f} GB free, and {facts.name} as .{form} may need {needed / 1e9:.1f} GB:"
+            " choose another folder with --into"
+        )
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """One at a time for one target; the lock goes with its holder, whatever ends that."""
+    with open(target.with_name(f".{target.name}.lock"), "a") as file:
+        flock_if_possible(file)
+        yield
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        with suppress(FileNotFoundError):
+            path.unlink()

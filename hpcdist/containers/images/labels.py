@@ -1,0 +1,123 @@
+"""What an image says of itself, and whether it fits this machine and this hpcdist."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import hpcdist
+from hpcdist.containers.images.engine import Engine, last_line
+from hpcdist.errors import ImageError
+from hpcdist.machine.cuda_drivers import driver_problem
+
+TITLE = "org.opencontainers.image.title"
+VERSION = "org.opencontainers.image.version"
+CUDA = "hpcdist.cuda"
+BASE_NAME = "org.opencontainers.image.base.name"
+BASE_DIGEST = "org.opencontainers.image.base.digest"
+BASE_ID = "hpcdist.base.id"
+#: Path of the bill of materials in the image.
+SBOM = "hpcdist.sbom"
+ENTRYPOINT = ("tini", "--", "hpcdist")
+#: Names of processor families: the kernel's, and those of images.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFacts:
+    """An image as its engine describes it."""
+
+    name: str
+    digest: str  #: `sha256:…` of its config: the same in every registry, and before it is in any
+    architecture: str
+    entrypoint: tuple[str, ...]
+    user: str
+    labels: Mapping[str, str]
+    env: tuple[str, ...]  #: `NAME=value`
+    size_bytes: int
+
+    @property
+    def version(self) -> str:
+        """The version of hpcdist in it; empty when it says none."""
+        return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
+
+    @property
+    def base(self) -> str:
+        """The base image with its digest, or with its id where it has none; empty when the labels name none."""
+        pinned = self.labels.get(BASE_DIGEST) or self.labels.get(BASE_ID, "")
+        return " ".join(filter(None, [self.labels.get(BASE_NAME, ""), pinned]))
+
+
+def inspect(engine: Engine, image: str) -> ImageFacts:
+    """Look at a local image. Raises ImageError when there is none of that name."""
+    done = subprocess.run([engine.name, "image", "inspect", image], capture_output=True, text=True, check=False)
+    if done.returncode:
+        complaint = last_line(done.stderr)
+        if any(words in complaint.lower() for words in ("no such image", "image not known", "no such object")):
+            raise ImageError(
+                f"{engine.name} has no image {image!r}: `hpcdist image build` makes one here,"
+                f" `{engine.name} pull {image}` fetches one"
+            )
+        raise ImageError(f"{engine.name} cannot look at image {image!r}: {complaint}")
+    return parse(image, json.loads(done.stdout)[0])
+
+
+def parse(name: str, raw: Mapping[str, object]) -> ImageFacts:
+    """The facts in one entry of `docker image inspect`, or podman's."""
+    config = raw.get("Config")
+    assert isinstance(config, Mapping)
+    identity = str(raw["Id"])
+    return ImageFacts(
+        name=name,
+        digest=identity if ":" in identity else f"sha256:{identity}",
+        architecture=str(raw.get("Architecture", "")),
+        entrypoint=tuple(config.get("Entrypoint") or ()),
+        user=str(config.get("User") or ""),
+        labels=dict(config.get("Labels") or {}),
+        env=tuple(config.get("Env") or ()),
+        size_bytes=int(str(raw.get("Size", 0))),
+    )
+
+
+def read_sbom(engine: Engine, facts: ImageFacts) -> str:
+    """Return an image's bill of materials in CycloneDX's JSON. Raises ImageError when the image has none."""
+    path = facts.labels.get(SBOM)
+    if not path:
+        raise ImageError(
+            f"image {facts.name} has no bill of materials (no label {SBOM!r}): build it again with"
+            " `hpcdist image build`"
+        )
+    return engine.output("run", "--rm", "--entrypoint", "cat", facts.name, path)
+
+
+def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.__version__) -> None:
+    """Raise ImageError, in one line with the fix, when an image cannot run here or holds another hpcdist."""
+    here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
+    if facts.architecture != here:
+        raise ImageError(
+            f"image {facts.name} is for {facts.architecture}, this machine is {here}: build or pull it for {here}"
+        )
+    if not facts.version:
+        raise ImageError(
+            f"image {facts.name} holds no hpcdist (its label {TITLE!r} does not say so): build it with"
+            " `hpcdist image build`, or FROM an image that was"
+        )
+    if facts.version != version:
+        raise ImageError(
+            f"image {facts.name} holds hpcdist {facts.version}, and this is {version}: build it again with"
+            f" `hpcdist image build`, or use hpcdist {facts.version} here"
+        )
+
+
+def require_driver(facts: ImageFacts, listing: str) -> None:
+    """Raise ImageError when the driver here is too old for an image's CUDA; `listing` is what nvidia-smi prints."""
+    found = re.search(r"Driver Version: ([0-9.]+)", listing)
+    if problem := driver_problem(facts.labels.get(CUDA, ""), found[1] if found else ""):
+        raise ImageError(
+            f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
+            " or launch.device=cpu"
+        )

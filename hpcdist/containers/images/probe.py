@@ -1,0 +1,100 @@
+"""Looks around inside an image; `hpcdist image check` pipes it to the Python there, and reads one line of JSON.
+
+Imports nothing from hpcdist at the top: whether that works is what is to be found out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import pkgutil
+import re
+import shutil
+import warnings
+from importlib import metadata
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    distributions = ["hpcdist", *_requirements()]
+    failed: dict[str, str] = {}
+    modules = [*_modules_of(distributions[1:]), *_own_modules()]
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except BaseException as error:  # whatever a foreign package does when it is imported is to be told
+            failed[module] = f"{type(error).__name__}: {error}".splitlines()[0]
+    report = {
+        "uid": os.getuid(),
+        "versions": {name: metadata.version(name) for name in distributions if _is_there(name)},
+        "failed_imports": failed | {name: "not installed" for name in distributions if not _is_there(name)},
+        "num_imports": len(modules),
+        "cuda": _cuda(),
+        "rdma": {name: _loads(name) for name in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")}
+        | {"numactl": shutil.which("numactl") is not None},
+        "compile": _compile(),
+    }
+    print(json.dumps(report))
+
+
+def _requirements() -> list[str]:
+    """What hpcdist declares for itself and for training."""
+    lines = metadata.requires("hpcdist") or []
+    wanted = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
+    return [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in wanted]
+
+
+def _is_there(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _modules_of(distributions: list[str]) -> list[str]:
+    wanted = {name.lower().replace("_", "-") for name in distributions}
+    return sorted(
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if wanted & {owner.lower().replace("_", "-") for owner in owners} and module.isidentifier()
+    )
+
+
+def _own_modules() -> list[str]:
+    import hpcdist
+
+    names = [module.name for module in pkgutil.walk_packages(hpcdist.__path__, "hpcdist.")]
+    return [name for name in names if not name.endswith(("__main__", ".probe"))]
+
+
+def _cuda() -> str:
+    import torch
+
+    return str(torch.version.cuda or "")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _compile() -> str:
+    from hpcdist import load_config
+    from hpcdist.errors import ConfigError
+    from hpcdist.machine import compiler
+
+    try:
+        compiler.check(load_config("ddp_digits", ["model.compile=true"]), "cpu", os.environ)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

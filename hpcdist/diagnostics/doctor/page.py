@@ -1,0 +1,77 @@
+"""The doctor's page as people read it, and the same as one document for programs. Pure functions."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hpcdist.machine.check import Check, Level
+
+#: Titles of sections with what was found.
+Page = Sequence[tuple[str, Sequence[Check]]]
+_MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "warning": "warning", "failure": "FAILURE"}
+_INDENT, _MARK, _NAME = 2, 9, 15
+
+
+def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[tuple[str, str]]:
+    """Lines of one section, each with what its first word is marked as: `title`, a level, or nothing."""
+    if not checks:
+        return
+    yield "title", title
+    for check in checks:
+        name = f"{check.node} {check.name}".strip() if check.name != check.node else check.name
+        head = f"{'':{_INDENT}}{_MARKS[check.level]:<{_MARK}}{name:<{_NAME}}"
+        if len(name) >= _NAME:
+            head += " "
+        yield from _wrapped(check.level, head, check.text, width)
+        if check.fix:
+            yield from _wrapped("", f"{'':{_INDENT + _MARK + _NAME}}→ ", check.fix, width)
+
+
+def _wrapped(kind: str, head: str, text: str, width: int) -> Iterator[tuple[str, str]]:
+    indent = " " * (_INDENT + _MARK + _NAME + (2 if head.endswith("→ ") else 0))
+    lines = textwrap.wrap(
+        text,
+        max(width, 60),
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for number, line in enumerate(lines or [head]):
+        yield (kind if number == 0 else ""), line.rstrip()
+
+
+def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
+    """What counts, once more: what would make a run fail, by name; else that nothing would."""
+    found = [(title, check) for title, checks in page for check in checks]
+    failures = [(title, check) for title, check in found if check.level == "failure"]
+    warnings = sum(check.level == "warning" for _, check in found)
+    besides = f"{warnings} warning{'s' * (warnings != 1)} above" if warnings else "no warnings"
+    if not failures:
+        yield "ok", f"Nothing was found that would make a run fail; {besides}."
+        return
+    thing = "1 thing" if len(failures) == 1 else f"{len(failures)} things"
+    yield "failure", f"{thing} would make a run fail ({besides}):"
+    for title, check in failures:
+        where = f"{check.node}: " if check.node else ""
+        yield from _plain(f"{where}{title}, {check.name}: {check.text}", width)
+
+
+def _plain(text: str, width: int) -> Iterator[tuple[str, str]]:
+    for line in textwrap.wrap(
+        text, max(width, 60), initial_indent="  - ", subsequent_indent="    ", break_long_words=False
+    ):
+        yield "", line
+
+
+def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """One document: `facts` (version, host, time, …), whether a run would fail, and every check with its section."""
+    checks = [{"section": title, **asdict(check)} for title, found in page for check in found]
+    return {**facts, "would_fail": would_fail(page), "checks": checks}
+
+
+def would_fail(page: Page) -> bool:
+    return any(check.level == "failure" for _, checks in page for check in checks)

@@ -1,0 +1,1 @@
+"""Files on shared file systems: retries, locks, ownership, format numbers, bounded parsing."""

@@ -1,0 +1,1 @@
+"""Facts about this machine: hardware, drivers, file systems, the container image."""

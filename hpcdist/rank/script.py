@@ -1,0 +1,97 @@
+"""Running an unchanged torchrun-style script as a rank."""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from hpcdist.errors import TrainerError
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
+
+
+def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
+    """The variables that torchrun sets and such scripts read, and three of our own.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+    return {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_world_size),
+        "GROUP_RANK": str(topology.node_rank),
+        "GROUP_WORLD_SIZE": str(topology.num_nodes),
+        "MASTER_ADDR": topology.master_addr,
+        "MASTER_PORT": str(topology.master_port),
+        "TORCHELASTIC_RUN_ID": topology.job_id,
+        "TORCHELASTIC_RESTART_COUNT": str(max(topology.attempt - 1, 0)),
+        "HPCDIST_RUN_DIR": str(run.path),
+        "HPCDIST_CHECKPOINT_DIR": str(run.checkpoints),
+        "HPCDIST_ATTEMPT": str(topology.attempt),
+    }
+
+
+class QuietImport(importlib.abc.MetaPathFinder):
+    """Leaves garbage alone while the script imports torch, as the worker does for trainers: a tenth of the time.
+
+    What the script does before, such as setting variables that torch reads, stays before.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            was_on = gc.isenabled()
+            gc.disable()
+            try:
+                load(module)
+            finally:
+                gc.freeze()
+                if was_on:
+                    gc.enable()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
+    """Run `[script, argument, …]` in this process as `__main__`, from the run's code snapshot.
+
+    Its signals are its own: it is not ours to say what SIGTERM means to it. Raises TrainerError when there is no
+    such script, and whatever the script raises; a non-zero `sys.exit` becomes a RuntimeError.
+    """
+    script, *arguments = command
+    path = locate(script, run)
+    os.environ.update(script_environment(topology, run))
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    sys.meta_path.insert(0, QuietImport())
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise RuntimeError(f"{script} ended with exit status {ended.code}") from ended
+
+
+def locate(script: str, run: RunDir) -> Path:
+    """The script in the run's snapshot of the code, or where it stands when it lies outside of that."""
+    origin = Path(script)
+    path = run.snapshot_of(origin) or origin
+    if not path.is_file():
+        raise TrainerError(f"trainer.script: no such file: {origin}")
+    return path

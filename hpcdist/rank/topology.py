@@ -1,0 +1,312 @@
+"""Which rank is this, out of how many, and where do they meet: read once from the environment, as data.
+
+`Topology.from_env` takes the first of these that is there:
+
+1. hpcdist's own variables, all ten of them;
+2. torchrun's, when TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set;
+3. Slurm's, in a task of an srun step; STEP variables come before those of the job;
+4. none: a world of one, unless any variable hints at more ranks.
+
+HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override
+torchrun's and Slurm's values one by one: a supervisor that restarts a step in place sets HPCDIST_ATTEMPT.
+What is set but empty counts as not set. What is half there or contradicts itself raises, for a rank that
+guesses its place hangs all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpcdist.errors import TopologyError, shortened
+from hpcdist.rank.variables import OWN_MEETING, OWN_PLACE, SLURM_COUNTS, TORCHRUN_CORE, TORCHRUN_PLACE, Variables
+from hpcdist.slurm.nodelist import expand, expand_tasks
+
+# Neither privileged nor ephemeral (32768-60999 on Linux): no client's socket ever holds one by chance.
+_PORTS_START = 20480
+_NUM_PORTS = 12281  # prime, so that steps of _PORTS_PER_JOB reach every port before they meet themselves
+_PORTS_PER_JOB = 16
+
+_LOOPBACK = "127.0.0.1"  # only ever the address of a world of one
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's batch, extern and interactive "steps" lie just below 2**32
+
+_OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
+_TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
+_SLURM_FIX = "start the ranks with srun and hand its SLURM_ variables on unchanged, into containers too"
+_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; hand srun's variables on into containers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A rank's place in the world. An impossible one raises TopologyError, which names the fields."""
+
+    rank: int
+    """0 to world_size - 1; not always in node order (srun --distribution)."""
+    world_size: int
+    """Number of ranks on all nodes."""
+    local_rank: int
+    """0 to local_world_size - 1, among the ranks of this node."""
+    local_world_size: int
+    """Number of ranks on this node; nodes may differ."""
+    node_rank: int
+    """0 to num_nodes - 1."""
+    num_nodes: int
+    """Number of nodes; each holds one rank at least."""
+    hosts: tuple[str, ...] = ()
+    """Names of all nodes in node order where they are known, else empty."""
+    master_addr: str
+    """Where rank 0 listens."""
+    master_port: int
+    """TCP port of the ranks' store, where the process group and RPC meet."""
+    launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
+    """Whose variables told this; "single" is a world of one that nobody launched."""
+    job_id: str
+    """Slurm's job id, or the launcher's name for this run of ranks."""
+    attempt: int
+    """0 at first, one more with each restart."""
+
+    def __post_init__(self) -> None:
+        alone = self.num_nodes == 1
+        for holds, rule in (
+            (0 <= self.rank < self.world_size, "0 <= rank < world_size"),
+            (0 <= self.local_rank < self.local_world_size, "0 <= local_rank < local_world_size"),
+            (0 <= self.node_rank < self.num_nodes, "0 <= node_rank < num_nodes"),
+            (
+                not alone or self.local_world_size == self.world_size,
+                "local_world_size == world_size where num_nodes == 1",
+            ),
+            (
+                self.local_world_size + self.num_nodes <= self.world_size + 1,
+                "local_world_size + num_nodes <= world_size + 1",
+            ),
+            (len(self.hosts) in (0, self.num_nodes), "as many hosts as num_nodes, or none"),
+            (len(set(self.hosts)) == len(self.hosts), "no name in hosts twice"),
+            (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
+            (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
+            (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
+            (self.attempt >= 0, "attempt >= 0"),
+            (self.launcher != "single" or self.world_size == 1, "world_size == 1 where launcher is 'single'"),
+        ):
+            if not holds:
+                names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
+                values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
+                raise TopologyError(f"a topology needs {rule}, got {values}")
+
+    @property
+    def token(self) -> str:
+        """What the ranks of an attempt compare before they trust a port: tells strangers, keeps no secret."""
+        return f"hpcdist/{self.job_id}/{self.attempt}"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Return the topology that `env` describes: a pure function, with this module's order of precedence.
+
+        Raises TopologyError that names the variables and their values, and ends with what to do.
+        """
+        if any(env.get(name) for name in OWN_PLACE):
+            return _from_own(Variables(env, _OWN_FIX))
+        if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
+            return _from_torchrun(Variables(env, _TORCHRUN_FIX))
+        if _in_slurm_step(env):
+            return _from_slurm(Variables(env, _SLURM_FIX))
+        return _from_nothing(env)
+
+
+def port_for(job_id: str, attempt: int) -> int:
+    """Return the TCP port of an attempt: every rank comes to the same one by itself.
+
+    It lies in 20480-32760. Attempts that follow each other differ. So do job ids whose trailing numbers differ by
+    less than 12281 (1234 and 1235, run-1 and run-2), and the first 16 attempts of one job meet no port of the next.
+    Any other two jobs share their port once in 12281 times.
+    """
+    match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
+    assert match is not None, "the pattern matches any text"
+    digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
+    job = int.from_bytes(digest[:8]) + int(match[2] or 0)
+    return _PORTS_START + (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
+
+
+def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
+    """The ranks of this rank's node, in the order of their local ranks; raises TopologyError as `from_env` does."""
+    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
+        # Right for every --distribution, and for heterogeneous steps.
+        return [int(rank) for rank in Variables(env, _SLURM_FIX).parsed("SLURM_GTIDS", _numbers)]
+    first = topology.rank - topology.local_rank
+    return list(range(first, first + topology.local_world_size))
+
+
+def _numbers(text: str) -> list[str]:
+    parts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
+        raise TopologyError(f"must be whole numbers with commas between, got {shortened(text)!r}")
+    return parts
+
+
+def cuda_index(
+    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
+) -> int | None:
+    """Return which of the `num_visible` GPUs that this process sees is this rank's; None where it sees none.
+
+    With a GPU in sight for every local rank it is number local_rank: right where all ranks see the same
+    GPUs, and where each sees only its own, since then no two can meet. With fewer in sight it is 0, if each
+    rank may be seeing GPUs of its own: SLURM_GPUS_ON_NODE tells, which counts those of all the step's tasks
+    on this node; where it is not set, a CUDA_VISIBLE_DEVICES that names one device does. Anything else raises
+    TopologyError, for two ranks on one GPU end in NCCL's "Duplicate GPU detected".
+
+    `sharers` are the ranks of this node that use GPUs where not all do; they alone count then.
+    """
+    num_local = topology.local_world_size if sharers is None else len(sharers)
+    if num_visible == 0:
+        return None
+    if num_visible >= num_local:
+        return topology.local_rank if sharers is None else sharers.index(topology.rank)
+    variables = Variables(
+        env,
+        f"ask for a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
+        f"or start fewer ranks here (launch.ranks={num_visible})",
+    )
+    if variables.has("SLURM_GPUS_ON_NODE"):
+        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
+            return 0
+    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
+        return 0
+    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+    raise variables.error(
+        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
+        f"{'run' if sharers is None else 'use GPUs'} on its node, and two would take the same one"
+    )
+
+
+def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
+    """Make the topology; an error also says which variables its fields came from."""
+    try:
+        return Topology(**fields)
+    except TopologyError as error:
+        raise variables.error(f"{error} (from {variables.shown((*names, *OWN_MEETING))})") from error
+
+
+def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
+    """The fields that say where to meet: the launcher's, each overridden by hpcdist's own variable."""
+    job_id = variables.text("HPCDIST_JOB_ID", job_id)
+    attempt = variables.number("HPCDIST_ATTEMPT", attempt)
+    return {
+        "master_addr": variables.text("HPCDIST_MASTER_ADDR", addr),
+        "master_port": variables.number("HPCDIST_MASTER_PORT", port_for(job_id, attempt) if port is None else port),
+        "job_id": job_id,
+        "attempt": attempt,
+    }
+
+
+def _from_own(variables: Variables) -> Topology:
+    if missing := variables.missing((*OWN_PLACE, *OWN_MEETING)):
+        raise variables.error(f"{variables.shown((*OWN_PLACE, *OWN_MEETING))} set, but {missing} not")
+    place = {name.removeprefix("HPCDIST_").lower(): variables.number(name) for name in OWN_PLACE}
+    return _build(variables, OWN_PLACE, **place, **_meeting(variables, "", "", 0), launcher="hpcdist")
+
+
+def _from_torchrun(variables: Variables) -> Topology:
+    number = variables.number
+    rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
+    # torchrun sets all of these; whoever sets only the first four may leave out what is plain without them.
+    local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
+    num_nodes, rest = divmod(world_size, max(local_world_size, 1))
+    num_nodes = number("GROUP_WORLD_SIZE", None if rest else num_nodes)
+    attempt = number("TORCHELASTIC_RESTART_COUNT", 0)
+    # Every run without --rdzv-id is called "none": the port tells them apart.
+    job_id = f"{variables.text('TORCHELASTIC_RUN_ID', 'torchrun')}-{port}"
+    return _build(
+        variables,
+        (*TORCHRUN_PLACE, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        rank=rank,
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", 0 if world_size == 1 else None),
+        local_world_size=local_world_size,
+        node_rank=number("GROUP_RANK", 0 if num_nodes == 1 else None),
+        num_nodes=num_nodes,
+        **_meeting(variables, variables.text("MASTER_ADDR"), job_id, attempt, port),
+        launcher="torchrun",
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a task: SLURM_PROCID=0 alone stands in sbatch's shell too."""
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    is_number = re.fullmatch(r"[0-9]{1,10}", step) is not None
+    return bool(env.get("SLURM_PROCID")) and is_number and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _from_slurm(variables: Variables) -> Topology:
+    count_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks_name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    rank, node_rank = variables.number("SLURM_PROCID"), variables.number("SLURM_NODEID")
+    hosts, tasks = variables.parsed(nodes_name, expand), variables.parsed(tasks_name, expand_tasks)
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", count_name, nodes_name, tasks_name)
+    seen = variables.shown(names)
+    if len(hosts) != len(tasks):
+        raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
+    hosts, tasks = _in_component_order(variables, hosts, tasks)
+    if sum(tasks) != variables.number(count_name):
+        raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, unlike {count_name} ({seen})")
+    if node_rank >= len(hosts):
+        raise variables.error(f"SLURM_NODEID lies outside the {len(hosts)} nodes of {nodes_name} ({seen})")
+    if rank == 0 and node_rank > 0 and not variables.has("HPCDIST_MASTER_ADDR"):
+        where = f"the others look for rank 0 on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
+        fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks or leave out --distribution=arbitrary"
+        raise TopologyError(f"{where}; {fix}")
+    job_id, attempt = variables.text("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
+    return _build(
+        variables,
+        (*names, "SLURM_JOB_ID"),
+        rank=rank,
+        world_size=sum(tasks),
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_world_size=tasks[node_rank],
+        node_rank=node_rank,
+        num_nodes=len(hosts),
+        hosts=tuple(hosts),
+        **_meeting(variables, hosts[0], job_id, attempt),
+        launcher="slurm",
+    )
+
+
+def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]) -> tuple[list[str], list[int]]:
+    """The nodes as a heterogeneous step numbers them: SLURM_NODEID goes by component, its lists are sorted by name."""
+    size = variables.number("SLURM_HET_SIZE", 0)
+    groups = [name for index in range(size) if variables.has(name := f"SLURM_JOB_NODELIST_HET_GROUP_{index}")]
+    counts = dict(zip(hosts, tasks, strict=True))
+    ordered = [host for name in groups for host in variables.parsed(name, expand) if host in counts]
+    if sorted(ordered) != sorted(hosts):  # another step, or an environment that was not handed on whole
+        return hosts, tasks
+    return ordered, [counts[host] for host in ordered]
+
+
+def _from_nothing(env: Mapping[str, str]) -> Topology:
+    """A world of one, but only if nothing says that there should be more."""
+    slurm, own, torchrun = (Variables(env, fix) for fix in (_NO_STEP_FIX, _OWN_FIX, _TORCHRUN_FIX))
+    hints = [name for name in SLURM_COUNTS if slurm.number(name, 1) > 1]
+    if slurm.number("SLURM_PROCID", 0) > 0:
+        hints.append("SLURM_PROCID")
+    if slurm.has("SLURM_JOB_NODELIST") and len(slurm.parsed("SLURM_JOB_NODELIST", expand)) > 1:
+        hints.append("SLURM_JOB_NODELIST")
+    if hints:
+        raise slurm.error(f"Slurm's job is for several tasks ({slurm.shown(hints)}), but this is no srun task")
+    if given := own.shown(OWN_MEETING):
+        raise own.error(f"{given} set, but {', '.join(OWN_PLACE)} not")
+    given = torchrun.shown(TORCHRUN_PLACE)
+    all_zero = all(torchrun.number(name, 0) == 0 for name in TORCHRUN_PLACE if name.endswith("RANK"))
+    if given and not (all_zero and torchrun.number("WORLD_SIZE", 0) == 1):
+        raise torchrun.error(f"{given} set, but {torchrun.missing(TORCHRUN_CORE)} not")
+    job_id, attempt = slurm.text("SLURM_JOB_ID", "single"), slurm.number("SLURM_RESTART_COUNT", 0)
+    place = {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "node_rank": 0,
+        "num_nodes": 1,
+    }
+    return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")

@@ -1,0 +1,135 @@
+"""Finding runs and sweeps: all of a folder, or the one that a name means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files.ownership import is_mine
+from hpcdist.run.folder import RunDir
+from hpcdist.run.sweep_folder import SweepDir
+
+_LONGEST = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The runs of the caller below a `runs_dir`, in the order of their names."""
+
+    runs: list[RunDir]
+    num_others: int  #: run folders of other users, which are left out
+
+    @property
+    def note(self) -> str:
+        """One sentence about the folders that are left out, empty without any."""
+        if not self.num_others:
+            return ""
+        folders = "folders" if self.num_others > 1 else "folder"
+        return f"{self.num_others} run {folders} of other users skipped: `hpcdist status RUN` shows one by its name"
+
+
+def list_runs(runs_dir: Path) -> Listing:
+    """Return all runs of the caller; those of other users are counted only, and nothing in them is read."""
+    runs, num_others = [], 0
+    for folder in _folders(runs_dir):
+        if not is_mine(folder):
+            num_others += _is_run(folder) or not os.access(folder, os.X_OK)
+        elif _is_run(folder):
+            runs.append(RunDir(folder))
+    return Listing(runs=runs, num_others=num_others)
+
+
+def find_runs(runs_dir: Path) -> list[RunDir]:
+    """Return all runs of the caller below `runs_dir`."""
+    return list_runs(runs_dir).runs
+
+
+def resolve(text: str, runs_dir: Path) -> RunDir:
+    """Return the run or sweep that `text` names: a folder, `experiment/name`, a name, or a unique prefix of a name.
+
+    Names are compared as they are: no character has a special meaning. Runs of the caller go before those of other
+    users. A sweep is returned as a SweepDir.
+
+    Raises RunFolderError when nothing or more than one folder matches.
+    """
+    if not text.strip():
+        raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
+    if len(text) > _LONGEST or not text.isprintable():
+        raise RunFolderError(f"{text[:40]!r}… is no name of a run: `hpcdist runs` lists all names")
+    if (given := _at(text)) is not None:
+        return given
+    found = list(_all(runs_dir))
+    own = [one for one in found if is_mine(one.path)]
+    exact = [one for one in found if text in (one.name, f"{one.experiment}/{one.name}")]
+    matches = (
+        [one for one in exact if one in own]
+        or exact
+        or [one for one in own if one.name.startswith(text)]
+        or [one for one in found if one.name.startswith(text)]
+    )
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(f"{one.experiment}/{one.name}" for one in matches[:5])
+        kind = "sweeps" if all(isinstance(one, SweepDir) for one in matches) else "runs"
+        raise RunFolderError(f"{text!r} means {len(matches)} {kind} ({names}): write more of the name, or the folder")
+    if Path(text).is_dir() and ("/" in text or text in (".", "..")):
+        raise RunFolderError(f"{text!r} holds no run (no state.json and config.yaml in it): `hpcdist runs` lists runs")
+    raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: `hpcdist runs` lists them")
+
+
+def resolve_run(text: str, runs_dir: Path) -> RunDir:
+    """Return the run that `text` names, as `resolve` does. Raises RunFolderError for a sweep, too."""
+    found = resolve(text, runs_dir)
+    if isinstance(found, SweepDir):
+        cells = [cell.name for cell in found.cells()]
+        raise RunFolderError(f"{found.name} is a sweep: name one of its cells ({', '.join(cells[:3])}, …)")
+    return found
+
+
+def _at(text: str) -> RunDir | None:
+    """Return the run or sweep in the folder `text`, if there is one."""
+    # `abspath` keeps symbolic links, so that the run has the path under which the user knows it.
+    path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
+    return _open(path)
+
+
+def _all(runs_dir: Path) -> Iterator[RunDir]:
+    for folder in _folders(runs_dir):
+        if (found := _open(folder)) is not None:
+            yield found
+
+
+def _open(folder: Path) -> RunDir | None:
+    if _is_run(folder):
+        return RunDir(folder)
+    return SweepDir(folder) if os.path.lexists(folder / "sweep.json") else None
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds the two files of each run; damaged ones count, so that commands can report them."""
+    return os.path.lexists(folder / "state.json") and os.path.lexists(folder / "config.yaml")
+
+
+def _folders(runs_dir: Path) -> Iterator[Path]:
+    """The folders two levels below `runs_dir`, sorted; what may not be read is left out."""
+    for experiment in _subfolders(Path(os.path.abspath(runs_dir))):
+        yield from _subfolders(experiment)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry.path) for entry in entries if _is_folder(entry))
+    except OSError:
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False

@@ -1,0 +1,235 @@
+"""The code that a run was started with, kept in its folder, and the facts about where it came from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.config.loading import redacted_argument
+from hpcdist.config.redaction import redact_words
+from hpcdist.config.schema import Config
+from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.files.formats import fill
+from hpcdist.run.folder import RunDir, read_record, write_atomic, write_json
+from hpcdist.run.lease import user_name
+from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
+
+_PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
+MB = 2**20
+#: So many secrets are named in one line.
+SHOWN = 8
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeState:
+    """Where the code of a run comes from."""
+
+    cwd: str  #: folder that the run was started in
+    root: str  #: top of the git work tree around it, or `cwd`
+    git_commit: str | None
+    git_dirty: bool
+    copied: bool  #: whether the run folder holds the code, and ranks import from there
+    #: Files, and lines (`train.py:12`), that are likely secrets and neither in the copy nor in the patch.
+    left_out: list[str] = field(default_factory=list)
+
+
+def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
+    """Copy the user's code into the run folder, with the commit and the uncommitted changes.
+
+    In a git work tree these are the tracked and the uncommitted files, ignored ones left out; elsewhere all files
+    below `cwd` but hidden ones and virtual environments. `.gitignore` counts there, too, and `.hpcdistignore`
+    everywhere. Likely secrets are left out and named. A shipped trainer needs no copy, unless hpcdist itself is being
+    worked on in this tree.
+
+    Raises UserMistake when the code is larger than `launch.code_max_mb`.
+    """
+    root = git_root(cwd)
+    commit = _git(root, "rev-parse", "HEAD").strip() or None if root else None
+    dirty = bool(root and _git(root, "status", "--porcelain"))
+    top = root or cwd
+    is_users = bool(config.trainer.script) or ":" in config.trainer.target
+    ignored = _ignored(top, in_git=root is not None)
+    left_out: list[str] = []
+    if root and commit:
+        patch, left_out = _patch(root, ignored)
+        write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
+    files = _git_files(root) if root else _plain_files(cwd) if is_users else []
+    copied = is_users or Path(hpcdist.__file__).resolve() in files
+    if copied:
+        runs_dir = Path(config.runs_dir).resolve()  # git, too, names its work tree without links
+        wanted = [path for path in files if path not in ignored and not path.is_relative_to(runs_dir)]
+        kept, secret = _without_secrets(top, wanted, in_git=root is not None)
+        left_out = list(dict.fromkeys([*left_out, *secret]))
+        _copy(top, kept, run.code, config)
+    if left_out:
+        log.warning(
+            "likely secrets are left out of the run's patch and copy of the code: %s"
+            " (a comment `pragma: allowlist secret` keeps a line)",
+            ", ".join(left_out[:SHOWN]) + (f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""),
+        )
+    return CodeState(cwd=str(cwd), root=str(top), git_commit=commit, git_dirty=dirty, copied=copied, left_out=left_out)
+
+
+def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
+    """The uncommitted changes without likely secrets, and where these are."""
+    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
+    names = [name for name in _git(root, "diff", "--name-only", "-z", *options).split("\0") if name]
+    patch = _git(root, "diff", "--binary", *options)
+    return clean_patch(patch, names, lambda name: root / name in ignored)
+
+
+def _without_secrets(top: Path, files: list[Path], *, in_git: bool) -> tuple[list[Path], list[str]]:
+    """Files to copy. Where git tracks a file its content is in the commit already, so only its name counts."""
+    new = set(_git_paths(top, "--others", "--exclude-standard")) if in_git else set(files)
+    kept, secret = without_secrets(top, [path for path in files if path in new])
+    tracked = [path for path in files if path not in new]
+    secret += [name for path in tracked if is_secret_file(name := path.relative_to(top).as_posix())]
+    out = new - set(kept)
+    return [path for path in files if path not in out and not is_secret_file(path.relative_to(top).as_posix())], secret
+
+
+def _ignored(top: Path, *, in_git: bool) -> set[Path]:
+    """Files that `.hpcdistignore` names and, outside of a git work tree, `.gitignore`.
+
+    Raises UserMistake where there is no git to read the first.
+    """
+    own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
+    if in_git:
+        if not own:
+            return set()
+        # Tracked ones, too: git ignores only what it does not track.
+        return {*_git_paths(top, "--cached", "--ignored", *own), *_git_paths(top, "--others", "--ignored", *own)}
+    if not own and not (top / ".gitignore").is_file():
+        return set()
+    if shutil.which("git") is None:
+        if own:
+            raise UserMistake(f"{top / IGNORE_FILE} needs git to be read: install git, or remove the file")
+        return set()
+    with tempfile.TemporaryDirectory() as folder:
+        _git(Path(folder), "init", "--quiet")
+        place = ("--git-dir", f"{folder}/.git", "--work-tree", str(top))
+        return set(_git_paths(top, "--others", "--ignored", "--exclude-standard", *own, place=place))
+
+
+def _git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path]:
+    listing = _git(top, *place, "ls-files", "-z", *options)
+    return [top / name for name in listing.split("\0") if name]
+
+
+def code_state(run: RunDir) -> CodeState:
+    """Read from `environment.json` where the code of a run comes from. Raises RunFolderError when it is not there."""
+    facts = read_record(run.environment)
+    if facts is None:
+        raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+    code = facts.get("code")
+    found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
+    if found.copied and not Path(found.cwd).is_relative_to(found.root):
+        raise RunFolderError(f"{run.environment} is damaged: the folder {found.cwd} is not below {found.root}")
+    return found
+
+
+def import_path(code: CodeState, run: RunDir) -> list[str]:
+    """What goes in front of PYTHONPATH: the snapshot's twin of the starting folder, then its root."""
+    if not code.copied:
+        return []
+    twin = run.code / Path(code.cwd).relative_to(code.root)
+    return list(dict.fromkeys([str(twin), str(run.code)]))
+
+
+def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
+    """Record machine, versions and code state in `environment.json`; never the environment's variables."""
+    write_json(
+        run.environment,
+        {
+            "host": socket.gethostname(),
+            "user": user_name(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "command": " ".join(["hpcdist", *map(str, redact_words([*map(redacted_argument, sys.argv[1:])]))]),
+            "versions": {"hpcdist": hpcdist.__version__, **dict(_versions())},
+            "git_commit": code.git_commit,
+            "git_dirty": code.git_dirty,
+            "code": asdict(code),
+            **facts,
+        },
+    )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    from importlib import metadata  # a supervisor in a job has no use for it
+
+    for package in _PACKAGES:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Output of a git command; empty where git is missing or refuses (no commit yet, foreign owner)."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else ""
+
+
+def git_root(cwd: Path) -> Path | None:
+    """The top of the git work tree around a folder, if it is in one."""
+    top = _git(cwd, "rev-parse", "--show-toplevel").strip()
+    return Path(top) if top else None
+
+
+def _git_files(root: Path) -> list[Path]:
+    # A deleted file is still listed, and a submodule is listed as a folder.
+    return [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _can_be_copied(path)]
+
+
+def _plain_files(cwd: Path) -> list[Path]:
+    files = []
+    for folder, subfolders, names in os.walk(cwd):
+        here = Path(folder)
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and name != "__pycache__" and not (here / name / "pyvenv.cfg").exists()
+        ]
+        # A link to a folder is among the subfolders, and is not walked into.
+        links = [name for name in subfolders if (here / name).is_symlink()]
+        files += [path for name in names + links if not name.startswith(".") and _can_be_copied(path := here / name)]
+    return files
+
+
+def _can_be_copied(path: Path) -> bool:
+    return path.is_symlink() or path.is_file()
+
+
+def _copy(top: Path, files: list[Path], target: Path, config: Config) -> None:
+    sizes = {path: path.lstat().st_size for path in files}
+    total = sum(sizes.values())
+    if total > config.launch.code_max_mb * MB:
+        largest = ", ".join(
+            f"{path.relative_to(top)} ({size / MB:.1f} MB)"
+            for path, size in sorted(sizes.items(), key=lambda item: -item[1])[:3]
+        )
+        raise UserMistake(
+            f"the code under {top} has {total / MB:.1f} MB, more than launch.code_max_mb={config.launch.code_max_mb:g}"
+            f" (largest: {largest}): ignore data in .gitignore, or raise the limit"
+        )
+    shutil.rmtree(target, ignore_errors=True)
+    for path in files:
+        copy = target / path.relative_to(top)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy, follow_symlinks=False)

@@ -1,0 +1,130 @@
+"""Which files and which changes do not belong into a run's copy of the code: secrets, and what `.hpcdistignore` names.
+
+The patch goes to MLflow, where others read it, so each hunk with a likely secret is left out of it. The copy of the
+code stays in the run folder and is what the ranks execute; files with secrets are left out of it, except Python
+modules, without which the run would fail.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hpcdist.config.redaction import holds_secret
+
+#: Read at the top of the code, in the syntax of `.gitignore`.
+IGNORE_FILE = ".hpcdistignore"
+#: Files that hold secrets by their names, tracked or not; compared in lower case.
+_SECRET_FILES = (
+    ".env", ".env.*", "*.env", "*.pem", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.key", "*.ppk",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc",
+    ".htpasswd", ".git-credentials", "credentials", "credentials.*", "secrets.*", ".secrets", "kubeconfig",
+    "*.tfstate", "*.tfvars", "service-account*.json", "service_account*.json",
+)  # fmt: skip
+_HARMLESS_FILES = ("*.pub", "*.example", "*.sample", "*.template", "*.py", "*.pyi", "*.md", "*.rst")
+#: `config` in a folder `.aws` and the like.
+_SECRET_FOLDERS = (".aws", ".kube", ".docker", ".ssh", ".gnupg", ".azure")
+_CODE = (".py", ".pyi", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".js", ".ts", ".java", ".go")
+#: Ranks import these from the copy.
+_MODULES = (".py", ".pyi", ".so")
+#: No setting or source file is larger; what is larger is not looked into.
+MAX_SCAN_BYTES = 2**20
+_HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
+
+
+def is_secret_file(name: str) -> bool:
+    """Return whether a file, by its path in the tree, is one that holds secrets."""
+    *folders, leaf = name.lower().split("/")
+    if any(fnmatchcase(leaf, pattern) for pattern in _HARMLESS_FILES):
+        return False
+    return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or any(
+        one in _SECRET_FOLDERS for one in folders
+    )
+
+
+def without_secrets(top: Path, files: Iterable[Path]) -> tuple[list[Path], list[str]]:
+    """Return the files that are to be copied, and what was found: `name` or `name:line`, never the value.
+
+    Args:
+        files: below `top`, those that git does not track, or all where there is no git.
+    """
+    kept, left_out = [], []
+    for path in files:
+        name = path.relative_to(top).as_posix()
+        if is_secret_file(name):
+            left_out.append(name)
+        elif (line := _first_secret(path)) is not None:
+            left_out.append(f"{name}:{line}")
+        else:
+            kept.append(path)
+    return kept, left_out
+
+
+def _first_secret(path: Path) -> int | None:
+    """The number of the first line with a likely secret; None without one, and where the file is not looked into."""
+    if path.suffix in _MODULES or path.is_symlink() or path.stat().st_size > MAX_SCAN_BYTES:
+        return None
+    try:
+        raw = path.read_bytes()
+    except OSError:  # the copy itself will say why
+        return None
+    if b"\0" in raw[:8192]:
+        return None
+    lines = raw.decode(errors="replace").splitlines()
+    code = path.suffix in _CODE
+    return next((number for number, line in enumerate(lines, 1) if holds_secret(line, code=code)), None)
+
+
+def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]) -> tuple[str, list[str]]:
+    """Return a patch without hunks that hold a likely secret, and where these were: `name` or `name:line`.
+
+    Args:
+        patch: of `git diff --binary --no-renames`.
+        names: of `git diff --name-only` with the same arguments: the files of the patch, in its order.
+        ignored: whether a file is to be left out without a word.
+    """
+    head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
+    if len(parts) != len(names):
+        # Such as in the middle of a merge: nothing tells which part is whose.
+        return "", ["code.patch (files that are not merged yet)"]
+    kept, left_out = [head], []
+    for name, part in zip(names, parts, strict=True):
+        if ignored(name):
+            continue
+        if is_secret_file(name):
+            left_out.append(name)
+            continue
+        text, found = _clean_file(part, code=Path(name).suffix in _CODE)
+        kept.append(text)
+        left_out += [f"{name}:{line}" for line in found]
+    return "".join(kept), left_out
+
+
+def _clean_file(part: str, *, code: bool) -> tuple[str, list[int]]:
+    """A file's part of a patch without suspicious hunks; empty when no hunk is left of it."""
+    if "\nGIT binary patch\n" in part:
+        return part, []
+    header, *hunks = re.split(r"^(?=@@ -)", part, flags=re.MULTILINE)
+    kept, found = [], []
+    for hunk in hunks:
+        line = next(_secret_lines(hunk, code=code), None)
+        if line is None:
+            kept.append(hunk)
+        else:
+            found.append(line)
+    # A file without hunks was only renamed or made executable.
+    return (header + "".join(kept) if kept or not hunks else ""), found
+
+
+def _secret_lines(hunk: str, *, code: bool) -> Iterator[int]:
+    """Numbers of suspicious lines in the new file; of what was removed, that of the line behind it."""
+    first, *lines = hunk.split("\n")
+    match = _HUNK.match(first)
+    number = int(match[1]) if match else 0
+    for line in lines:
+        if holds_secret(line[1:].rstrip("\r"), code=code):
+            yield number
+        if line[:1] in ("+", " "):
+            number += 1

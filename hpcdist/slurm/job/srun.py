@@ -1,0 +1,195 @@
+"""Command lines of the steps inside a job: the ranks' own, the preflight and the roll call. Pure functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpcdist.config.schema import ClusterConfig, Config
+from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
+from hpcdist.run.folder import Attempt
+from hpcdist.slurm.components import Component, allocations, cluster_for, components, is_het
+from hpcdist.slurm.extra_flags import without_value
+from hpcdist.supervisor.plan import processor_env
+
+PREFLIGHT_STEP = "preflight"
+#: A step that asks the nodes something beside whatever runs there.
+BESIDE_STEP = "hpcdist-beside"
+STANDBY_STEP = "standby"
+#: How the names of the steps begin that a supervisor starts and ends again; the standby lives as long as it does.
+STEP_NAMES = ("attempt-", PREFLIGHT_STEP, BESIDE_STEP, CONTAINERS_STEP)
+#: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
+_RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
+_WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
+
+
+def step_command(config: Config, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
+    """The step that runs every rank of a run once, whatever its roles ask for, in containers where there is a box."""
+    parts = components(config)
+    if is_het(config):
+        return _het_command(config, parts, attempt, command, box)
+    (whole,) = allocations(config)
+    cluster = cluster_for(config.cluster, whole)
+    if len(parts) == 1:
+        return srun_command(cluster, attempt, command, box)
+    return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
+
+
+def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
+    """The step where all nodes hold equally many ranks.
+
+    A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
+    taken them over from sbatch since Slurm 22.05.
+    """
+    return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
+
+
+def _rank_words(attempt: Attempt, command: Sequence[str], box: Box | None) -> list[str]:
+    """A rank as a task: in a container, which for pyxis begins with flags of srun, or as it is."""
+    if box is None:
+        return [*DEAF_TO_USR2, *command]
+    contained = contain(box, command, attempt)
+    return [*contained.srun, *contained.words]
+
+
+def _het_command(
+    config: Config, parts: Sequence[Component], attempt: Attempt, command: Sequence[str], box: Box | None
+) -> list[str]:
+    """One step over all components: ranks count through them."""
+    words = ["srun"]
+    base = rank_env(config)
+    for index, part in enumerate(parts):
+        flags = _flags(cluster_for(config.cluster, part), attempt)
+        for name in ("output", "open-mode"):
+            if name not in config.cluster.srun:
+                del flags[name]
+        env = _env_words(base, rank_env(config, part))
+        words += [":"] * (index > 0) + [f"--het-group={index}", *_options(flags)]
+        if box is None:
+            words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
+        else:
+            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command, attempt)
+            words += [*contained.srun, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.words]
+    return words
+
+
+def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """A command's head that changes one environment into another; srun has but one for all components."""
+    unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
+    changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
+    return ["env", *unset, *changed] if unset or changed else []
+
+
+def _placed_command(
+    cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: Box | None
+) -> list[str]:
+    """The step where each rank is told its node, in the file that SLURM_HOSTFILE names."""
+    flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
+    flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
+    return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
+
+
+def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
+    return {
+        "job-name": step_name(attempt),
+        "nodes": cluster.nodes,
+        "ntasks": cluster.nodes * cluster.tasks_per_node,
+        "ntasks-per-node": cluster.tasks_per_node,
+        "cpus-per-task": cluster.cpus_per_task,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "kill-on-bad-exit": 1,
+        "input": "none",
+        "open-mode": "append",
+        # One file per task, its number padded as in Attempt.log.
+        "output": str(attempt.path / "rank-%5t.log"),
+        **{name: without_value(value) for name, value in cluster.srun.items()},
+    }
+
+
+def step_name(attempt: Attempt) -> str:
+    return f"attempt-{attempt.number:03d}"
+
+
+def _options(flags: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
+    """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently.
+
+    Args:
+        part: whose ranks are meant; those of the first component, which the job's environment is made for.
+    """
+    part = part or allocations(config)[0]
+    threads = config.launch.threads or part.cpus_per_task
+    policy = processor_env(threads, use_gpus=part.gpus_per_node > 0 and config.launch.device != "cpu")
+    policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
+    return {**policy, **config.cluster.env, **config.launch.env}
+
+
+def standby_command(job_id: str) -> list[str]:
+    """A step on one node of the second component: see standby.py."""
+    flags = ["--het-group=1", "--overlap", f"--job-name={STANDBY_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.standby", job_id]
+
+
+def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
+    """A step that lets each node say its name."""
+    return beside_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het)
+
+
+def beside_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool) -> list[str]:
+    """A step that runs a command once on each node, beside whatever else runs there.
+
+    Args:
+        nodes: names of the nodes, by component.
+        het: whether the components are those of a heterogeneous job.
+    """
+    words = ["srun"]
+    for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * het
+        words += ["--overlap", f"--job-name={BESIDE_STEP}"]
+        words += [f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
+        words += ["--cpus-per-task=1", "--input=none", *command]
+    return words
+
+
+def preflight_command(
+    config: Config,
+    parts: Sequence[Component],
+    nodes: Sequence[Sequence[str]],
+    command: Sequence[str],
+    box: Box | None = None,
+    *,
+    het: bool,
+) -> list[str]:
+    """A step that runs a command once on each node, with the cores and GPUs of all ranks there, in their container.
+
+    Args:
+        parts: what each component of the job asks for.
+        nodes: names of the nodes, by the same components.
+    """
+    words = ["srun"]
+    for index, (part, own) in enumerate(zip(parts, nodes, strict=True)):
+        cluster = cluster_for(config.cluster, part)
+        flags = {
+            "job-name": PREFLIGHT_STEP,
+            "overlap": True,
+            "label": True,
+            "nodes": len(own),
+            "ntasks": len(own),
+            "ntasks-per-node": 1,
+            "cpus-per-task": cluster.tasks_per_node * cluster.cpus_per_task,
+            "gpus-per-node": cluster.gpus_per_node or None,
+            "input": "none",
+            **{name: without_value(value) for name, value in cluster.srun.items()},
+        }
+        words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
+        if box is None:
+            words += [*DEAF_TO_USR2, *command]
+        else:
+            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command)
+            words += [*contained.srun, *contained.words]
+    return words

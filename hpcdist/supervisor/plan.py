@@ -1,0 +1,191 @@
+"""What will be started on this machine, decided before anything is: ranks, device, threads, variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hpcdist.config.schema import Config, role_device
+from hpcdist.errors import ConfigError
+from hpcdist.rank.roles import DEFAULT_ROLE, Roles
+from hpcdist.rank.topology import port_for
+
+#: All ranks of a local run meet on the loopback interface; SECURITY.md lists what listens there.
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo"
+RANKS_WITHOUT_GPU = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this machine has to offer."""
+
+    num_cpus: int
+    num_gpus: int
+
+    @classmethod
+    def inspect(cls, env: Mapping[str, str]) -> Machine:
+        """Usable cores, and GPUs as CUDA_VISIBLE_DEVICES or else nvidia-smi shows them (no torch needed)."""
+        visible = env.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            num_gpus = len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
+        else:
+            num_gpus = _count_gpus()
+        return cls(num_cpus=len(os.sched_getaffinity(0)), num_gpus=num_gpus)
+
+
+def _count_gpus() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The start of a run on one machine."""
+
+    num_ranks: int
+    device: Literal["cpu", "cuda"]
+    backend: str
+    threads: int
+    #: Variables that all ranks get on top of the caller's environment.
+    env: dict[str, str]
+    #: Who plays which role, where the config says so, and each role's device.
+    roles: Roles | None = None
+    devices: dict[str, str] = field(default_factory=dict)
+
+    def device_of(self, rank: int) -> str:
+        return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
+
+    def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
+        """`env` and the variables that tell one rank its place (see rank/topology.py)."""
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": self.num_ranks,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": self.num_ranks,
+            "NODE_RANK": 0,
+            "NUM_NODES": 1,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": master_port,
+            "JOB_ID": job_id,
+            "ATTEMPT": attempt,
+        }
+        mixed = self.device_of(rank) == "cpu" and self.device != "cpu"
+        own = processor_env(self.threads, use_gpus=False) if mixed else {}
+        return {**own, **self.env, **{f"HPCDIST_{key}": str(value) for key, value in place.items()}}
+
+
+def make_plan(config: Config, machine: Machine) -> Plan:
+    """Decide how a config runs on a machine.
+
+    Raises ConfigError when the config asks for GPUs that are not there or for more ranks than GPUs, or when its
+    roles do not add up.
+    """
+    launch = config.launch
+    roles = _roles(config)
+    asked = {role: role_device(config, role) for role in roles.names} if roles else {DEFAULT_ROLE: launch.device}
+    use_gpus = machine.num_gpus > 0 and any(device != "cpu" for device in asked.values())
+    for role, device in asked.items():
+        if device == "cuda" and not use_gpus:
+            key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
+            raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
+    if use_gpus:
+        _check_gpus(launch.ranks, roles, asked, machine.num_gpus)
+    ranks = roles.world_size if roles else launch.ranks
+    num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
+    threads = launch.threads or max(1, machine.num_cpus // num_ranks)
+    all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
+    backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
+    return Plan(
+        num_ranks=num_ranks,
+        device="cuda" if use_gpus else "cpu",
+        backend=backend,
+        threads=threads,
+        env={**processor_env(threads, use_gpus=use_gpus), **launch.env},
+        roles=roles,
+        devices={role: "cuda" if use_gpus and asked[role] != "cpu" else "cpu" for role in asked} if roles else {},
+    )
+
+
+def _roles(config: Config) -> Roles | None:
+    """The config's roles, None where it has none."""
+    if not config.roles:
+        return None
+    roles = Roles.of(config.roles, sum(config.roles.values()))
+    if config.launch.ranks not in (0, roles.world_size):
+        raise ConfigError(
+            [
+                f"roles add up to {roles.world_size} ranks ({roles}), but launch.ranks={config.launch.ranks}:"
+                " leave launch.ranks out, or change one of them"
+            ]
+        )
+    return roles
+
+
+def _check_gpus(ranks: int, roles: Roles | None, asked: Mapping[str, str], num_gpus: int) -> None:
+    if roles is None:
+        if ranks > num_gpus:
+            raise ConfigError(
+                [f"launch.ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
+            )
+        return
+    wanting = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
+    if wanting.world_size > num_gpus:
+        raise ConfigError(
+            [
+                f"roles: {wanting.world_size} ranks want a GPU each ({wanting}), but {num_gpus} are visible: say which"
+                f" roles need none, as in launch.devices.{wanting.names[-1]}=cpu"
+            ]
+        )
+
+
+def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
+    """Variables that must be set before a rank starts; each is the supervisor's policy, `launch.env` overrides it."""
+    env = {
+        # More threads than cores spin against each other: 0.3 instead of 17 steps a second was measured.
+        "OMP_NUM_THREADS": str(threads),
+        # One machine: stay on loopback. It also spares gloo a reverse look-up that takes 10 s where DNS has none.
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "TP_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not use_gpus:
+        # glibc gives large blocks back to the kernel and faults them in again each step: 1.4 times slower.
+        env["MALLOC_MMAP_THRESHOLD_"] = str(32 * 2**20)
+        env["MALLOC_TRIM_THRESHOLD_"] = str(2**30)
+    return env
+
+
+def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
+    """What one rank executes. `-P` keeps the current folder out of sys.path: code comes from the run's snapshot."""
+    return [python, "-P", "-m", "hpcdist.rank.worker", str(run_dir)]
+
+
+def code_env(import_path: Sequence[str], theirs: str | None) -> dict[str, str]:
+    """Where ranks import from: the run's snapshot first, since a restart must run the code that was started."""
+    return {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
+
+
+def free_port(job_id: str, attempt: int) -> int:
+    """The port of job and attempt, or the next one that nobody listens on here."""
+    import socket
+
+    for offset in range(64):
+        port = port_for(job_id, attempt + offset)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        return port
+    raise ConfigError([f"no free port for job {job_id}: what listens on this machine? (`ss -ltnp`)"])

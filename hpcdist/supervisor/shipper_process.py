@@ -1,0 +1,73 @@
+"""The shipper's process: started before the ranks, waited for after them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hpcdist.run.folder import RunDir
+
+
+class ShipperProcess:
+    """`hpcdist.tracking.shipper` on one run, as a child of low priority.
+
+    Args:
+        uri: where MLflow is, password included; it travels in the environment.
+        env: the environment to start from.
+        through_queue: stay until `drain`, through all lives of the run's job; else the run's own end is the shipper's.
+    """
+
+    def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
+        flags = ["--through-queue"] if through_queue else []
+        with open(run.path / "shipper.log", "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(run.path), *flags],
+                env={**env, "HPCDIST_TRACKING_URI": uri, "HPCDIST_SUPERVISOR_PID": str(os.getpid())},
+                stdin=subprocess.PIPE if through_queue else subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # The ranks come first, also while they are being started; where someone follows a job there are none.
+                preexec_fn=None if through_queue else _be_nice,
+            )
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until MLflow has everything of a run that has ended, but not for ever; whether it has."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError), self._process.stdin as pipe:
+                pipe.write(b".")
+        try:
+            return self._process.wait(timeout_s) == 0
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return False
+
+
+def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
+    """Let MLflow have what there is of a run; a sentence. A server that is away is no reason to fail.
+
+    In a process of low priority: MLflow's import takes seconds of a processor that the run may just be starting on.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)],
+        env={**env, "HPCDIST_TRACKING_URI": uri},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        preexec_fn=_be_nice,
+    )
+    text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
+    return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+
+
+def _be_nice() -> None:
+    os.nice(10)
+    # Where the kernel weighs sessions against each other (sched(7), autogroups), a nice value counts inside its own
+    # session only: that of the session is another number. Elsewhere there is no such file.
+    with suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write("10")

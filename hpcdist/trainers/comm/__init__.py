@@ -1,0 +1,1 @@
+"""Trainer `comm`: checks and measures the communication between ranks (`hpcdist bench comm`)."""

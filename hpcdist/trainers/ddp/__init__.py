@@ -1,0 +1,1 @@
+"""Trainer `ddp`: image classification with DistributedDataParallel."""

@@ -1,0 +1,1 @@
+"""Trainer `hybrid`: DistributedDataParallel with embedding tables on parameter servers."""

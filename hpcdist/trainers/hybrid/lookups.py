@@ -1,0 +1,272 @@
+"""The trainer's side of embedding tables that lie on parameter servers; `exchange.py` says what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+from torch import Tensor
+
+from hpcdist.trainers.hybrid import exchange
+from hpcdist.trainers.hybrid.tables import Coalesced, Layout, put_rows, unit_of_row
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How lookups travel, chosen once; the results are the same up to rounding."""
+
+    pool_at_server: bool
+    ahead: bool  #: values of the next batch before this one's update
+
+
+@dataclass(frozen=True)
+class Units:
+    """A batch's bags as units of the servers, in the servers' order.
+
+    Attributes:
+        rows: of each server, int64, numbered from its first row.
+        offsets: where each server's units begin in `rows`; None where each row is a unit.
+        counts: units by server.
+        places: the units of each bag, one bag after the other; None where bag b is unit b of every server.
+        offsets_of_bag: where each bag begins in `places`.
+        bags: what a unit's gradient is the sum of; None where unit u of every server is bag u.
+        firsts: where each unit begins in `bags`; None where it has one.
+    """
+
+    num_bags: int
+    rows: list[Tensor]
+    offsets: list[Tensor] | None
+    counts: list[int]
+    places: Tensor | None
+    offsets_of_bag: Tensor | None
+    bags: Tensor | None
+    firsts: Tensor | None
+
+    def pooled(self, values: Tensor) -> Tensor:
+        """Sums of the bags [bags, dim] from the values of all units [units, dim]."""
+        if self.places is None:
+            parts = values.split(self.counts)
+            return values if len(parts) == 1 else torch.stack(parts).sum(0)
+        return F.embedding_bag(self.places, values, self.offsets_of_bag, mode="sum")
+
+    def gradients(self, grad: Tensor) -> Sequence[Tensor]:
+        """Gradients of each server's units, [units, dim], from those of the bags' sums [bags, dim]."""
+        if self.bags is None:
+            return [grad] * len(self.counts)
+        if self.firsts is None:
+            units = grad.index_select(0, self.bags)
+        else:
+            units = F.embedding_bag(self.bags, grad, self.firsts, mode="sum")
+        return list(units.split(self.counts))
+
+
+def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
+    """Each row that the bags hold travels once; the trainer sums up.
+
+    Args:
+        rows: of the bags, int64 [n], numbered through all servers.
+        offsets: where each bag begins in `rows`, and the number of rows, int64 [bags + 1].
+        starts: each server's first row, and the number of all rows.
+    """
+    found = Coalesced.of(rows, unit_of_row(len(rows), offsets[:-1]))
+    cuts = torch.searchsorted(found.rows, torch.tensor(starts)).tolist()
+    counts = [end - begin for begin, end in pairwise(cuts)]
+    # Rows in order stand for server after server already. Sorted by bag once more, they are what is summed up.
+    unit = torch.arange(len(found.rows)).repeat_interleave(found.firsts.diff())
+    return Units(
+        num_bags=len(offsets) - 1,
+        rows=[part - start for part, start in zip(found.rows.split(counts), starts, strict=False)],
+        offsets=None,
+        counts=counts,
+        places=Coalesced.of(found.units, unit).units,
+        offsets_of_bag=offsets[:-1],
+        bags=found.units,
+        firsts=found.firsts[:-1],
+    )
+
+
+def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
+    """Each server sums up what it has of each bag; bags of which it has nothing do not travel. Arguments as above."""
+    num_bags = len(offsets) - 1
+    bag_of_row = unit_of_row(len(rows), offsets[:-1])
+    own_rows, own_offsets, bags = [], [], []
+    for start, end in pairwise(starts):
+        if len(starts) > 2:
+            mine = ((rows >= start) & (rows < end)).nonzero().squeeze(1)
+            here, bag = rows[mine], bag_of_row[mine]
+        else:
+            here, bag = rows, bag_of_row
+        firsts = torch.from_numpy(np.flatnonzero(np.diff(bag.numpy(), prepend=-1)))
+        own_rows.append(here - start)
+        own_offsets.append(firsts)
+        bags.append(bag[firsts])
+    counts = [len(part) for part in bags]
+    is_whole = all(count == num_bags for count in counts)
+    of_unit = torch.cat(bags)
+    found = None if is_whole else Coalesced.of(of_unit, torch.arange(len(of_unit)))
+    return Units(
+        num_bags=num_bags,
+        rows=own_rows,
+        offsets=own_offsets,
+        counts=counts,
+        places=None if found is None else found.units,
+        offsets_of_bag=None if found is None else torch.searchsorted(of_unit.sort().values, torch.arange(num_bags)),
+        bags=None if is_whole else of_unit,
+        firsts=None,
+    )
+
+
+def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> Plan:
+    """What travels less, by the rows and offsets of the first two batches (or of one).
+
+    Values ahead are worth it where less than a quarter of the units change meanwhile and are made twice, taking the
+    other trainers' batches to be like this one's.
+    """
+    pool_at_server = sum(sums_as_units(*batches[0], starts).counts) < sum(rows_as_units(*batches[0], starts).counts)
+    as_units = sums_as_units if pool_at_server else rows_as_units
+    units = as_units(*batches[-1], starts)
+    touched = batches[0][0].unique()
+    changed = 0
+    for server, rows in enumerate(units.rows):
+        hit = torch.isin(rows + starts[server], touched).numpy()
+        if units.offsets is not None and len(hit):
+            hit = np.logical_or.reduceat(hit, units.offsets[server].numpy())
+        changed += int(hit.sum())
+    same = changed / max(1, sum(units.counts))
+    return Plan(pool_at_server=pool_at_server, ahead=1 - (1 - same) ** num_trainers < 0.25)
+
+
+@dataclass
+class Lookup:
+    """One batch's lookup under way."""
+
+    units: Units
+    values: Tensor
+    received: list[dist.Work] = field(default_factory=list)
+    num_late: list[Tensor] = field(default_factory=list)  #: by server, where values were asked for ahead
+    is_pushed: bool = False
+
+
+class Lookups:
+    """Looks up bags in tables on servers, one batch ahead, and takes the gradients back.
+
+        this = lookups.request(lookups.prepare(rows, offsets), train=True)
+        pooled = lookups.collect(this)         # [bags, dim]
+        following = lookups.request(…)         # travels meanwhile
+        …
+        lookups.push(this, gradient_of_pooled)
+
+    Args:
+        group: a gloo group of all ranks, used for nothing else.
+        servers: their ranks, in the layout's order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, servers: Sequence[int], layout: Layout, plan: Plan) -> None:
+        self._group = group
+        self._servers = servers
+        self._starts = layout.starts
+        self._dim = layout.dim
+        self._plan = plan
+        #: Asked for to train, and no header yet has said that its gradients follow.
+        self._open: Lookup | None = None
+        #: What is being sent has to live until it is.
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def prepare(self, rows: Tensor, offsets: Tensor) -> Units:
+        """The units of a batch's bags: rows numbered through all servers [n], offsets [bags + 1]."""
+        as_units = sums_as_units if self._plan.pool_at_server else rows_as_units
+        return as_units(rows, offsets, self._starts)
+
+    def request(self, units: Units, *, train: bool) -> Lookup:
+        """Ask for a batch's values; does not wait. With `train`, its gradient is to be pushed after the next request.
+
+        At most one batch may be asked for and not collected.
+        """
+        lookup = Lookup(units, torch.empty(sum(units.counts), self._dim))
+        follow = self._gradients_follow() if not train else self._open is not None
+        if train or follow:
+            self._open = lookup if train else None
+        for number, (server, values) in enumerate(zip(self._servers, lookup.values.split(units.counts), strict=True)):
+            rows, offsets = units.rows[number], None if units.offsets is None else units.offsets[number]
+            kind = exchange.TRAIN if train else exchange.LOOK
+            header = [kind, len(rows), 0 if offsets is None else len(offsets), int(self._plan.ahead), int(follow)]
+            self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
+            # Asked for now: gloo sends nothing that nobody waits for.
+            if len(values):
+                lookup.received.append(self._group.recv([values], server, exchange.TAG_VALUES))
+            if self._plan.ahead:
+                lookup.num_late.append(torch.zeros(1, dtype=torch.int64))
+                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, exchange.TAG_LATE))
+        return lookup
+
+    def collect(self, lookup: Lookup) -> Tensor:
+        """Wait for a batch's values; returns the sums of its bags, [bags, dim], on the host."""
+        for work in lookup.received:
+            work.wait()
+        begin = 0
+        for number, (num_late, count) in enumerate(zip(lookup.num_late, lookup.units.counts, strict=False)):
+            if int(num_late):
+                units = torch.empty(int(num_late), dtype=torch.int64)
+                values = torch.empty(int(num_late), self._dim)
+                for tensor, tag in ((units, exchange.TAG_LATE_UNITS), (values, exchange.TAG_LATE_VALUES)):
+                    self._group.recv([tensor], self._servers[number], tag).wait()
+                put_rows(lookup.values, units + begin, values)
+            begin += count
+        self._settle()
+        return lookup.units.pooled(lookup.values)
+
+    def push(self, lookup: Lookup, gradient: Tensor) -> None:
+        """Send the gradient of the sums that `collect` gave, [bags, dim], once for each request to train."""
+        lookup.is_pushed = True
+        for part, server in zip(lookup.units.gradients(gradient.cpu()), self._servers, strict=True):
+            self._send(part, server, exchange.TAG_GRADIENTS)
+
+    def flush(self) -> None:
+        """Return when the servers have applied every gradient that this trainer has pushed."""
+        told = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
+        self._order(exchange.FLUSH)
+        for one, server in zip(told, self._servers, strict=True):
+            self._group.recv([one], server, exchange.TAG_LATE).wait()
+        self._settle()
+
+    def leave(self) -> None:
+        """End the servers' exchange with this trainer; a batch that is asked for and not pushed is forgotten."""
+        self._order(exchange.LEAVE)
+        self._settle()
+
+    def _order(self, kind: int) -> None:
+        follow = self._gradients_follow()
+        if follow:
+            self._open = None
+        for server in self._servers:
+            self._send_request(server, [kind, 0, 0, 0, int(follow)], [])
+
+    def _gradients_follow(self) -> bool:
+        """Whether gradients are on their way that no header has told of."""
+        return self._open is not None and self._open.is_pushed
+
+    def _send_request(self, server: int, header: list[int], body: list[Tensor]) -> None:
+        first = torch.empty(exchange.FIRST_LENGTH, dtype=torch.int64)
+        first[: exchange.HEADER_LENGTH] = torch.tensor(header)
+        num_numbers = sum(map(len, body))
+        room = first[exchange.HEADER_LENGTH :]
+        if 0 < num_numbers <= len(room):
+            torch.cat(body, out=room[:num_numbers])
+        self._send(first, server, exchange.TAG_HEADER)
+        if num_numbers > len(room):
+            self._send(torch.cat(body), server, exchange.TAG_ROWS)
+
+    def _send(self, tensor: Tensor, server: int, tag: int) -> None:
+        if tensor.numel():
+            self._sending.append((self._group.send([tensor], server, tag), tensor))
+
+    def _settle(self) -> None:
+        """Wait for what has been sent so far: requests, and the gradients that their headers tell of."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()

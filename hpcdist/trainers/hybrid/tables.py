@@ -1,0 +1,260 @@
+"""Embedding tables spread by row over parameter servers: who owns which rows, and how they are updated.
+
+A server holds its rows of all tables in one matrix, so that several tables cost one lookup and one update. Rows of all
+servers are numbered through (`Layout.place`): server 0's rows of every table, then server 1's.
+
+Lookups and updates are of *units*: rows by themselves, or sums of the server's rows of a bag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+from torch import Tensor
+
+from hpcdist.checkpoint.shards import Shard
+from hpcdist.errors import CheckpointError
+
+#: Rows that are drawn together from (seed, table, number of the block).
+BLOCK_ROWS = 1024
+#: Rows that are updated at once: their gradients and state stay in a core's cache.
+UPDATE_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each table's rows lie. Server s of n has rows `R × s // n` to `R × (s + 1) // n` of a table of R rows."""
+
+    tables: Mapping[str, int]  #: rows by name
+    dim: int
+    num_servers: int
+
+    def span(self, table: str, server: int) -> range:
+        """The rows of a table that lie on a server."""
+        rows = self.tables[table]
+        return range(rows * server // self.num_servers, rows * (server + 1) // self.num_servers)
+
+    def num_rows(self, server: int) -> int:
+        """Rows of a server's matrix."""
+        return sum(len(self.span(table, server)) for table in self.tables)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first row of each server, and the number of all rows."""
+        return [0, *accumulate(self.num_rows(server) for server in range(self.num_servers))]
+
+    def place(self, ids: Tensor, table_of_id: Tensor) -> Tensor:
+        """Rows numbered through, int64 [n], of ids in tables (by number, in order)."""
+        placed = torch.empty_like(ids)
+        for number, (table, rows) in enumerate(self.tables.items()):
+            mine = table_of_id == number
+            here = ids[mine]
+            ends = torch.tensor([rows * (server + 1) // self.num_servers for server in range(self.num_servers)])
+            shifts = []
+            for server, start in enumerate(self.starts[:-1]):
+                before = sum(len(self.span(other, server)) for other in list(self.tables)[:number])
+                shifts.append(start + before - self.span(table, server).start)
+            placed[mine] = here + torch.tensor(shifts)[torch.searchsorted(ends, here, right=True)]
+        return placed
+
+
+def fill_initial(out: Tensor, rows: range, *, table: str, scale: float, seed: int) -> None:
+    """Write rows of a table as training begins into `out` [len(rows), dim]: uniform in ± scale, each from (seed, table,
+    row) alone, so that it does not matter how many servers there are."""
+    for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
+        digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        drawn = torch.empty(BLOCK_ROWS, out.shape[1]).uniform_(-scale, scale, generator=generator)
+        first = block * BLOCK_ROWS
+        begin, end = max(rows.start, first), min(rows.stop, first + BLOCK_ROWS)
+        out[begin - rows.start : end - rows.start] = drawn[begin - first : end - first]
+
+
+class SparseOptimizer:
+    """SGD, Adagrad or SparseAdam as torch.optim has them, on the rows of a batch alone.
+
+    Ours, because torch's sparse tensors cost two to four times as much: writing 40,000 of a million rows of 64 takes
+    12 ms as a sparse `add_`, 1.1 ms as one copy a row.
+
+    Args:
+        shape: of the matrix.
+    """
+
+    BETAS, ADAM_EPS, ADAGRAD_EPS = (0.9, 0.999), 1e-8, 1e-10
+
+    def __init__(self, name: Literal["sgd", "adagrad", "sparse_adam"], lr: float, weight: Tensor) -> None:
+        self.name = name
+        self.lr = lr
+        self.step = 0
+        names = {"sgd": [], "adagrad": ["sum"], "sparse_adam": ["exp_avg", "exp_avg_sq"]}[name]
+        self.state = {key: torch.zeros_like(weight) for key in names}
+
+    def change(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """What is to be added to these rows (each once), given their gradient, both [n, dim]; `grad` is used up."""
+        if self.name == "sgd":
+            return grad.mul_(-self.lr)
+        if self.name == "adagrad":
+            total = self.state["sum"].index_select(0, rows).addcmul_(grad, grad)
+            put_rows(self.state["sum"], rows, total)
+            return grad.div_(total.sqrt_().add_(self.ADAGRAD_EPS)).mul_(-self.lr)
+        first, second = self.BETAS
+        mean = self.state["exp_avg"].index_select(0, rows).lerp_(grad, 1 - first)
+        square = self.state["exp_avg_sq"].index_select(0, rows).mul_(second).addcmul_(grad, grad, value=1 - second)
+        put_rows(self.state["exp_avg"], rows, mean)
+        put_rows(self.state["exp_avg_sq"], rows, square)
+        size = self.lr * (1 - second**self.step) ** 0.5 / (1 - first**self.step)
+        return mean.div_(square.sqrt_().add_(self.ADAM_EPS)).mul_(-size)
+
+
+def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
+    """`matrix[rows] = values`, each row once. NumPy copies a row as one thing, 3 to 10 times faster than torch does."""
+    if matrix.is_cuda:
+        matrix.index_copy_(0, rows, values)
+    else:
+        as_one = np.dtype((np.void, matrix.shape[1] * matrix.element_size()))
+        matrix.numpy().view(as_one).reshape(-1)[rows.numpy()] = values.contiguous().numpy().view(as_one).reshape(-1)
+
+
+class TableShard:
+    """One server's rows of all tables, [rows, dim], with their optimizer."""
+
+    def __init__(
+        self, layout: Layout, server: int, *, optimizer: str, lr: float, scale: float, seed: int, device: torch.device
+    ) -> None:
+        self._spans = {table: layout.span(table, server) for table in layout.tables}
+        self._layout = layout
+        self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
+        for table, span in self._spans.items():
+            fill_initial(self.table_rows(table), span, table=table, scale=scale, seed=seed)
+        self.optimizer = SparseOptimizer(optimizer, lr, self.weight)  # type: ignore[arg-type]
+
+    def values(self, rows: Tensor, offsets: Tensor | None) -> Tensor:
+        """Sums of each unit's rows, [units, dim], on the host; without offsets each row is a unit."""
+        device = self.weight.device
+        rows = rows.to(device)
+        if offsets is None:
+            return self.weight.index_select(0, rows).cpu()
+        return F.embedding_bag(rows, self.weight, offsets.to(device), mode="sum").cpu()
+
+    def update(self, batch: Coalesced, grads: Tensor) -> None:
+        """One optimizer step with the gradients of the batch's units, [units, dim]."""
+        device, optimizer = self.weight.device, self.optimizer
+        optimizer.step += 1
+        grads = grads.to(device)
+        for begin in range(0, len(batch.rows), UPDATE_ROWS):
+            rows = batch.rows[begin : begin + UPDATE_ROWS].to(device)
+            firsts = batch.firsts[begin : begin + UPDATE_ROWS + 1]
+            units = batch.units[firsts[0] : firsts[-1]].to(device)
+            grad = F.embedding_bag(units, grads, (firsts[:-1] - firsts[0]).to(device), mode="sum")
+            change = optimizer.change(rows, grad)
+            put_rows(self.weight, rows, change.add_(self.weight.index_select(0, rows)))
+
+    # --- checkpoints
+
+    def table_rows(self, table: str, matrix: Tensor | None = None) -> Tensor:
+        """This server's rows of one table, as a view."""
+        first = 0
+        for name, span in self._spans.items():
+            if name == table:
+                return (self.weight if matrix is None else matrix)[first : first + len(span)]
+            first += len(span)
+        raise KeyError(table)
+
+    def checkpoint(self) -> Shard:
+        """Views of all rows and of the optimizer's state, which has the same rows."""
+        return Shard(
+            model={weight_name(table): self.table_rows(table) for table in self._spans},
+            rows={weight_name(table): (span.start, self._layout.tables[table]) for table, span in self._spans.items()},
+            trainer={
+                "step": self.optimizer.step,
+                "state": {
+                    weight_name(table): {key: self.table_rows(table, m) for key, m in self.optimizer.state.items()}
+                    for table in self._spans
+                },
+            },
+        )
+
+    def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
+        """Take this server's rows from shards of any number of servers, one at a time, until all are there.
+
+        Raises CheckpointError when some are not.
+        """
+        missing = {table: len(span) for table, span in self._spans.items() if len(span)}
+        for shard in shards:
+            if shard is None:
+                continue
+            for table, span in self._spans.items():
+                missing[table] = missing.get(table, 0) - self._load_table(table, span, shard)
+            self.optimizer.step = shard["trainer"]["step"]
+            if not any(missing.values()):
+                return
+        if any(missing.values()):
+            table = next(name for name, count in missing.items() if count)
+            raise CheckpointError(f"the checkpoint has not all rows of table {table!r}: {missing[table]} are missing")
+
+    def _load_table(self, table: str, span: range, shard: Mapping[str, Any]) -> int:
+        name = weight_name(table)
+        rows = shard["model"].get(name)
+        if rows is None:
+            return 0
+        first, total = map(int, shard["rows"][name])
+        if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
+            raise CheckpointError(f"the checkpoint's table {table!r} is {total} × {rows.shape[1]}, another size")
+        begin, end = max(span.start, first), min(span.stop, first + len(rows))
+        if begin >= end:
+            return 0
+        here, there = slice(begin - span.start, end - span.start), slice(begin - first, end - first)
+        self.table_rows(table)[here] = rows[there]
+        for key, matrix in self.optimizer.state.items():
+            self.table_rows(table, matrix)[here] = shard["trainer"]["state"][name][key][there]
+        return end - begin
+
+
+def weight_name(table: str) -> str:
+    """A table's name in the whole model (`models.clicks.ClickModel`)."""
+    return f"tables.{table}.weight"
+
+
+# --- units
+
+
+@dataclass(frozen=True)
+class Coalesced:
+    """Units turned round: `rows` [n] each once and in order, `units[firsts[i]:firsts[i + 1]]` those that hold row i."""
+
+    rows: Tensor
+    units: Tensor
+    firsts: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, units: Tensor) -> Coalesced:
+        """Of pairs of a row and a unit; a row's units keep their order, so that sums do not depend on chance."""
+        # One sort of plain numbers: 0.1 ms for 20,000; torch.unique takes 2 ms.
+        bits = max(1, (len(rows) - 1).bit_length())
+        packed = (rows.numpy() << bits) | np.arange(len(rows))
+        packed.sort()
+        in_order = packed >> bits
+        firsts = np.flatnonzero(np.diff(in_order, prepend=-1))
+        return cls(
+            torch.from_numpy(in_order[firsts]),
+            units[torch.from_numpy(packed & ((1 << bits) - 1))],
+            torch.from_numpy(np.append(firsts, len(rows))),
+        )
+
+
+def unit_of_row(num_rows: int, offsets: Tensor | None) -> Tensor:
+    """Each row's unit, int64 [rows]."""
+    if offsets is None:
+        return torch.arange(num_rows)
+    lengths = torch.diff(offsets, append=torch.tensor([num_rows]))
+    return torch.arange(len(offsets)).repeat_interleave(lengths)
+
+
+# --- the exchange

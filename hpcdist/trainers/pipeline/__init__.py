@@ -1,0 +1,1 @@
+"""Trainer `pipeline`: a ResNet whose stages run on different ranks."""

@@ -1,0 +1,1 @@
+"""Trainer `rl`: proximal policy optimization with one agent and several observers."""

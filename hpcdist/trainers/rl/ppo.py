@@ -1,0 +1,70 @@
+"""Proximal policy optimisation (https://arxiv.org/abs/1707.06347) with generalised advantage estimation."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpcdist.config.schema import Config
+from hpcdist.trainers.rl.policy import Floats, Policy, log_prob
+from hpcdist.trainers.rl.rollouts import Rollout
+
+
+def learn(
+    policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
+) -> tuple[Tensor, int]:
+    """Passes over the rollout with PPO's clipped surrogate; with one pass and one minibatch it is A2C.
+
+    Returns:
+        Sums over optimizer steps of policy loss, value loss, entropy and the divergence from the policy that acted,
+        [4] on `device`, and the number of optimizer steps.
+    """
+    rl = cfg.rl
+    with torch.no_grad():
+        values = policy.value(rollout.observations.to(device)).cpu()
+    gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.discount, rl.gae_lambda))
+    valid = rollout.valid
+    gains, values = gains[valid], values[:-1][valid]
+    targets = (gains + values).to(device)
+    gains = ((gains - gains.mean()) / (gains.std(correction=0) + 1e-8)).to(device)
+    further = (rollout.observations[:-1][valid], rollout.actions[valid], rollout.log_probs[valid])
+    data = (gains, targets, *(tensor.to(device) for tensor in further))
+    parameters = list(policy.parameters())
+    sums, num_steps = torch.zeros(4, device=device), 0
+    for _ in range(rl.passes):
+        order = torch.randperm(len(gains)).to(device)  # drawn on the host: the same on every kind of device
+        for gain, target, observations, actions, acted in zip(
+            *(tensor[order].chunk(rl.minibatches) for tensor in data), strict=True
+        ):
+            outputs, estimates = policy.both(observations)
+            log_probs, entropies = log_prob(outputs, actions, policy.log_std)
+            change = log_probs - acted
+            ratio = change.exp()
+            policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * gain).mean()
+            value_loss = nn.functional.mse_loss(estimates, target)
+            entropy = entropies.mean()
+            optimizer.zero_grad()
+            (policy_loss + rl.value_weight * value_loss - rl.entropy_weight * entropy).backward()
+            if cfg.optim.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_norm)
+            optimizer.step()
+            sums += torch.stack((policy_loss, value_loss, entropy, -change.mean())).detach()
+            num_steps += 1
+    return sums, num_steps
+
+
+def advantages(rollout: Rollout, values: Floats, discount: float, gae_lambda: float) -> Floats:
+    """How much better each action turned out than the values [T + 1, n] had it, [T, n], by GAE.
+
+    A terminated episode is worth nothing after its end; a truncated one what its last observation is worth. No sum
+    crosses an end. Where a step is not valid the result means nothing.
+    """
+    rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
+    surprise = rewards + discount * values[1:] * ~terminated - values[:-1]
+    carries = np.float32(discount * gae_lambda) * ~(terminated | rollout.truncated.numpy())
+    for t in range(len(surprise) - 2, -1, -1):
+        surprise[t] += carries[t] * surprise[t + 1]
+    return cast(Floats, surprise)

@@ -1,0 +1,123 @@
+"""Rollouts: what happened in some steps of many environments, and who records them. Knows nothing of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpcdist.trainers.rl.environments import Floats, Problem, make_environments
+from hpcdist.trainers.rl.policy import log_prob
+
+
+class Rollout(NamedTuple):
+    """T steps of n environments. Where `valid` is false the environment was reset: no transition to learn from."""
+
+    observations: Tensor  #: float [T + 1, n, num_inputs]: the last one is what the last step led to
+    actions: Tensor  #: int64 [T, n], or float [T, n, num_outputs] in the unit box
+    log_probs: Tensor  #: float [T, n], of the policy that acted
+    rewards: Tensor  #: float [T, n]
+    terminated: Tensor  #: bool [T, n]
+    truncated: Tensor  #: bool [T, n]
+    valid: Tensor  #: bool [T, n]
+    returns: Tensor  #: float64 [episodes], of those that ended in this rollout, from their first step on
+    lengths: Tensor  #: int64 [episodes]
+
+    @classmethod
+    def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
+        """All environments side by side, in the given order."""
+        episodes = ("returns", "lengths")
+        fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
+        return cls(**{name: torch.cat(parts, dim=0 if name in episodes else 1) for name, parts in fields})
+
+
+def random_numbers(seed: int, *stream: int) -> np.random.Generator:
+    """Random numbers of one rollout or evaluation: a function of where they are used has no state to save."""
+    return np.random.default_rng([seed, *stream])
+
+
+class Collector:
+    """Steps environments, and keeps what runs in them from rollout to rollout.
+
+    Args:
+        index: a number that no other collector has; all its random numbers follow from it, the seed and the rollout.
+    """
+
+    def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
+        self._problem, self._seed, self._index = problem, seed, index
+        self._envs = make_environments(problem, num_envs, random_numbers(seed, 0, index, 0))
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, np.int64)
+
+    def collect(
+        self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
+    ) -> Rollout:
+        """Rollout `number` of this collector: steps of all its environments with the policy that `infer` asks.
+
+        Args:
+            infer: the policy's outputs [n, num_outputs] for observations [n, num_inputs].
+            log_std: logarithmic deviations of a policy for box actions.
+        """
+        problem, envs = self._problem, self._envs
+        rng = random_numbers(self._seed, 0, self._index, 1 + number)
+        steps = (num_steps, envs.num_envs)
+        shape = (*steps, problem.num_outputs)
+        # All at once: a step costs tens of microseconds, and so would a call for its random numbers.
+        if log_std is None:  # the greatest of logits + Gumbel noise is a sample of their softmax
+            noise = -np.log(np.maximum(rng.standard_exponential(shape, np.float32), np.float32(1e-30)))
+            actions: NDArray[Any] = np.empty(steps, np.int64)
+        else:
+            noise = rng.standard_normal(shape, np.float32) * log_std.exp().numpy()
+            actions = np.empty(shape, np.float32)
+        envs.begin(rng)
+        outputs = np.empty(shape, np.float32)
+        observations = np.empty((num_steps + 1, envs.num_envs, problem.num_inputs), np.float32)
+        rewards = np.empty(steps, np.float32)
+        terminated, truncated, valid = (np.empty(steps, np.bool_) for _ in range(3))
+        observations[0] = envs.observations
+        for t in range(num_steps):
+            outputs[t] = output = infer(observations[t])
+            if log_std is None:
+                np.argmax(output + noise[t], axis=1, out=actions[t])
+            else:
+                np.add(output, noise[t], out=actions[t])
+            np.logical_not(envs.over, out=valid[t])
+            observations[t + 1], rewards[t], terminated[t], truncated[t] = envs.step(problem.to_env(actions[t]))
+        ends = terminated | truncated
+        returns, self._returns = _per_episode(self._returns + np.cumsum(rewards, axis=0, dtype=np.float64), ends)
+        lengths, self._lengths = _per_episode(self._lengths + np.cumsum(valid, axis=0), ends)
+        log_probs, _ = log_prob(torch.from_numpy(outputs), torch.from_numpy(actions), log_std)
+        further = (rewards, terminated, truncated, valid, returns, lengths)
+        return Rollout(
+            torch.from_numpy(observations), torch.from_numpy(actions), log_probs, *map(torch.from_numpy, further)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that a resume needs."""
+        returns, lengths = torch.from_numpy(self._returns.copy()), torch.from_numpy(self._lengths.copy())
+        return {"envs": self._envs.state(), "returns": returns, "lengths": lengths}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken."""
+        self._envs.load_state(state["envs"])
+        self._returns, self._lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
+
+
+def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Sums over each episode that ended, by environment, and over what still runs in each environment [n].
+
+    Args:
+        sums: running sums over all steps of each environment [T, n], episode after episode.
+        ends: where an episode ended [T, n].
+    """
+    where, when = np.nonzero(ends.T)
+    at_end = sums[when, where]
+    ended = at_end.copy()
+    ended[1:] -= np.where(where[1:] == where[:-1], at_end[:-1], 0)
+    before = np.zeros_like(sums[-1])
+    before[where] = at_end  # of several, the last one stays
+    return ended, sums[-1] - before

@@ -1,0 +1,1 @@
+"""Trainer `rnn`: a recurrent language model with its vocabulary on parameter servers."""

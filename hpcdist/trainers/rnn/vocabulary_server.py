@@ -1,0 +1,333 @@
+"""Servers of a vocabulary's rows, and all of them together as a trainer sees them.
+
+Updates of several trainers are one in `sync`: servers wait for every trainer's push, and add up in the order of their
+index. In `async` each push is an update, when it comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.checkpoint.shards import Shard
+from hpcdist.config.schema import OptimConfig
+from hpcdist.errors import HpcdistError, PeerLost
+from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.rpc import remote
+from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
+
+T = TypeVar("T")
+#: A batch with fewer odds than this is computed at once.
+SMALL = 1 << 14
+#: A call may take so long; a peer that has died is noticed by its connection long before.
+CALL_S = 300.0
+
+
+@dataclass
+class Slot:
+    """One of a trainer's batches at a server."""
+
+    space: Space | None = None
+    gradients: Future[tuple[Tensor, ...]] | None = None  #: of the decoder's rows
+    used: Future[None] | None = None  #: the update that they are part of
+
+
+@dataclass
+class Joined:
+    """The gradients of one update."""
+
+    rows: Tensor  #: of the embedding, sparse and coalesced
+    slots: list[Slot]
+    summed: tuple[Tensor, ...] = ()  #: of the decoder, once all of them are there
+
+
+class Server:
+    """Rows of embedding and decoder, and their optimizers. Its methods are called by trainers, in RPC's threads.
+
+    Args:
+        wire: where tensors are when they travel.
+        is_async: see the module.
+    """
+
+    def __init__(
+        self,
+        shard: VocabularyShard,
+        cfg: OptimConfig,
+        num_trainers: int,
+        *,
+        device: torch.device,
+        wire: torch.device,
+        is_async: bool = False,
+    ) -> None:
+        self.shard = shard.to(device)
+        self.decoder_optimizer = build_optimizer([shard.weight, shard.bias], cfg)
+        self.row_optimizer: torch.optim.Optimizer | None = None
+        if not shard.is_tied:
+            self.row_optimizer, self._is_lazy = build_row_optimizer(shard.encoder, cfg)
+        self._num_trainers = num_trainers
+        self._device, self._wire = device, wire
+        self._is_async = is_async
+        # By trainer; a batch's is the one at its number modulo theirs, and calls of two batches may overlap.
+        self._slots = [[Slot() for _ in range(2 if is_async else 1)] for _ in range(num_trainers)]
+        self._scratch: list[Space | None] = [None] * num_trainers
+        self._pushed: dict[int, tuple[Slot, Tensor, Tensor]] = {}
+        self._offered: dict[int, Joined] = {}
+        self._squared_norm: dict[int, float] = {}
+        self._round = 0
+        self._changed = threading.Condition()
+        self._decoder_lock = threading.Lock()
+        # Tasks wait for none that was submitted later.
+        self._pool = ThreadPoolExecutor(num_trainers + 1)
+
+    # --- called by trainers
+
+    def pull(self, ids: Tensor) -> Tensor:
+        with self._changed:
+            return self._lookup(ids)
+
+    def score(self, trainer: int, number: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Begin a trainer's batch of this number: log of the summed exponentials, and the targets' logits, [n]."""
+        slot = self._slot(trainer, number)
+        if slot.used is not None:  # in `sync` this is the last update, in `async` the one before
+            slot.used.result()
+        slot.space, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), slot.space)
+        return self._out(slot.space.lse), self._out(chosen)
+
+    def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
+        """This server's part of the gradient of the output; that of the weights is computed after the answer."""
+        slot = self._slot(trainer, number)
+        assert slot.space is not None
+        gradient = self._out(self.shard.input_gradient(slot.space, lse.to(self._device), scale))
+        slot.gradients = self._run(slot.space, self._weight_gradient, slot.space)
+        return gradient
+
+    def decode(self, trainer: int, number: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
+        """Both at once, for a server that has the whole vocabulary: summed loss and gradient of the output."""
+        lse, losses = join_scores(*zip(self.score(trainer, number, hidden, targets), strict=True))
+        return float(losses.double().sum()), self.backward(trainer, number, lse, scale)
+
+    def measure(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`score` without a backward to come."""
+        self.settle()
+        scratch, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), self._scratch[trainer])
+        self._scratch[trainer] = scratch
+        return self._out(scratch.lse), self._out(chosen)
+
+    def offer(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
+        """Gradients of a batch's embedding rows that are to be clipped: the squared norm of all to be updated."""
+        key = self._key(trainer)
+
+        def measure(joined: Joined) -> None:
+            gradients = self._decoder_gradients(joined) + (() if self.shard.is_tied else (joined.rows.values(),))
+            self._squared_norm[key] = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
+            self._offered[key] = joined
+
+        with self._changed:
+            self._collect(trainer, number, ids, rows, measure)
+            return self._squared_norm[key]
+
+    def push(
+        self,
+        trainer: int,
+        number: int,
+        ids: Tensor | None,
+        rows: Tensor | None,
+        scale: float,
+        lr: float,
+        next_ids: Tensor,
+    ) -> Tensor:
+        """Update with these gradients, or `scale` times those that were offered; returns the next batch's rows."""
+        with self._changed:
+            if ids is not None and rows is not None:
+                self._collect(trainer, number, ids, rows, lambda joined: self._update(joined, 1.0, lr))
+            elif (offered := self._offered.pop(self._key(trainer), None)) is not None:
+                self._update(offered, scale, lr)  # the first trainer to say so: all of them say the same
+            return self._lookup(next_ids)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The shard's rows, on the host, for the final model."""
+        self.settle()
+        return {name: tensor.detach().cpu() for name, tensor in self.shard.named.items()}
+
+    # --- updates
+
+    def _key(self, trainer: int) -> int:
+        return trainer if self._is_async else 0
+
+    def _slot(self, trainer: int, number: int) -> Slot:
+        slots = self._slots[trainer]
+        return slots[number % len(slots)]
+
+    def _collect(self, trainer: int, number: int, ids: Tensor, rows: Tensor, then: Callable[[Joined], None]) -> None:
+        """Do `then` with what all trainers have pushed, or in `async` with this one's; in `sync` all wait for it."""
+        self._pushed[trainer] = self._slot(trainer, number), ids.to(self._device), rows.to(self._device)
+        if self._is_async:
+            then(self._join([trainer]))
+            return
+        if len(self._pushed) == self._num_trainers:
+            then(self._join(range(self._num_trainers)))
+            self._round += 1
+            self._changed.notify_all()
+            return
+        before = self._round
+        if not self._changed.wait_for(lambda: self._round > before, CALL_S):
+            missing = sorted(set(range(self._num_trainers)) - set(self._pushed))
+            raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_S:g} s")
+
+    def _join(self, trainers: Sequence[int]) -> Joined:
+        slots, ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
+        where = (torch.cat(ids) - self.shard.start)[None]
+        joined = torch.sparse_coo_tensor(
+            where,
+            torch.cat(rows),
+            self.shard.encoder.shape,
+            check_invariants=False,
+            is_coalesced=len(ids) == 1,  # a trainer's ids are different and sorted; those of several are not
+        )
+        return Joined(joined.coalesce(), list(slots))
+
+    def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, ...]:
+        """Summed over the trainers, by index, in the first one's buffers; with those of the embedding where tied."""
+        if not joined.summed:
+            first, *others = [slot.gradients.result() for slot in joined.slots if slot.gradients is not None]
+            for other in others:
+                torch._foreach_add_(first, other)
+            if self.shard.is_tied:
+                first[0].index_add_(0, joined.rows.indices()[0], joined.rows.values())
+            joined.summed = first
+        return joined.summed
+
+    def _update(self, joined: Joined, scale: float, lr: float) -> None:
+        """Step the embedding now, since its rows are waited for, and the decoder once its gradients are there."""
+        if self.row_optimizer is not None:
+            gradient = joined.rows if scale == 1.0 else joined.rows * scale
+            self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
+            step(self.row_optimizer, lr)
+            self._synchronize()
+        update = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
+        for slot in joined.slots:
+            slot.used = update
+        if self.shard.is_tied:
+            update.result()
+
+    def _run(self, space: Space | None, task: Callable[..., T], *arguments: Any) -> Future[T]:
+        """In the background, unless the batch is so small that to wake a thread is more work."""
+        if space is not None and space.odds.numel() >= SMALL:
+            return self._pool.submit(task, *arguments)
+        done: Future[T] = Future()
+        done.set_result(task(*arguments))
+        return done
+
+    def _update_decoder(self, joined: Joined, scale: float, lr: float) -> None:
+        with self._decoder_lock:
+            weight, bias = self._decoder_gradients(joined)
+            if scale != 1.0:
+                torch._foreach_mul_((weight, bias), scale)
+            self.shard.weight.grad, self.shard.bias.grad = weight, bias
+            step(self.decoder_optimizer, lr)
+            self._synchronize()
+
+    def _weight_gradient(self, space: Space) -> tuple[Tensor, ...]:
+        gradients = self.shard.weight_gradient(space)
+        self._synchronize()
+        return gradients
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        return self._out(self.shard.lookup(ids.to(self._device)))
+
+    def _out(self, tensor: Tensor) -> Tensor:
+        self._synchronize()
+        return tensor.to(self._wire)
+
+    def _synchronize(self) -> None:
+        # Calls and updates run in threads, each on a stream of its own: what one leaves, another finds finished.
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def settle(self) -> None:
+        """Wait until everything that was pushed is in the weights."""
+        for slot in itertools.chain.from_iterable(self._slots):
+            if slot.used is not None:
+                slot.used.result()
+
+    # --- checkpoints
+
+    def content(self) -> Shard:
+        """What this server owns; nothing may be under way."""
+        self.settle()
+        return Shard(
+            model={name: tensor.detach() for name, tensor in self.shard.named.items()},
+            rows=dict.fromkeys(self.shard.named, (self.shard.start, self.shard.vocab_size)),
+            trainer={
+                "decoder": self.decoder_optimizer.state_dict(),
+                "rows": None if self.row_optimizer is None else self.row_optimizer.state_dict(),
+            },
+        )
+
+    def load(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `content` gave, here or on the servers, perhaps more of them or fewer, that had these rows."""
+        first = contents[0]["rows"]["decoder.bias"][0]
+        mine = slice(self.shard.start - first, self.shard.stop - first)
+
+        def cut(values: Sequence[Any]) -> Any:
+            if not isinstance(values[0], Tensor):
+                return values[0]
+            return torch.cat(list(values))[mine] if values[0].dim() else values[0].clone()
+
+        def cut_state(key: str) -> dict[str, Any]:
+            found = [content["trainer"][key] for content in contents]
+            states = {
+                index: {name: cut([one["state"][index][name] for one in found]) for name in state}
+                for index, state in found[0]["state"].items()
+            }
+            return {"state": states, "param_groups": found[0]["param_groups"]}
+
+        with torch.no_grad():
+            for name, tensor in self.shard.named.items():
+                tensor.copy_(cut([content["model"][name] for content in contents]))
+        self.decoder_optimizer.load_state_dict(cut_state("decoder"))
+        if self.row_optimizer is not None:
+            self.row_optimizer.load_state_dict(cut_state("rows"))
+
+
+def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.optim.Optimizer, bool]:
+    """The embedding's optimizer, and whether it takes sparse gradients, at the cost of the touched rows alone.
+
+    Plain SGD gives the same either way; Adam then leaves the moments of untouched rows as they are (SparseAdam).
+    Momentum of SGD and decay move every row in every step, so they take dense gradients.
+    """
+    if cfg.weight_decay == 0 and cfg.name == "adam":
+        return torch.optim.SparseAdam([encoder], lr=cfg.lr), True
+    if cfg.weight_decay == 0 and cfg.name == "sgd" and cfg.momentum == 0:
+        return torch.optim.SGD([encoder], lr=cfg.lr), True
+    return build_optimizer([encoder], cfg), False
+
+
+def step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+
+_server: Server | None = None
+
+
+def answer_with(server: Server) -> None:
+    """From here on calls to this process are for `server`."""
+    global _server
+    _server = server
+
+
+@remote
+def at_server(method: str, *arguments: Any) -> Any:
+    """Call a method of the server that `answer_with` has put here, by RPC."""
+    if _server is None:
+        raise HpcdistError("no server of a vocabulary is in this process")
+    return getattr(_server, method)(*arguments)

@@ -1,0 +1,65 @@
+"""A rank's `Context` on a run folder, as the worker makes it, without worker and supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from spawn import Rank
+
+from hpcdist.config.schema import Config
+from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.process_group import Groups
+from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking.journal import JournalWriter
+
+#: No world: for what one process can do without a process group.
+ALONE = Rank(0, 1, Path())
+
+
+def new_run(folder: Path, name: str = "first") -> RunDir:
+    return RunDir.create(folder / "runs" / "exp" / name)
+
+
+@contextmanager
+def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None = None) -> Iterator[Context]:
+    """The context of rank `here` in a new attempt (of rank 0's making); nothing is closed for the trainer."""
+    if here.rank == 0:
+        run.new_attempt()
+    if here.world_size > 1:
+        dist.barrier()
+    group = dist.new_group(backend="gloo") if here.world_size > 1 else None
+    attempt = run.attempts()[-1]
+    seed_everything(config.seed)
+    with JournalWriter(run.journal, attempt=attempt.number, rank=here.rank) as journal:
+        yield Context(
+            config=config,
+            run=run,
+            attempt=attempt,
+            topology=Topology(
+                rank=here.rank,
+                world_size=here.world_size,
+                local_rank=here.rank,
+                local_world_size=here.world_size,
+                node_rank=0,
+                num_nodes=1,
+                master_addr="127.0.0.1",
+                master_port=1,
+                launcher="hpcdist",
+                job_id="test",
+                attempt=attempt.number,
+            ),
+            device=torch.device("cpu"),
+            # What `spawn` let the ranks meet by; nobody but them knows the file.
+            groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
+            stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
+            journal=journal,
+            heartbeat=Heartbeat(attempt, here.rank, here.world_size, config.launch.hang_timeout_s),
+        )

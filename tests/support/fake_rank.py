@@ -1,0 +1,109 @@
+"""A fake rank: what a worker leaves behind, without torch, trainer or import of hpcdist.
+
+    python fake_rank.py RUN_DIR
+
+`RUN_DIR/script.json` says what each rank does in each attempt, as `{"<attempt>.<rank>": [[verb, argument], …]}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RUN = Path(sys.argv[1]) if __name__ == "__main__" else Path()
+RANK = int(os.environ.get("HPCDIST_RANK", "0"))
+ATTEMPT = int(os.environ.get("HPCDIST_ATTEMPT", "1"))
+FOLDER = RUN / "attempts" / f"{ATTEMPT:03d}"
+STEP = 0
+
+
+def beat(step: int) -> None:
+    """Progress up to `step`, as rank/context.py writes it."""
+    global STEP
+    STEP = step
+    value = {"time": time.time(), "step": step, "total_steps": 100, "metrics": {"train/loss": 1 / (step + 1)}}
+    temporary = FOLDER / f".beat-{RANK}"
+    temporary.write_text(json.dumps(value))
+    temporary.replace(FOLDER / f"rank-{RANK:05d}.beat.json")
+
+
+def report(outcome: dict[str, Any]) -> None:
+    """The outcome file, as rank/worker.py writes it."""
+    value = {"rank": RANK, "host": "fakehost", "time": time.time(), "step": STEP, "peer_lost": False, "traceback": []}
+    (FOLDER / f"rank-{RANK:05d}.outcome.json").write_text(json.dumps(value | outcome))
+
+
+def say(word: str) -> None:
+    """Tell the test, through a named pipe, how far this rank is."""
+    with open(RUN / "said", "w") as pipe:
+        pipe.write(f"{word}\n")
+
+
+def await_file(name: str) -> None:
+    """Go on when a file is there."""
+    while not (RUN / name).exists():
+        select.select([], [], [], 0.01)
+
+
+def perform(verb: str, argument: Any) -> None:
+    if verb == "beat":
+        beat(argument)
+    elif verb == "report":
+        report(argument)
+    elif verb == "say":
+        say(argument)
+    elif verb == "print":
+        print(argument, flush=True)
+    elif verb == "await":
+        await_file(argument.format(attempt=FOLDER.relative_to(RUN)))
+    elif verb == "on":  # [signal, what to print]
+        signal.signal(argument[0], lambda *_: print(argument[1], flush=True))
+    elif verb == "ignore":
+        signal.signal(argument, signal.SIG_IGN)
+    elif verb == "kill":
+        os.kill(os.getpid(), argument)
+    elif verb == "grandchild":  # holds the pipe open for as long as it lives
+        stubborn = "trap '' TERM INT HUP; exec sleep 600"
+        subprocess.Popen(["sh", "-c", stubborn], pass_fds=[os.open(RUN / "alive", os.O_WRONLY)])
+    elif verb == "busy":  # progress, for ever
+        while True:
+            beat(STEP + 1)
+            select.select([], [], [], 0.02)
+    elif verb == "forever":
+        while True:
+            signal.pause()
+    elif verb == "touch":
+        (RUN / argument).touch()
+    elif verb == "ask":
+        temporary = FOLDER / f".request-{RANK}"
+        temporary.write_text(json.dumps({"action": argument, "by": "a rank", "reason": "a rank asked"}))
+        temporary.replace(FOLDER / "request.json")
+    elif verb == "environment":
+        print("\n".join(f"{name}={value}" for name, value in os.environ.items()), flush=True)
+    elif verb == "chatter":  # print often, for so many seconds
+        end = time.monotonic() + argument
+        while time.monotonic() < end:
+            print(".", end="", flush=True)
+            select.select([], [], [], 0.05)
+    elif verb == "block":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [argument])
+    elif verb == "await_signal":  # one that is blocked
+        signal.sigwait([argument])
+    elif verb == "sleep":
+        select.select([], [], [], argument)
+    elif verb == "exit":
+        os._exit(argument)
+    else:
+        raise ValueError(verb)
+
+
+if __name__ == "__main__":
+    for verb, argument in json.loads((RUN / "script.json").read_text())[f"{ATTEMPT}.{RANK}"]:
+        perform(verb, argument)

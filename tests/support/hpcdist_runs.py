@@ -1,0 +1,284 @@
+"""Runs through the real command, for tests: start, wait for what can be seen on disk, and look at what is left."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from hpcdist.run.folder import Attempt, RunDir, read_json
+
+HPCDIST = Path(sys.executable).with_name("hpcdist")
+USER_CODE = Path(__file__).resolve().parent / "user_code"
+#: Metrics that training alone determines.
+EXACT = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
+#: 45 steps an epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
+TRAINING = ["data.batch_size=16", "stop.epochs=2", "checkpoint.every_steps=20"]
+AUGMENTED = ["data.augment=true"]
+LAST_STEP = 90
+#: In the second epoch, behind its start and before the next checkpoint.
+HOLD_AT = 50
+HELD = ["trainer=gated:train", f"params.hold_at={HOLD_AT}"]
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], what: str, *, timeout_s: float = 90.0) -> T:
+    """Return the condition's value as soon as it is true; AssertionError when it never is."""
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {timeout_s:g} s in vain for {what}"
+        time.sleep(0.02)
+    return value
+
+
+def closed_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Runs:
+    """A folder for runs, with a database of its own and a folder of user code to start them from.
+
+    Args:
+        root: an existing folder.
+        database: an empty MLflow database, which takes seconds to make and nothing to copy.
+        experiment: what the runs' configs say.
+    """
+
+    def __init__(self, root: Path, database: Path | None = None, experiment: str = "digits") -> None:
+        self.experiment = experiment
+        self.folder = root / "runs"
+        self.folder.mkdir(exist_ok=True)
+        self.database = root / "mlflow.db"
+        self.project = root / "project"
+        shutil.copytree(USER_CODE, self.project, ignore=shutil.ignore_patterns("__pycache__"))
+        if database is not None:
+            shutil.copy(database, self.database)
+        # Ranks that find no MLflow skip the export of the final model: seconds a run.
+        self.no_mlflow = root / "no_mlflow"
+        self.no_mlflow.mkdir()
+        (self.no_mlflow / "mlflow.py").write_text("raise ModuleNotFoundError('left out by a test')\n")
+
+    def env(self, **more: str) -> dict[str, str]:
+        """This environment without what would steer a run, and with `more`."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HPCDIST_RUNS", "HPCDIST_TRACK", "MLFLOW_"))}
+        return {**kept, "HPCDIST_RUNS_DIR": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1", **more}
+
+    def start(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
+        """Start `hpcdist ARGUMENTS`, below a command `prefix`; its output is to be read with `finish`."""
+        return subprocess.Popen(
+            [*prefix, str(HPCDIST), *arguments],
+            cwd=self.project,
+            env=self.env(**env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def command(self, *arguments: str, **env: str) -> tuple[int, str]:
+        """Run `hpcdist ARGUMENTS` to its end; returns exit code and output."""
+        return finish(self.start(*arguments, **env))
+
+    def config(self, name: str, *overrides: str, export: bool = False) -> list[str]:
+        """Arguments of `hpcdist run` for a short run; `export` leaves the final model, at a cost of seconds."""
+        return [
+            "ddp_digits",
+            f"name={name}",
+            f"tracking.uri=sqlite:///{self.database}",
+            "tracking.register_as=null",
+            "tracking.log_every=2",
+            "tracking.system_interval_s=1",
+            "tracking.drain_timeout_s=60",
+            "launch.device=cpu",
+            *([] if export else [f"launch.env.PYTHONPATH={os.pathsep.join(self._import_path())}"]),
+            *overrides,
+        ]
+
+    def _import_path(self) -> list[str]:
+        return [str(self.no_mlflow), str(self.project), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+    def run_dir(self, name: str) -> RunDir:
+        return RunDir(self.folder / self.experiment / name)
+
+    def attempt(self, name: str, number: int = 1) -> Attempt:
+        return self.run_dir(name).attempt(number)
+
+    def wait_held(self, name: str, num_ranks: int = 2) -> list[int]:
+        """Process ids of the ranks, once the trainer of `gated.py` holds all of them."""
+        paths = [self.attempt(name).path / f"held-{rank}" for rank in range(num_ranks)]
+        wait_for(lambda: all(path.exists() for path in paths), "the ranks to be held")
+        return [int(path.read_text()) for path in paths]
+
+    def release(self, name: str) -> None:
+        (self.attempt(name).path / "release").touch()
+
+    def holder_pid(self, name: str) -> int:
+        lease = wait_for(lambda: read_json(self.run_dir(name).lease), "the lease")
+        return int(lease["pid"])
+
+    # --- what is left of a run
+
+    def points(self, name: str) -> list[tuple[str, int, float]]:
+        """Every metric point that MLflow has of the run: (key, step, value)."""
+        rows = self._query("select key, step, value from metrics where run_uuid = ?", self.mlflow_id(name))
+        return [(key, step, value) for key, step, value in rows]
+
+    def series(self, name: str) -> dict[tuple[str, int], float]:
+        """The points that training determines by (key, step), after a look that MLflow has every point once."""
+        points = self.points(name)
+        counts = Counter((key, step) for key, step, _ in points)
+        assert not [item for item in counts.items() if item[1] > 1], "points that are in MLflow more than once"
+        return {(key, step): value for key, step, value in points if key in EXACT}
+
+    def mlflow_status(self, name: str) -> str:
+        return str(self._query("select status from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
+
+    def tags(self, name: str) -> dict[str, str]:
+        """The run's tags in MLflow."""
+        return dict(self._query("select key, value from tags where run_uuid = ?", self.mlflow_id(name)))
+
+    def param(self, name: str, key: str) -> str:
+        query = "select value from params where run_uuid = ? and key = ?"
+        return str(self._query(query, self.mlflow_id(name), key)[0][0])
+
+    def artifacts(self, name: str, folder: str) -> Path:
+        """Where MLflow has a folder of the run's artifacts."""
+        uri = str(self._query("select artifact_uri from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
+        return Path(uri.removeprefix("file://")) / folder
+
+    def mlflow_id(self, name: str) -> str:
+        return str((read_json(self.run_dir(name).mlflow) or {})["run_id"])
+
+    def _query(self, text: str, *values: str) -> list[tuple[Any, ...]]:
+        connection = sqlite3.connect(self.database)
+        try:
+            return connection.execute(text, values).fetchall()
+        finally:
+            connection.close()
+
+    def checkpoint_steps(self, name: str) -> list[int]:
+        found = [path for path in self.run_dir(name).checkpoints.glob("step-*") if (path / "manifest.json").exists()]
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+    def final_state(self, name: str) -> dict[str, Any]:
+        """All that the newest checkpoint holds, the ranks' generators included."""
+        folder = self.run_dir(name).checkpoints / f"step-{self.checkpoint_steps(name)[-1]:08d}"
+        return {file: torch.load(folder / file, weights_only=True) for file in ("model.pt", "trainer.pt")}
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str]:
+    """Exit code and output of a process that `Runs.start` gave."""
+    with process:
+        output, _ = process.communicate(timeout=timeout_s)
+    return process.returncode, output
+
+
+def assert_same(left: Any, right: Any, path: str = "") -> None:
+    """Assert that two states are equal bit by bit."""
+    assert type(left) is type(right), path
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{path}[{index}]")
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), f"{path} differs"
+    else:
+        assert left == right, path
+
+
+def assert_as_undisturbed(runs: Runs, name: str, control: str, controls: Runs | None = None) -> None:
+    """Assert on the whole last checkpoint bit by bit, and on each metric point: once, and of the same value."""
+    controls = controls or runs
+    assert runs.checkpoint_steps(name)[-1] == LAST_STEP
+    assert_same(runs.final_state(name), controls.final_state(control))
+    expected = controls.series(control)
+    assert {key for key, _ in expected} == set(EXACT)
+    assert len(expected) == 3 * LAST_STEP // 2 + 2 * 2
+    assert runs.series(name) == expected
+    assert runs.mlflow_status(name) == "FINISHED"
+
+
+class Descendants:
+    """All processes below one, held by pidfd: these tell of an end whoever the parent is by then."""
+
+    def __init__(self, pid: int) -> None:
+        self.processes = psutil.Process(pid).children(recursive=True)
+        self.commands = [" ".join(process.cmdline()) for process in self.processes]
+        self._descriptors = {os.pidfd_open(process.pid): process for process in self.processes}
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Return when all have ended; AssertionError when one has not after `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        alive = dict(self._descriptors)
+        while alive and time.monotonic() < end:
+            poll = select.poll()
+            for descriptor in alive:
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(1000 * max(0.0, end - time.monotonic())):
+                del alive[descriptor]
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        assert not alive, f"still alive after {timeout_s:g} s: {list(alive.values())}"
+
+
+# --- sockets
+
+
+def documented_sockets() -> dict[str, str]:
+    """Address of each kind of listening socket, from the table of SECURITY.md."""
+    text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    table = text.partition("## Listening sockets")[2].partition("##")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    return {row[0]: row[2] for row in rows[1:]}
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens on TCP: host and port, in its own network namespace (psutil reads this process's)."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:  # TCP_LISTEN
+                host, port = local.split(":")
+                words = struct.pack(f"={len(host) // 8}I", *(int(host[i : i + 8], 16) for i in range(0, len(host), 8)))
+                found.add((socket.inet_ntop(family, words), int(port, 16)))
+    return found
+
+
+def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc: int = 0) -> None:
+    """Compare the listening sockets of a local run's ranks with SECURITY.md: loopback, and as many of each kind."""
+    documented = documented_sockets()
+    assert documented.keys() >= {"gate", "store", "relay", "gloo", "rpc", "nccl", "preflight", "ui"}
+    assert {documented[kind] for kind in ("gate", "gloo", "rpc", "nccl")} == {"interface"}
+    assert {documented[kind] for kind in ("store", "relay", "ui")} == {"loopback"}
+    assert {host for sockets in by_rank for host, _ in sockets} == {"127.0.0.1"}
+    for rank, sockets in enumerate(by_rank):
+        gates = [port for _, port in sockets if 20480 <= port < 32768]
+        assert len(gates) == (rank == 0)
+        num_gloo = len(sockets) - num_rpc - (3 if rank == 0 else 1)  # gate, store and relay, or a relay alone
+        assert 1 <= num_gloo <= 5, (rank, sockets)

@@ -1,0 +1,86 @@
+"""Answers of a healthy cluster, to be spoilt one by one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hpcdist.machine.check import Check
+from hpcdist.preflight.judge import judge
+from hpcdist.preflight.probe import Request
+
+Answers = dict[str, dict[str, Any]]
+
+
+def request(num_nodes: int = 4, **changes: Any) -> Request:
+    return Request(
+        **{
+            "nodes": tuple(f"n{number}" for number in range(1, num_nodes + 1)),
+            "port": 23456,
+            "token": "t",
+            "run_folder": "/runs/e/r",
+            "checkpoint_folder": "/runs/e/r/checkpoints",
+            "witness": "/runs/e/r/preflight/witness",
+            **changes,
+        }
+    )
+
+
+def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
+    """Answers of nodes n1, n2, … that are alike; `changes` are parts of every answer."""
+    nodes = request(num_nodes).nodes
+    peer = {"status": "ok", "latency_s": 5e-5, "sent_bytes_s": 1e9, "received_bytes_s": 1.1e9, "offset_s": 1e-4}
+    answer: dict[str, Any] = {
+        "host": "host",
+        "seconds": 0.4,
+        "witness": True,
+        "versions": {
+            "python": "3.12.3",
+            "hpcdist": "0.1.0",
+            "source": "abc",
+            "torch": "2.15.0",
+            "cuda": "13.2",
+            "nccl": "2.30.7",
+            "driver": "580.82.07",
+        },
+        "gpus": [],
+        "visible_gpus": 0,
+        "gpu_device_files": 0,
+        "cores": 16,
+        "interfaces": [],
+        "infiniband": {},
+        "locked_memory": None,
+        "variables": {},
+        "lookups": {},
+        "checkpoints": {"folder": "/runs/e/r/checkpoints", "kind": "nfs4", "free": 10**12, "bytes_s": 5e8},
+        "shm": {"folder": "/dev/shm", "free": 2**34, "total": 2**34},
+        "tmp": {"folder": "/tmp", "free": 10**10, "total": 10**10},
+        **changes,
+    }
+    return {
+        node: copy.deepcopy(answer)
+        | {
+            "node": node,
+            "network": {
+                "addresses": [f"10.0.0.{index}"],
+                # The first of a pair measures it.
+                "peers": {
+                    other: dict(peer) if node < other else {"status": "ok", "offset_s": -1e-4}
+                    for other in nodes
+                    if other != node
+                },
+            },
+        }
+        for index, node in enumerate(nodes, 1)
+    }
+
+
+def sentences(asked: Request, answers: Answers) -> list[str]:
+    """What is found wrong: `failure n3: disk: …`."""
+    return [f"{check.level} {check.sentence()}" for check in findings(asked, answers)]
+
+
+def findings(asked: Request, answers: Answers) -> list[Check]:
+    found = judge(asked, answers)
+    assert found[-1].level == "ok", "the last one says what was looked at"
+    return found[:-1]

@@ -1,0 +1,148 @@
+"""A run folder, fake ranks that follow a script, and a supervisor over them.
+
+python supervisor_scene.py RUN_DIR    supervises in this process, as `hpcdist run` does; prints the last state
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hpcdist.supervisor.local_launcher as local_module
+import hpcdist.supervisor.supervisor as supervisor_module
+import hpcdist.supervisor.watch as watch_module
+from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.run.folder import Attempt, RunDir, State
+from hpcdist.supervisor.local_launcher import LocalLauncher
+from hpcdist.supervisor.plan import Plan
+from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.supervisor.shipper_process import ShipperProcess
+from hpcdist.supervisor.supervisor import Supervisor
+
+FAKE_RANK = Path(__file__).with_name("fake_rank.py")
+Script = dict[str, list[list[Any]]]
+
+#: What ranks do that end well.
+DONE: list[list[Any]] = [["beat", 9], ["report", {"outcome": "done", "reason": "all epochs are done"}]]
+STOP_WHEN_ASKED: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
+
+
+def fails(error: str, *, step: int = 5, **changes: Any) -> list[list[Any]]:
+    return [["beat", step], ["report", {"outcome": "failed", "error": error} | changes], ["exit", 1]]
+
+
+class Recorder:
+    """A Reporter that keeps what it is told; the hooks let a test act in the middle of an attempt."""
+
+    def __init__(self) -> None:
+        self.attempts: list[tuple[int, int]] = []
+        self.notes: list[str] = []
+        self.failures: list[tuple[Failure, Path]] = []
+        self.steps: list[int] = []
+        self.printed = ""
+        self.on_attempt: Callable[[Attempt], object] = lambda attempt: None
+        self.on_progress: Callable[[Mapping[str, Any]], object] = lambda beat: None
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self.attempts.append((attempt.number, num_ranks))
+        self.on_attempt(attempt)
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        self.steps.append(beat["step"])
+        self.on_progress(beat)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def output(self, text: str) -> None:
+        self.printed += text
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        self.failures.append((failure, log))
+
+
+class Printer(Recorder):
+    """Prints its notes, as people's terminals get them."""
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Scene:
+    """One run with two fake ranks, and a supervisor that looks often."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.report = Recorder()
+        self.launch: dict[str, Any] = {}
+        self.tracking: dict[str, Any] = {}
+        self.trainer: dict[str, Any] = {}
+        self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
+        self.import_path: list[str] = []
+        self.tracking_uri = "sqlite:////nowhere/mlflow.db"
+        #: What stands in for the shipper.
+        self.shipper = ["true"]
+        self.num_ranks = 2
+        self.roles: dict[str, int] = {}
+
+    def script(self, **attempts: list[list[list[Any]]]) -> None:
+        """What the ranks do: `first=[rank 0's deeds, rank 1's deeds], second=…`."""
+        numbers = {"first": 1, "second": 2, "third": 3}
+        script = {f"{numbers[name]}.{rank}": deeds for name, by in attempts.items() for rank, deeds in enumerate(by)}
+        (self.run.path / "script.json").write_text(json.dumps(script))
+
+    def supervisor(self) -> Supervisor:
+        config = Config(
+            trainer=TrainerConfig(**self.trainer),
+            roles=self.roles,
+            launch=LaunchConfig(**self.launch),
+            tracking=TrackingConfig(**self.tracking),
+        )
+        self.config = config
+        plan = Plan(num_ranks=self.num_ranks, device="cpu", backend="gloo", threads=1, env=dict(config.launch.env))
+        self.launcher = LocalLauncher(self.run, plan, env=self.env, import_path=self.import_path, cwd=self.run.path)
+        return Supervisor(self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env)
+
+    def supervise(self, supervisor: Supervisor | None = None) -> State:
+        """Run to the end with fake ranks, and return the last state, which must also be on disk."""
+        state = self.supervise_on_any_disk(supervisor)
+        assert self.run.read_state() == state
+        return state
+
+    def supervise_on_any_disk(self, supervisor: Supervisor | None = None) -> State:
+        """The same where the last state may not be on disk."""
+
+        scene = self
+
+        class StubShipper(ShipperProcess):
+            def __init__(self, *_: object) -> None:
+                self._process = subprocess.Popen(scene.shipper)
+
+        supervisor = supervisor or self.supervisor()
+        with (
+            mock.patch.object(watch_module, "LOOK_EVERY_S", 0.02),
+            mock.patch.object(watch_module, "PEER_GRACE_S", 0.3),
+            mock.patch.object(
+                local_module, "rank_command", lambda run_dir: [sys.executable, "-S", str(FAKE_RANK), str(run_dir)]
+            ),
+            mock.patch.object(supervisor_module, "ShipperProcess", StubShipper),
+            self.launcher,
+        ):
+            return supervisor.run()
+
+    def log(self, rank: int, attempt: int = 1) -> str:
+        return self.run.attempt(attempt).log(rank).read_text()
+
+
+if __name__ == "__main__":
+    scene = Scene(RunDir(Path(sys.argv[1])))
+    scene.report = Printer()
+    scene.launch = {"stop_grace_s": 30.0}
+    ended = scene.supervise()
+    print(f"{ended.status}: {ended.reason}", flush=True)

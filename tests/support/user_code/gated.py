@@ -1,0 +1,53 @@
+"""A shipped trainer, held at one step until a test has done to it what it has in mind.
+
+`params`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt alone; `grandchild`
+starts a process of one's own; `pace_s` is what each step takes at least.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import threading
+import time
+
+from hpcdist.config.schema import Config
+from hpcdist.rank.context import Context
+from hpcdist.rank.stop_agreement import REQUEST_EVERY_S
+
+#: Longer than tests wait for the last of several runs to be held.
+HOLD_AT_MOST_S = 180.0
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    """Train as the trainer does; each rank that is held leaves its process id in `held-<rank>`."""
+    if cfg.params.get("grandchild"):
+        subprocess.Popen(["sleep", "1000"])
+    if ctx.attempt.number == 1:
+        ask_all = ctx.should_stop
+
+        def should_stop(step: int, total_steps: int | None = None) -> bool:
+            if step == cfg.params.get("hold_at"):
+                hold(ctx)
+            time.sleep(cfg.params.get("pace_s", 0))
+            return ask_all(step, total_steps)
+
+        ctx.should_stop = should_stop  # type: ignore[method-assign]
+    importlib.import_module(f"hpcdist.trainers.{cfg.params.get('gated', 'ddp')}.train").train(ctx, cfg)
+
+
+def hold(ctx: Context) -> None:
+    """Return when `release` appears in the attempt's folder, or a request that the next look will find."""
+    began = time.monotonic()
+    waiting = threading.Event()
+    partial = ctx.attempt.path / f"held-{ctx.rank}.partial"
+    partial.write_text(str(os.getpid()))
+    partial.rename(partial.with_suffix(""))
+    while (now := time.monotonic()) < began + HOLD_AT_MOST_S:
+        waiting.wait(0.01)
+        if (ctx.attempt.path / "release").exists():
+            return
+        if ctx.attempt.request.exists() and now > began + REQUEST_EVERY_S:
+            return
+    raise TimeoutError("nobody released this rank")

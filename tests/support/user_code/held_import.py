@@ -1,0 +1,32 @@
+"""A trainer whose import takes long in the first attempt: until the test releases it. No process group exists yet."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HOLD_AT_MOST_S = 60.0
+
+
+def _hold() -> None:
+    attempt = Path(sys.orig_argv[-1]) / "attempts" / "001"
+    (attempt / f"held-{os.environ['SLURM_PROCID']}").write_text(str(os.getpid()))
+    end = time.monotonic() + HOLD_AT_MOST_S
+    while not (attempt / "release").exists():
+        if time.monotonic() > end:
+            raise TimeoutError("nobody released this rank")
+        time.sleep(0.01)
+
+
+if os.environ["HPCDIST_ATTEMPT"] == "1":
+    _hold()
+
+
+def train(ctx: Any, cfg: Any) -> None:
+    """Train as `ddp` does."""
+    from hpcdist.trainers.ddp import train as ddp
+
+    ddp.train(ctx, cfg)

@@ -1,0 +1,61 @@
+"""A trainer with roles: a server holds the weights, workers send gradients; plain collectives, no RPC.
+
+All ranks start from the same weights; the server alone steps them. What each rank is and where it stands goes into
+`who.json` of the attempt. `params.hold_at` lets a test act at a known step, as in `gated.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+import torch.distributed as dist
+from gated import hold
+from torch import nn
+
+from hpcdist.config.schema import Config
+from hpcdist.rank.context import Context
+from hpcdist.run.folder import write_json
+
+
+def train(ctx: Context, cfg: Config) -> None:
+    ctx.roles.require(server=1, worker=None)
+    tell_who_is_who(ctx)
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ctx.seed_per_rank()
+    (server,) = ctx.ranks_of("server")
+    step = 0
+    if (saved := ctx.restore()) is not None:
+        model.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+        step = saved.step
+    stop = False
+    while step < cfg.params["steps"] and not stop:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 16)
+        loss = model(inputs).square().mean() if ctx.role == "worker" else 0.0 * model(inputs).sum()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.reduce(parameter.grad, dst=server)
+        if ctx.role == "server":
+            optimizer.step()
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=server)
+        step += 1
+        ctx.log({"train/norm": float(sum(p.detach().square().sum() for p in model.parameters()))}, step)
+        if step == cfg.params.get("hold_at") and ctx.attempt.number == 1:
+            hold(ctx)
+        stop = ctx.should_stop(step, cfg.params["steps"])
+        if ctx.should_save(step) or step == cfg.params["steps"]:
+            ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
+    ctx.end_reason = f"trained {step} steps"
+
+
+def tell_who_is_who(ctx: Context) -> None:
+    mine = (ctx.rank, ctx.rpc_name, ctx.role, ctx.role_index, socket.gethostname(), ctx.topology.local_rank)
+    everyone: list[object] = [None] * ctx.world_size
+    dist.all_gather_object(everyone, mine)
+    if ctx.is_main:
+        write_json(ctx.attempt.path / "who.json", {"ranks": everyone})

@@ -1,0 +1,61 @@
+"""The pictures of a communication benchmark; what they look like is for people to judge."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_comm import sample, with_links
+
+from hpcdist.bench import output_files, plots
+from hpcdist.bench.results import Results
+
+
+def width(path: Path) -> int:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return int(struct.unpack(">I", head[16:20])[0])
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        sample(),
+        sample(2, 1, noise=0.0),
+        sample(20, noise=0.01),
+        with_links(sample(2, 4), slower=lambda source, target: 100.0 if source == "n1" else 1.0),
+        replace(sample(), rows=[row for row in sample().rows if row.mode == "blocking" and row.size < 16]),
+        replace(sample(), rows=sample().rows[:1], pairs=sample().pairs[:1]),
+    ],
+    ids=["healthy", "two alike", "many ranks", "far apart", "one mode", "a point"],
+)
+def test_pictures_are_drawn_without_a_warning(results: Results, tmp_path: Path) -> None:
+    plots.draw(results, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"bandwidth.png", "latency.png", "pairs.png"}
+    assert all(700 <= width(path) <= 2000 for path in tmp_path.iterdir())
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    plots.draw(replace(sample(1), rows=[]), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_are_told_apart() -> None:
+    """By colour, and by marker or dashes: fourteen operations and the ring."""
+    styles = [plots._style(number, ring=False) for number in range(14)] + [plots._style(0, ring=True)]
+    looks = {(style["color"], style["linestyle"]) for style in styles}
+    forms = {(style["marker"], style["linestyle"]) for style in styles}
+    assert (len(looks), len(forms)) == (15, 15)
+
+
+def test_without_matplotlib_the_rest_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO"):
+        output_files.leave(sample(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.txt", "results.csv"}
+    assert "bottleneck: all 12 pairs are alike" in caplog.text
+    assert "no pictures: " in caplog.text

@@ -1,0 +1,175 @@
+"""The report of a communication benchmark: what people read, and the CSV that programs do."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from sample_comm import row, sample, with_links
+
+from hpcdist.bench.report import WIDTH, as_csv, as_text, compared, main_rows, report, show
+from hpcdist.bench.results import Checked, Results
+from hpcdist.bench.units import amount, rate, seconds, times
+
+
+def table(text: str, title: str) -> list[list[str]]:
+    """The lines of one of the report's tables, cells by at least two spaces apart."""
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.strip():
+            break
+        found.append([cell.strip() for cell in line.strip().split("  ") if cell.strip()])
+    return found
+
+
+def test_the_head_says_who_was_measured() -> None:
+    text = as_text(sample())
+    assert text.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main, torch 2.15.0\n")
+    assert "right on every rank: 2 operations × 2 types (float32, int32)\n" in text
+    many = as_text(sample(9, per_node=2, partition=None, nccl="2.30"))
+    assert many.startswith("18 ranks on 9 nodes (n1, n2, … n9), gloo on cpu, torch 2.15.0, NCCL 2.30\n")
+
+
+def test_the_ring_stands_beside_the_backend_in_each_table() -> None:
+    text = as_text(sample(noise=0.0))
+    for title in ("time of one operation", "bandwidth: algorithm / bus"):
+        names = [line[0] for line in table(text, title)[2:]]
+        assert names == [
+            "all_reduce[sum]",
+            "ring_all_reduce",
+            "the ring takes",
+            "all_reduce[sum], async",
+            "ring_all_reduce, async",
+            "the ring takes",
+            "broadcast",
+            "broadcast, async",
+        ]
+        # From twice the start-up time to twice the time per byte.
+        assert table(text, title)[4] == ["the ring takes", *["2×"] * 6]
+
+
+def test_tables_have_a_choice_of_sizes() -> None:
+    head, _, first, *_ = table(as_text(sample(noise=0.0)), "time of one operation: median / p99")
+    assert head == ["16 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"]
+    assert first == [
+        "all_reduce[sum]",
+        "200 µs / 400 µs",
+        "207 µs / 414 µs",
+        "309 µs / 618 µs",
+        "1.95 ms / 3.90 ms",
+        "28.2 ms / 56.3 ms",
+        "448 ms / 895 ms",
+    ]
+    bandwidth = table(as_text(sample(noise=0.0)), "bandwidth: ")
+    assert bandwidth[2][-1] == "600 / 900 MB/s"
+    few = replace(sample(), rows=[row("broadcast", "", "blocking", 1e-3, 2**power) for power in range(4)])
+    assert table(as_text(few), "time of one")[0] == ["1 B", "2 B", "4 B", "8 B"]
+
+
+def test_a_narrow_page_has_fewer_columns_not_broken_ones() -> None:
+    page = io.StringIO()
+    show(Console(file=page, width=100, color_system=None), report(sample(notes=["word " * 100]), 100))
+    text = page.getvalue()
+    assert table(text, "time of one operation")[0] == ["16 B", "64 KiB", "256 MiB"]
+    assert "…" not in text
+    assert "note: " + "word " * 99 in text
+
+
+def test_what_is_wrong_or_missing_is_said() -> None:
+    checked = [
+        Checked(operation="reduce", group="halves", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
+        Checked(operation="all_to_all", group="world", dtype="int32", ok=None, error="gloo has none"),
+        Checked(operation="scatter", group="world", dtype="int32", ok=None, error="gloo has none"),
+    ]
+    text = as_text(sample(checked=checked, complete=False, notes=["no RPC: left out by comm.operations"]))
+    assert "WRONG: reduce of int32 in halves: rank 3, element 7: 28, got 27\n" in text
+    assert "left out: all_to_all, scatter: gloo has none\n" in text
+    assert "did not get to its end" in text
+    assert "note: no RPC: left out by comm.operations\n" in text
+    assert "right on every rank" not in text
+
+
+def test_parts_besides_the_operations() -> None:
+    text = as_text(with_links(sample(), slower=lambda source, target: 6.0 if "n3" in (source, target) else 1.0))
+    assert "barrier: 2" in text
+    assert table(text, "communication beside computation")[2] == [
+        "all_reduce[sum]", "1 MiB", "2.00 ms", "2.00 ms", "2.50 ms", "75%",
+    ]  # fmt: skip
+    assert table(text, "RPC from n1/0")[2:] == [
+        ["8 B", "cpu", "500 µs", "1.00 ms", "n3/2 1.50 ms", "4,000", "64.0 kB/s"],
+        ["1 MiB", "cpu", "500 µs", "1.00 ms", "n3/2 1.50 ms", "4,000", "8.39 GB/s"],
+    ]
+    assert [line[0] for line in table(text, "bandwidth between pairs")[2:]] == ["n1", "n2", "n3", "n4"]
+    assert text.splitlines()[-1].startswith("bottleneck: n3 is ")
+
+
+def test_groups_have_tables_of_their_own() -> None:
+    rows = [row("all_reduce", "sum", "blocking", 1e-4, size, group="halves", group_size=2) for size in (8, 1024)]
+    text = as_text(sample(rows=rows))
+    assert table(text, "time of one operation in groups of 2 (halves): median / p99")[2][0] == "all_reduce[sum]"
+
+
+def test_further_types_are_in_the_csv_alone() -> None:
+    rows = [row("broadcast", "", "blocking", 1e-4, 8), row("broadcast", "", "blocking", 1e-4, 8, dtype="int64")]
+    assert main_rows(sample(rows=rows)) == rows[:1]
+    lines = list(csv.DictReader(io.StringIO(as_csv(sample(rows=rows)))))
+    assert [line["dtype"] for line in lines] == ["float32", "int64"]
+
+
+def test_csv_has_a_line_for_each_point_in_plain_units() -> None:
+    found = sample()
+    lines = list(csv.DictReader(io.StringIO(as_csv(found))))
+    assert len(lines) == len(found.rows)
+    assert list(lines[0]) == [
+        "operation", "variant", "mode", "depth", "group", "group_size", "dtype", "size", "bytes", "iterations",
+        "median_s", "p99_s", "min_s", "algbw", "busbw",
+    ]  # fmt: skip
+    assert float(lines[0]["median_s"]) == found.rows[0].median_s
+    assert (lines[-1]["operation"], lines[-1]["busbw"]) == ("barrier", "")
+
+
+def test_what_is_compared_is_marked() -> None:
+    now = sample(noise=0.0)
+    slow = replace(
+        now,
+        rows=[
+            replace(one, median_s=3 * one.median_s, min_s=3 * one.min_s) if one.operation == "broadcast" else one
+            for one in now.rows
+        ],
+    )
+    page = io.StringIO()
+    show(Console(file=page, width=WIDTH, color_system=None), compared(slow, now, "first", WIDTH))
+    found = table(page.getvalue(), "time now, as a multiple of that in first; ! slower beyond noise")
+    assert [line[1] for line in found[2:]] == ["1.00", "1.00", "1.00", "1.00", "3.00 !", "3.00 !"]
+    assert "compared with first: broadcast is slower at 29 of 29 sizes, " in page.getvalue()
+
+
+@pytest.mark.parametrize("empty", ["rows", "pairs", "overlap", "rpc", "checked"])
+def test_a_benchmark_may_leave_out_anything(empty: str) -> None:
+    assert as_text(replace(sample(), **{empty: []}))  # type: ignore[arg-type]
+
+
+def test_a_stopped_benchmark_has_no_results_yet() -> None:
+    nothing = Results(
+        backend="gloo", device="cpu", world_size=1, torch="2", nccl=None, partition=None, nodes=["n1"], ranks=[]
+    )
+    assert as_text(nothing).startswith("1 rank on 1 node (n1), gloo on cpu, torch 2\n")
+
+
+def test_units() -> None:
+    assert [amount(value) for value in (1, 1000, 1024, 1536, 2**28, 2**40)] == [
+        "1 B", "1000 B", "1 KiB", "1.5 KiB", "256 MiB", "1024 GiB",
+    ]  # fmt: skip
+    assert [seconds(value) for value in (8.31e-6, 1.2e-4, 9.999e-4, 0.5, 75.0, 1234.0)] == [
+        "8.31 µs", "120 µs", "1.00 ms", "500 ms", "75.0 s", "1234 s",
+    ]  # fmt: skip
+    assert [rate(value) for value in (0.0, 512, 2.51e7, 9.999e8, 1.2e11)] == [
+        "0.00 B/s", "512 B/s", "25.1 MB/s", "1.00 GB/s", "120 GB/s",
+    ]  # fmt: skip
+    assert rate(9.8e8, 1.31e9) == "0.980 / 1.31 GB/s"
+    assert [times(value) for value in (1.0, 1.55, 6.02, 23.4, 123.0)] == ["1×", "1.6×", "6×", "23×", "120×"]

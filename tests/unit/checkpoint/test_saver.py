@@ -1,0 +1,497 @@
+"""The saver in the background: what it copies, when it waits, how it fails, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.checkpoint import files
+from hpcdist.checkpoint.host_copy import HostBuffers
+from hpcdist.checkpoint.saver import (
+    AsyncSaver,
+    CheckpointStore,
+    clean_state_dict,
+    load_clean_state_dict,
+    load_weights,
+    rng_state,
+    set_rng_state,
+)
+from hpcdist.errors import CheckpointError, HpcdistError
+from hpcdist.files import retry
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def saver(store: CheckpointStore) -> Iterator[AsyncSaver]:
+    with AsyncSaver(store) as saver:
+        yield saver
+
+
+class Gate:
+    """Holds the background thread just before it writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        write = files.write_checkpoint
+
+        def held(*args: Any, **kwargs: Any) -> None:
+            self.reached.set()
+            assert self.open.wait(30)
+            write(*args, **kwargs)
+
+        monkeypatch.setattr(files, "write_checkpoint", held)
+
+
+def save(saver: AsyncSaver, step: int, **options: Any) -> None:
+    saver.save(step, model={"w": torch.full((5,), float(step))}, trainer={"step": step}, rank_states=[None], **options)
+
+
+def value(store: CheckpointStore, step: int) -> float:
+    return store.load(store.folder / f"step-{step:08d}").model["w"][0].item()
+
+
+def test_the_content_is_that_of_the_moment_of_saving(
+    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    weight = torch.zeros(1000)
+    trainer = {"position": [1, 2], "momentum": torch.zeros(3)}
+    saver.save(1, model={"w": weight}, trainer=trainer, rank_states=[rng_state(torch.device("cpu"))])
+    assert gate.reached.wait(30)
+    weight.fill_(7)
+    trainer["momentum"].fill_(7)
+    trainer["position"].append(3)
+    gate.open.set()
+    saver.wait()
+
+    loaded = store.load(store.folder / "step-00000001")
+    assert torch.equal(loaded.model["w"], torch.zeros(1000))
+    assert torch.equal(loaded.trainer["momentum"], torch.zeros(3))
+    assert loaded.trainer["position"] == [1, 2]
+
+
+def test_the_next_save_waits_for_the_one_before(
+    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    save(saver, 1)
+    assert gate.reached.wait(30)
+    returned = threading.Event()
+
+    def second() -> None:
+        save(saver, 2)
+        returned.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not returned.wait(0.1)
+    gate.open.set()
+    thread.join(30)
+    assert returned.is_set()
+    saver.wait()
+    assert (value(store, 1), value(store, 2)) == (1.0, 2.0)
+
+
+def test_buffers_are_used_again(saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch) -> None:
+    pointers: list[int] = []
+    write = files.write_checkpoint
+
+    def spy(*args: Any, **kwargs: Any) -> None:
+        pointers.append(kwargs["model"]["w"].data_ptr())
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(files, "write_checkpoint", spy)
+    for step in (1, 2, 3):
+        save(saver, step, block=True)
+    assert len(pointers) == 3
+    assert len(set(pointers)) == 1
+
+
+def test_tied_weights_stay_tied_and_are_stored_once(store: CheckpointStore, saver: AsyncSaver) -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(1000, 64), "head": nn.Linear(64, 1000, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    saver.save(1, model=clean_state_dict(model), trainer=None, rank_states=[], block=True)
+    path = store.folder / "step-00000001"
+    weights = load_weights(path)
+    assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+    assert (path / "model.pt").stat().st_size < 1.1 * 1000 * 64 * 4
+
+
+def test_load_weights_gives_the_model_and_checks_it(store: CheckpointStore, saver: AsyncSaver) -> None:
+    model = nn.Linear(3, 2)
+    saver.save(1, model=clean_state_dict(model), trainer={"a": 1}, rank_states=[], block=True)
+    path = store.folder / "step-00000001"
+    other = nn.Linear(3, 2)
+    other.load_state_dict(load_weights(str(path)))
+    assert torch.equal(other.weight, model.weight)
+
+    content = (path / "model.pt").read_bytes()
+    (path / "model.pt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model.pt has changed since it was written"):
+        load_weights(path)
+    with pytest.raises(CheckpointError, match=r"nowhere: manifest.json cannot be read"):
+        load_weights(store.folder / "nowhere")
+
+
+def test_each_complete_save_prunes(store: CheckpointStore, saver: AsyncSaver) -> None:
+    for step in range(5):
+        save(saver, step, metrics={"loss": 1.0})
+    saver.wait()
+    assert sorted(entry.name for entry in store.folder.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_before_publish_is_called_before_the_checkpoint_exists(store: CheckpointStore) -> None:
+    seen: list[bool] = []
+    with AsyncSaver(store, before_publish=lambda: seen.append((store.folder / "step-00000001").exists())) as saver:
+        save(saver, 1)
+    assert seen == [False]
+    assert store.latest() is not None
+
+
+# --- refusals and errors
+
+
+def test_an_older_step_is_refused_and_the_same_one_is_not_saved_again(
+    store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(saver, 5)
+    with pytest.raises(CheckpointError, match=r"step 4 is older than the newest checkpoint in .*, step 5: restore"):
+        save(saver, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(HostBuffers, "copy", pytest.fail)
+        saver.save(5, model={"w": torch.zeros(5)}, trainer=None, rank_states=[], block=True)
+    assert value(store, 5) == 5.0
+    # also when another process has written it
+    with (
+        AsyncSaver(CheckpointStore(store.folder)) as other,
+        pytest.raises(CheckpointError, match=r"step 4 is older than the newest .*, step 5"),
+    ):
+        save(other, 4)
+
+
+def test_a_broken_newest_checkpoint_does_not_refuse_the_steps_before_it(
+    store: CheckpointStore, saver: AsyncSaver
+) -> None:
+    save(saver, 5, block=True)
+    save(saver, 9, block=True)
+    (store.folder / "step-00000009" / "model.pt").write_bytes(b"")
+    resumed = CheckpointStore(store.folder)
+    resumed.latest()
+    with AsyncSaver(resumed) as again:
+        save(again, 6)
+        save(again, 9)
+    assert value(store, 9) == 9.0
+
+
+def test_a_negative_step_and_a_closed_saver_are_refused(saver: AsyncSaver) -> None:
+    with pytest.raises(CheckpointError, match=r"a checkpoint's step must be >= 0, got -1"):
+        save(saver, -1)
+    saver.close()
+    saver.close()
+    with pytest.raises(CheckpointError, match=r"step 1 cannot be saved: the saver is closed"):
+        save(saver, 1)
+
+
+def test_a_value_that_cannot_be_loaded_is_refused_at_once(saver: AsyncSaver) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\['x'\] is a builtins.object"):
+        saver.save(1, model={}, trainer={"x": object()}, rank_states=[])
+
+
+def fail_at_step_2(saver: AsyncSaver, how: str) -> None:
+    match how:
+        case "block":
+            save(saver, 2, block=True)
+        case "with":
+            with saver:
+                save(saver, 2)
+        case "save":
+            save(saver, 2)
+            save(saver, 3)
+        case _:
+            save(saver, 2)
+            getattr(saver, how)()
+
+
+@pytest.mark.parametrize("how", ["save", "wait", "close", "with", "block"])
+def test_an_error_of_the_background_is_raised_once(tmp_path: Path, how: str) -> None:
+    (tmp_path / "file").touch()
+    store = CheckpointStore(tmp_path / "checkpoints")
+    saver = AsyncSaver(store)
+    save(saver, 1, block=True)
+    store.folder.rename(tmp_path / "moved")
+    store.folder.touch()  # a file where the folder was
+    message = r"step 2 could not be written to .*: (File exists|Not a directory)"
+    with pytest.raises(CheckpointError, match=message):
+        fail_at_step_2(saver, how)
+    store.folder.unlink()
+    (tmp_path / "moved").rename(store.folder)
+    if how in ("save", "wait", "block"):
+        save(saver, 4)
+        saver.close()
+        assert value(store, 4) == 4.0
+
+
+def test_a_look_at_the_save_under_way_waits_for_nothing_and_raises_what_it_met(store: CheckpointStore) -> None:
+    gate = threading.Event()
+
+    def fail_later() -> None:
+        assert gate.wait(30)
+        raise ValueError("no journal")
+
+    def look_on() -> None:
+        while True:  # the test's own time limit ends it
+            saver.check()
+
+    saver = AsyncSaver(store, before_publish=fail_later)
+    saver.check()
+    save(saver, 1)
+    saver.check()
+    gate.set()
+    with pytest.raises(CheckpointError, match="no journal"):
+        look_on()
+    saver.check()
+    saver.close()
+
+
+def test_an_error_that_is_not_ours_is_raised_as_ours(store: CheckpointStore) -> None:
+    def fail() -> None:
+        raise ValueError("no journal")
+
+    saver = AsyncSaver(store, before_publish=fail)
+    save(saver, 1)
+    with pytest.raises(CheckpointError, match=r"saving to .*checkpoints failed: ValueError: no journal") as caught:
+        saver.wait()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert list(store.folder.iterdir()) == []
+    saver.close()
+
+
+# --- going on
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        nn.functional.dropout(model(torch.randn(8, 6)), 0.5).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+
+def test_a_resumed_training_is_bit_equal(store: CheckpointStore, saver: AsyncSaver) -> None:
+    cpu = torch.device("cpu")
+    torch.manual_seed(0)
+    model, optimizer, schedule = make()
+    train(model, optimizer, schedule, 3)
+    saver.save(
+        3,
+        model=clean_state_dict(model),
+        trainer={"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()},
+        rank_states=[rng_state(cpu)],
+    )
+    train(model, optimizer, schedule, 3)
+    saver.wait()
+
+    found = store.latest()
+    assert found is not None
+    loaded = store.load(found.path)
+    again, its_optimizer, its_schedule = make()
+    load_clean_state_dict(again, loaded.model)
+    its_optimizer.load_state_dict(loaded.trainer["optimizer"])
+    its_schedule.load_state_dict(loaded.trainer["schedule"])
+    set_rng_state(loaded.rank_states[0], cpu)
+    train(again, its_optimizer, its_schedule, 3)
+
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert its_schedule.state_dict() == schedule.state_dict()
+    for key, state in optimizer.state_dict()["state"].items():
+        for name, expected in state.items():
+            assert torch.equal(its_optimizer.state_dict()["state"][key][name], expected)
+
+
+# --- killed at any moment
+
+KILLED = '''
+"""Forks a child that saves steps 1 to 3 and kills itself at its n-th call to the disk, for every n."""
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from hpcdist.checkpoint import files as checkpoint_files
+from hpcdist.checkpoint.saver import AsyncSaver, CheckpointStore
+
+def child(folder, fatal, report):
+    reached = 0
+    def moment():
+        nonlocal reached
+        reached += 1
+        if reached == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def audit(event, args):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and "step-" in str(args[0]):
+            moment()
+    sys.addaudithook(audit)
+    write = checkpoint_files._HashingFile.write
+    def watched_fsync(descriptor):
+        moment()  # a killed process loses nothing that it has written: the sync itself would only take time
+    def torn_write(self, data):
+        if len(data) < 100:  # a zip header like many others
+            return write(self, data)
+        half = len(data) // 2
+        done = write(self, data[:half])
+        moment()
+        return done + write(self, data[half:])
+    os.fsync, checkpoint_files._HashingFile.write = watched_fsync, torn_write
+    saver = AsyncSaver(CheckpointStore(folder))
+    for step in range(1, 4):
+        saver.save(step, model={"w": torch.full((50,), float(step))}, trainer=step, rank_states=[], block=True)
+        os.write(report, bytes([step]))
+    saver.close()
+
+root, results = Path(sys.argv[1]), []
+for fatal in range(1, 1000):
+    folder = root / str(fatal)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        child(folder, fatal, writing)
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        reported = len(pipe.read())  # until the child is gone
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    store = CheckpointStore(folder)
+    leftovers = len(store.remove_leftovers())
+    found = store.latest()
+    loaded = store.load(found.path) if found else None
+    results.append({
+        "status": status, "reported": reported, "found": found.step if found else 0, "leftovers": leftovers,
+        "whole": loaded is None or (loaded.trainer == found.step and bool((loaded.model["w"] == found.step).all())),
+        "skipped": store.skipped, "num_left": len(list(folder.iterdir())) if folder.exists() else 0,
+    })
+    if status == 0:
+        break
+print(json.dumps(results))
+'''
+
+
+def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_valid(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *killed, finished = json.loads(done.stdout)
+
+    assert (finished["status"], finished["found"], finished["num_left"]) == (0, 3, 2)
+    assert len(killed) > 50
+    assert sum(result["leftovers"] for result in killed) > 30
+    for moment, result in enumerate(killed, start=1):
+        assert result["status"] == -9, (moment, result)
+        assert result["whole"], (moment, result)
+        assert result["skipped"] == [], (moment, result)
+        assert result["found"] in (result["reported"], result["reported"] + 1), (moment, result)
+        assert result["num_left"] >= min(2, result["reported"]), (moment, result)
+
+
+def test_metrics_that_come_later_are_added_to_the_saved_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, best_metric="accuracy")
+    with AsyncSaver(store) as saver:
+        saver.save(5, model={"w": torch.zeros(1)}, trainer={}, rank_states=[{}], metrics={"loss": 2.0})
+        saver.save(5, model={"w": torch.ones(1)}, trainer={}, rank_states=[{}], metrics={"accuracy": 0.5})
+    best = CheckpointStore(tmp_path, best_metric="accuracy").best()
+    assert best is not None
+    assert best.metrics == {"loss": 2.0, "accuracy": 0.5}
+    assert load_weights(best.path)["w"].item() == 0.0
+
+
+# --- a file system that is away
+
+
+class Away:
+    """Makes every fsync fail while `error` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+        self.error: int | None = error
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            if self.error is not None:
+                raise OSError(self.error, os.strerror(self.error))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(retry._Mode, "within_s", 0.05)
+
+
+@pytest.mark.parametrize("how", ["save", "check"])
+def test_a_save_to_a_file_system_that_is_away_is_reported_and_the_next_one_made(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    away = Away(monkeypatch, errno.ESTALE)
+    with AsyncSaver(store) as saver:
+        save(saver, 1)
+        assert saver._writer._pending is not None
+        saver._writer._pending.exception()
+        away.error = None
+        if how == "check":
+            saver.check()
+        save(saver, 2)
+    (message,) = [text for text in caplog.messages if "training goes on" in text]
+    assert message.startswith("checkpoint of step 1 could not be written to ")
+    assert message.endswith("older checkpoints are untouched; training goes on, and the next save tries again")
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000002"]
+
+
+def test_a_save_goes_on_when_its_file_system_is_back_in_time(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(monkeypatch, errno.EIO)
+    monkeypatch.setattr(retry._Mode, "within_s", 30.0)
+    monkeypatch.setattr(retry, "_pause", lambda _: setattr(away, "error", None))
+    with AsyncSaver(store) as saver:
+        save(saver, 1)
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    assert store.latest() is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "how"), [(errno.ESTALE, "close"), (errno.ESTALE, "block"), (errno.ENOSPC, "save")], ids=str
+)
+def test_a_last_save_and_a_full_disk_are_errors(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, how: str
+) -> None:
+    Away(monkeypatch, error)
+    saver = AsyncSaver(store)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are untouched"):
+        fail_at_step_2(saver, how)
+    assert list(store.folder.iterdir()) == []
+
+
+def test_a_journal_that_is_away_fails_a_save_that_may_pass(store: CheckpointStore) -> None:
+    def flush() -> None:
+        raise HpcdistError("the journal cannot be written") from OSError(errno.EIO, "Input/output error")
+
+    saver = AsyncSaver(store, before_publish=flush)
+    save(saver, 1)
+    saver.check()
+    with pytest.raises(CheckpointError, match="the journal cannot be written"):
+        save(saver, 2, block=True)
+    saver.close()

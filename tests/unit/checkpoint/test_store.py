@@ -1,0 +1,477 @@
+"""The folder of checkpoints: what is valid, what is kept, what a full disk or a crafted file does."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcdist.checkpoint.files import FileRecord, _HashingFile
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+from hpcdist.errors import CheckpointError
+
+
+def snapshot(step: int, size: int = 10, **metrics: float) -> Snapshot:
+    return Snapshot(
+        step=step,
+        model={"w": torch.full((size,), float(step))},
+        trainer={"position": step},
+        rank_states=[{"rng": torch.tensor([step])}, {"rng": torch.tensor([-step])}],
+        metrics=metrics,
+    )
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(entry.name for entry in store.folder.iterdir())
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in names(store)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+# --- writing and reading
+
+
+def test_what_is_written_is_read(store: CheckpointStore) -> None:
+    published: list[list[str]] = []
+    path = store.write(snapshot(12, accuracy=0.5), before_publish=lambda: published.append(names(store)))
+
+    assert path == store.folder / "step-00000012"
+    assert len(published) == 1
+    assert published[0][0].startswith(".tmp-step-00000012-")
+    assert names(store) == ["step-00000012"]
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest) == {"format", "format_version", "step", "created", "write_s", "world_size", "metrics", "files"}
+    assert (manifest["step"], manifest["world_size"], manifest["metrics"]) == (12, 2, {"accuracy": 0.5})
+    assert 0 < manifest["write_s"] < 60
+    store.annotate(12, {"accuracy": 0.5})
+    assert json.loads((path / "manifest.json").read_text()) == manifest
+    for name, record in manifest["files"].items():
+        content = (path / name).read_bytes()
+        assert record == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    loaded = store.load(path)
+    assert (loaded.step, loaded.world_size, loaded.metrics) == (12, 2, {"accuracy": 0.5})
+    assert torch.equal(loaded.model["w"], torch.full((10,), 12.0))
+    assert loaded.trainer == {"position": 12}
+    assert [state["rng"].item() for state in loaded.rank_states] == [12, -12]
+    assert torch.equal(store.load(str(path), verify=False).model["w"], loaded.model["w"])
+
+
+def test_an_empty_or_missing_folder_holds_nothing(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.best() is None
+    assert store.newest_step() is None
+    assert store.remove_leftovers() == []
+    assert store.prune() == []
+    assert not store.folder.exists()
+
+
+def test_steps_beyond_eight_digits_are_still_in_order(store: CheckpointStore) -> None:
+    assert store.newest_step() is None
+    for step in (99_999_999, 100_000_000, 5):
+        store.write(snapshot(step))
+    assert store.newest_step() == 100_000_000
+    found = store.latest()
+    assert found is not None
+    assert found.step == 100_000_000
+    assert store.newest_step() == 100_000_000
+
+
+def test_metrics_that_are_not_finite(store: CheckpointStore) -> None:
+    path = store.write(snapshot(1, loss=math.nan, accuracy=math.inf))
+    assert '"loss": null' in (path / "manifest.json").read_text()
+    assert all(math.isnan(value) for value in store.load(path).metrics.values())
+
+
+def test_the_same_step_again_keeps_the_valid_one(store: CheckpointStore) -> None:
+    path = store.write(snapshot(3))
+    before = (path / "manifest.json").stat().st_ino
+    assert store.write(snapshot(3, size=99)) == path
+    assert (path / "manifest.json").stat().st_ino == before
+    assert names(store) == ["step-00000003"]
+
+
+def test_the_same_step_again_replaces_a_broken_one(store: CheckpointStore) -> None:
+    store.write(snapshot(1))
+    path = store.write(snapshot(3))
+    (path / "model.pt").write_bytes(b"")
+    store.latest()
+    store.write(snapshot(3))
+    assert store.load(path).step == 3
+    assert steps(store) == [1, 3]
+    store.write(snapshot(4))
+    store.prune()
+    assert steps(store) == [3, 4]
+
+
+def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest() -> None:
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:7])
+
+    raw = Slow()
+    file = _HashingFile(raw)  # type: ignore[arg-type]
+    content = bytes(range(100))
+    assert file.write(content) == 100
+    assert raw.getvalue() == content
+    assert file.record() == FileRecord(size_bytes=100, sha256=hashlib.sha256(content).hexdigest())
+
+
+# --- broken checkpoints
+
+
+def replace_step(folder: Path, value: str) -> None:
+    path = folder / "manifest.json"
+    path.write_text(re.sub(r'"step": \d+', f'"step": {value}', path.read_text()))
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "model.pt").read_bytes()
+    (folder / "model.pt").write_bytes(content[:-1])
+
+
+def flip_a_byte(folder: Path) -> None:
+    content = bytearray((folder / "trainer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "trainer.pt").write_bytes(content)
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def halve_manifest(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def remove_model(folder: Path) -> None:
+    (folder / "model.pt").unlink()
+
+
+def replace_model_by_a_folder(folder: Path) -> None:
+    size = json.loads((folder / "manifest.json").read_text())["files"]["model.pt"]
+    (folder / "model.pt").unlink()
+    (folder / "model.pt").mkdir()
+    size["bytes"] = (folder / "model.pt").stat().st_size
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    change_manifest(folder, files=files | {"model.pt": size})
+
+
+DAMAGE = [
+    (truncate, r"model.pt has \d+ bytes where its manifest says \d+"),
+    (flip_a_byte, r"trainer.pt has changed since it was written \(sha256 differs\)"),
+    (remove_manifest, r"manifest.json cannot be read \(No such file or directory\)"),
+    (halve_manifest, r"manifest.json is broken \(JSONDecodeError: "),
+    (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
+    (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
+    (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
+    (lambda folder: change_manifest(folder, format_version=9), r"format_version 9, this hpcdist reads 1"),
+    (lambda folder: change_manifest(folder, step=4), r"manifest.json is of step 4"),
+    (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
+    (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
+    (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
+    (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version 'v{49}, this"),
+    (remove_model, r"model.pt cannot be read \(No such file or directory\)"),
+    (replace_model_by_a_folder, r"model.pt cannot be read \(Is a directory\)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_broken_checkpoint_is_skipped_with_the_reason(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: Any, message: str
+) -> None:
+    store.write(snapshot(1))
+    newest = store.write(snapshot(2))
+    damage(newest)
+
+    with pytest.raises(CheckpointError, match=message):
+        store.load(newest)
+    with caplog.at_level(logging.WARNING):
+        found = store.latest()
+    assert found is not None
+    assert (found.step, store.newest_step()) == (1, 1)
+    [reason] = store.skipped
+    assert reason.startswith(f"{newest}: ")
+    assert "\n" not in reason
+    assert f"skipping checkpoint {reason}" in caplog.text
+
+
+def test_latest_starts_a_new_list_of_reasons(store: CheckpointStore) -> None:
+    remove_manifest(store.write(snapshot(1)))
+    assert store.latest() is None
+    assert store.latest() is None
+    assert len(store.skipped) == 1
+
+
+def test_left_over_temporary_folders_are_no_checkpoints_and_are_removed(store: CheckpointStore) -> None:
+    path = store.write(snapshot(1))
+    path.rename(store.folder / ".tmp-step-00000001-0123abcd")
+    (store.folder / "notes").mkdir()
+    assert store.latest() is None
+    assert [entry.name for entry in store.remove_leftovers()] == [".tmp-step-00000001-0123abcd"]
+    assert names(store) == ["notes"]
+
+
+def test_a_left_over_that_cannot_be_removed(store: CheckpointStore) -> None:
+    store.folder.mkdir()
+    (store.folder / ".tmp-step-00000001-0").write_text("a file where a folder was")
+    with pytest.raises(CheckpointError, match=r"left-over .*\.tmp-step-00000001-0 cannot be removed: Not a dir"):
+        store.remove_leftovers()
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoint folder .*file cannot be read: Not a directory"):
+        CheckpointStore(tmp_path / "file").latest()
+
+
+# --- crafted files
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def replace_content(folder: Path, name: str, content: Any) -> None:
+    """As one who can write to the folder would: with a manifest that fits."""
+    torch.save(content, folder / name)
+    raw = (folder / name).read_bytes()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["model.pt", "trainer.pt"])
+def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_path: Path, name: str) -> None:
+    path = store.write(snapshot(1))
+    marker = tmp_path / "executed"
+    replace_content(path, name, {"w": Evil(marker)})
+    assert store.latest() is not None  # its hashes are right
+    with pytest.raises(CheckpointError, match=rf"{name} is refused, it does not hold plain data: GLOBAL posix.mkdir$"):
+        store.load(path)
+    assert not marker.exists()
+    with open(path / name, "rb") as file:
+        torch.load(file, weights_only=False)
+    assert marker.exists()  # so the trap works
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.pt", [1], r"model.pt holds a list, not a dict"),
+        ("trainer.pt", {"trainer": 1}, r"trainer.pt does not hold `trainer` and `rank_states`"),
+        ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not hold `trainer` and `rank_states`"),
+    ],
+)
+def test_content_of_another_shape_is_refused(store: CheckpointStore, name: str, content: Any, message: str) -> None:
+    path = store.write(snapshot(1))
+    replace_content(path, name, content)
+    with pytest.raises(CheckpointError, match=message):
+        store.load(path)
+
+
+def test_a_file_that_is_no_archive_is_refused(store: CheckpointStore) -> None:
+    path = store.write(snapshot(1))
+    (path / "model.pt").write_bytes(b"PK\x03\x04 nothing")
+    raw = (path / "model.pt").read_bytes()
+    record = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    change_manifest(path, files=files | {"model.pt": record})
+    with pytest.raises(CheckpointError, match=r"model.pt is refused, it does not hold plain data: RuntimeError: "):
+        store.load(path)
+
+
+# --- what is kept
+
+
+def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint.keep_last must be >= 2, got 1"):
+        CheckpointStore(tmp_path, keep_last=1)
+
+
+@pytest.mark.parametrize(("mode", "kept", "best"), [("max", [2, 5, 6], 2), ("min", [3, 5, 6], 3)])
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", best_mode=mode)
+    for step, score in [(1, 0.5), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
+        store.write(snapshot(step, score=score))
+    store.write(snapshot(5, other=7.0))
+    removed = store.prune()
+
+    assert steps(store) == kept
+    assert sorted(path.name for path in removed) == [f"step-{s:08d}" for s in range(1, 7) if s not in kept]
+    found = store.best()
+    assert found is not None
+    assert found.step == best
+
+
+def test_the_newer_of_two_equally_good_is_the_best(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, best_metric="score")
+    for step in (1, 2, 3):
+        store.write(snapshot(step, score=1.0 if step < 3 else 0.0))
+    found = store.best()
+    assert found is not None
+    assert found.step == 2
+    flip_a_byte(found.path)
+    found = store.best()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_no_best_without_a_metric(store: CheckpointStore) -> None:
+    store.write(snapshot(1, score=1.0))
+    assert store.best() is None
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_manifest])
+@pytest.mark.parametrize("restored", [True, False])
+def test_prune_counts_only_valid_ones_and_leaves_broken_ones(tmp_path: Path, damage: Any, restored: bool) -> None:
+    writer = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 8, 9):
+        writer.write(snapshot(step))
+    for step in (8, 9):
+        damage(tmp_path / f"step-{step:08d}")
+
+    store = CheckpointStore(tmp_path)
+    if restored:
+        store.latest()
+        store.write(snapshot(4))
+    store.prune()
+    assert steps(store) == ([3, 4, 8, 9] if restored else [2, 3, 8, 9])
+
+
+def test_the_only_valid_one_is_never_removed(tmp_path: Path) -> None:
+    writer = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        writer.write(snapshot(step))
+    for step in (2, 3, 4):
+        flip_a_byte(tmp_path / f"step-{step:08d}")
+    store = CheckpointStore(tmp_path)
+    store.prune()
+    found = store.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_prune_says_what_cannot_be_removed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        store.write(snapshot(step))
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match=r"old checkpoint .*step-00000001 cannot be removed: Permission denied"):
+        store.prune()
+
+
+# --- disks that refuse
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = CheckpointStore(tmp_path / "file" / "checkpoints")
+    message = (
+        r"checkpoint of step 1 could not be written to .*file/checkpoints: Not a directory "
+        r"\([\d,]+ MB free\); older checkpoints are untouched"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        store.write(snapshot(1))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MB, which takes root to mount."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpcdist-test", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_really_full_disk(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.write(snapshot(1))
+    for size in (10**6, 400_000):  # 4 MB: refused inside of one tensor; 1.6 MB: the second such file
+        message = r"step 2 could not be written to .*: No space left on device \([12] MB free\); older"
+        with pytest.raises(CheckpointError, match=message):
+            store.write(
+                Snapshot(
+                    step=2,
+                    model={"w": torch.zeros(size)},
+                    trainer={"m": torch.zeros(size)},
+                    rank_states=[],
+                    metrics={},
+                )
+            )
+        assert names(store) == ["step-00000001"]
+    assert store.load(store.folder / "step-00000001").step == 1
+    store.write(snapshot(3, size=1000))
+
+
+def test_a_refusing_disk_simulated_by_a_limit_on_file_size(tmp_path: Path) -> None:
+    script = """
+import resource, sys, torch
+from pathlib import Path
+from hpcdist.errors import CheckpointError
+from hpcdist.checkpoint.store import CheckpointStore, Snapshot
+
+store = CheckpointStore(Path(sys.argv[1]))
+def write(step, size):
+    store.write(Snapshot(step=step, model={"w": torch.zeros(size)}, trainer=None, rank_states=[], metrics={}))
+write(1, 10)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    write(2, 1_000_000)
+except CheckpointError as error:
+    print(error)
+write(3, 10)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2 could not be written" in done.stdout
+    assert "File too large" in done.stdout
+    assert steps(CheckpointStore(tmp_path)) == [1, 3]
+
+
+def test_an_error_of_torch_itself_leaves_nothing_behind(store: CheckpointStore) -> None:
+    twice = torch.zeros(4)
+    model = {"a": twice, "b": twice.view(torch.int32)}  # torch.save refuses one memory under two dtypes
+    bad = Snapshot(step=1, model=model, trainer=None, rank_states=[], metrics={})
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        store.write(bad)
+    assert names(store) == []

@@ -1,0 +1,292 @@
+"""Damaged files in a run folder: commands on all runs go on with the others, and one by name says what is wrong.
+
+Each file of a run folder in each state that a crash, a full disk, a stranger or a newer hpcdist may leave it in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpcdist.cli import runs, watch
+from hpcdist.cli.render import training_links
+from hpcdist.config.loading import load_run_config
+from hpcdist.diagnostics.doctor.run_report import run_sections
+from hpcdist.errors import HpcdistError
+from hpcdist.run.find_by_config import unfinished
+from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.lookup import find_runs
+from hpcdist.run.snapshot import code_state
+from hpcdist.run.sweep_folder import SweepDir, sweep_of
+from hpcdist.slurm import queue
+from hpcdist.slurm.queue import SlurmAwayError
+from hpcdist.slurm.submit.checks import longest_save
+from hpcdist.supervisor.pending_config import newest_step
+from hpcdist.tracking import artifacts, labels
+from hpcdist.tracking.progress import Progress
+from hpcdist.tracking.tail import Tail
+
+FORMATS = Path(__file__).parents[1] / "formats"
+EXTRA = {
+    "slurm.json": {"job_id": "41_0", "job_name": "x", "cluster": "c"},
+    "job.json": {"job_id": "41_0", "lives": {"0": {"nodes": "n1", "queue_s": 1.0}}},
+    "container.json": {"runtime": "podman", "image": "i"},
+    "lease": {"host": "h", "pid": 1, "started": 1.0, "user": "u", "job_id": None, "acquired": 1.0, "renewed": 1.0},
+    "attempts/001/failure.json": {"kind": "error", "rank": 0, "host": "h", "step": 1, "error": "e"},
+    "attempts/001/preflight.json": {"nodes": ["n1"], "checks": []},
+    "attempts/001/network.json": {"text": "t", "warnings": []},
+}
+FILES = [
+    "state.json",
+    "config.yaml",
+    "environment.json",
+    "mlflow.json",
+    "cell.json",
+    "journal/shipped.json",
+    "journal/attempt-001.rank-00000.jsonl",
+    "attempts/001/rank-00000.beat.json",
+    "attempts/001/rank-00000.outcome.json",
+    "attempts/001/request.json",
+    "attempts/001/stragglers.jsonl",
+    "attempts/001/stacks.txt",
+    "attempts/001",
+    "attempts",
+    "checkpoints/step-00000285/manifest.json",
+    *EXTRA,
+]
+
+
+def text(value: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_text(value)
+
+    return damage
+
+
+def wrongly_typed(path: Path) -> None:
+    """Each value of another type."""
+    found = read_json(path) or {"time": 1}
+    path.write_text(json.dumps({key: [None] if not isinstance(value, list) else 7 for key, value in found.items()}))
+
+
+def newer(path: Path) -> None:
+    if path.suffix == ".yaml":
+        path.write_text("format: 2\n" + path.read_text())
+    elif path.suffix == ".jsonl":
+        path.write_text('{"format": 2}\n' + path.read_text())
+    else:
+        path.write_text(json.dumps({**(read_json(path) or {}), "format": 2}))
+
+
+def numbers(value: object) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        found = read_json(path) or {}
+        path.write_text(
+            json.dumps({key: value if isinstance(old, (int, float)) else old for key, old in found.items()})
+        )
+
+    return damage
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere/at/all")
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": text(""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]) and None,
+    "a list": text("[1, 2]"),
+    "null": text("null"),
+    "wrong types": wrongly_typed,
+    "NaN": numbers(math.nan),
+    "huge": numbers(10**400),
+    "infinite": numbers(math.inf),
+    "negative": numbers(-(10**15)),
+    "deep": text("[" * 1_200),
+    "deep object": text('{"a":' * 1_200),
+    "long number": text('{"attempt": ' + "9" * 6000 + "}"),
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 8) and None,
+    "surrogate": text('{"status": "\\ud800", "reason": "\\ud800", "text": "\\ud800"}\n'),
+    "folder": folder,
+    "dangling": dangling,
+    "loop": loop,
+    "newer": newer,
+    "format": lambda path: path.write_text('{"format": "new"}') and None,
+}
+
+
+#: Files that decide most meet all damages, the others those that differ in kind.
+OF_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
+ALL_DAMAGES = ("state.json", "lease", "slurm.json")
+SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "newer")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with all files in it, and an undamaged run beside it."""
+    runs_dir = tmp_path_factory.mktemp("whole") / "runs"
+    shutil.copytree(FORMATS / "v0" / "runs", runs_dir)
+    run = runs_dir / "counting" / "half"
+    for name, content in EXTRA.items():
+        (run / name).write_text(json.dumps(content))
+    (run / "cell.json").write_text(json.dumps({"sweep": "grid", "label": "l", "values": {}}))
+    (run / "attempts/001/stragglers.jsonl").write_text(
+        '{"role": "", "name": "n", "event": "slow", "text": "rank 1 is slow"}\n'
+    )
+    (run / "attempts/001/stacks.txt").write_text("rank 1 stands\n")
+    shutil.rmtree(runs_dir / "counting" / "grid-seed_2")
+    return runs_dir
+
+
+def sync_without_mlflow(run: RunDir) -> None:
+    """All that shipping reads."""
+    state, config = run.read_state(), labels.read_config(run)
+    labels.params(config)
+    labels.fixed_tags(run, config)
+    labels.job_tags(run)
+    labels.state_tags(state)
+    sweep_of(run)
+    progress = Progress.load(run.journal / "shipped.json")
+    progress.offsets = {}
+    tail = Tail(run.journal, progress)
+    tail.new_points(tail.next_chunks(1, over=True))
+    list(artifacts.documents(run))
+    list(artifacts.preflight(run))
+    list(artifacts.left_by_trainer(run))
+    list(artifacts.reports(run, ended=True))
+    list(artifacts.checkpoints(run, config))
+
+
+def doctor(run: RunDir) -> None:
+    """All that `doctor RUN` says of the folder, without asking machines."""
+    config = load_run_config(run.config, [], {}, require_secrets=False)
+    for section in run_sections(run, config)[:3]:
+        section.look()
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> str:
+        raise SlurmAwayError("no Slurm here", installed=False)
+
+    monkeypatch.setattr(queue, "answer", away)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_costs_one_line(
+    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs_dir = tmp_path / "runs"
+    for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
+        damage = DAMAGES[kind]
+        shutil.rmtree(runs_dir, ignore_errors=True)
+        shutil.copytree(whole, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
+        run = RunDir(runs_dir / "counting" / "half")
+        path = run.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+            path.touch()
+        damage(path)
+        label = f"{name}, {kind}"
+
+        def command(function: Callable[[], object], label: str = label, kind: str = kind) -> tuple[int, str]:
+            """Exit code and output, as `main` makes them of the exceptions that it knows."""
+            error, code = "", 0
+            try:
+                function()
+            except HpcdistError as raised:
+                error, code = str(raised), raised.exit_code
+                assert code == 2, f"{label}: {error}"
+            except OSError as raised:
+                if kind != "loop":
+                    raise
+                error = str(raised)
+            return code, error or capsys.readouterr().out
+
+        code, said = command(lambda: runs.runs(runs_dir))
+        assert code == 0, label
+        assert "counting/grid-seed_1" in said, f"{label}: the other run is listed"
+        assert "counting/half" in said or name in ("state.json", "config.yaml"), label
+        training_links(runs_dir, "sqlite:////x.db", 5000)
+        assert find_runs(runs_dir), label
+        longest_save(runs_dir / "counting")
+        if name in ("state.json", "cell.json"):
+            command(lambda: runs.status("grid", runs_dir))
+        for act in (
+            lambda: runs.status("half", runs_dir),
+            lambda: runs.logs("half", 0, None, False, runs_dir),
+            lambda: watch.explain("half", runs_dir),
+        ):
+            code, said = command(act)
+            if code == 2:
+                assert len(said.splitlines()) == 1, f"{label}: {said}"
+                assert str(run.path) in said, f"{label}: {said}"
+        command(lambda: runs.stop("half", runs_dir))
+        for read in (sync_without_mlflow, code_state, newest_step, *([doctor] if name in OF_DOCTOR else [])):
+            with suppress(HpcdistError, OSError):
+                read(run)
+
+
+def test_a_damaged_sweep_is_reported(whole: Path, tmp_path: Path) -> None:
+    for kind, damage in DAMAGES.items():
+        runs_dir = tmp_path / "runs"
+        shutil.rmtree(runs_dir, ignore_errors=True)
+        shutil.copytree(whole, runs_dir)
+        sweep = SweepDir(runs_dir / "counting" / "grid")
+        damage(sweep.file)
+        if kind in ("NaN", "infinite", "huge", "negative") or "created" not in sweep.file.name:
+            with pytest.raises((HpcdistError, OSError), match=r"sweep\.json"):
+                sweep.read()
+
+
+def test_what_is_said_of_damaged_and_of_newer_files(whole: Path, tmp_path: Path) -> None:
+    runs_dir = tmp_path / "runs"
+    shutil.copytree(whole, runs_dir)
+    run = RunDir(runs_dir / "counting" / "half")
+    path = run.path / "state.json"
+    said = {}
+    for kind, content in {
+        "torn": '{"status": "run',
+        "newer": '{"format": 2, "status": "dormant"}',
+        "unknown": '{"format": 1, "status": "dormant"}',
+        "later key": '{"format": 1, "status": "stopped", "mood": "fine"}',
+        "missing key": '{"format": 1}',
+    }.items():
+        path.write_text(content)
+        try:
+            said[kind] = run.read_state().status
+        except HpcdistError as error:
+            said[kind] = str(error).removeprefix(f"{path} ")
+    assert said == {
+        "torn": "is damaged (it holds no JSON object): restore it, or remove the run folder",
+        "newer": "was written by a newer hpcdist (format 2; this one reads up to 1): upgrade hpcdist",
+        "unknown": "is damaged: status cannot be 'dormant'",
+        "later key": "stopped",
+        "missing key": "is damaged: it has no status",
+    }
+
+
+def test_again_and_compare_pass_over_damaged_runs(whole: Path, tmp_path: Path) -> None:
+    runs_dir = tmp_path / "runs"
+    shutil.copytree(whole, runs_dir)
+    run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))
+    (run.path / "state.json").write_text("")
+    config = load_run_config(other.config, [f"runs_dir={runs_dir}"], {})
+    assert unfinished(config) is None

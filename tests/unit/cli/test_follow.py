@@ -1,0 +1,290 @@
+"""Following a run: its log through all attempts, its state through all lives of its job."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpcdist.cli import follow as following
+from hpcdist.cli.follow import follow, stream_log
+from hpcdist.errors import RunFolderError
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.lease import hold
+from hpcdist.slurm import queue
+from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.queue import Look
+
+
+@pytest.fixture
+def make(runs_dir: Path) -> Callable[..., RunDir]:
+    def make(name: str = "first", **state: Any) -> RunDir:
+        run = RunDir.create(runs_dir / "exp" / name)
+        run.config.touch()
+        for _ in range(state.get("attempt", 0)):
+            run.new_attempt()
+        run.write_state(replace(run.read_state(), **state))
+        return run
+
+    return make
+
+
+# --- logs
+
+
+def test_a_log_of_the_last_attempt_or_another(make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", attempt=2)
+    run.attempt(1).log(0).write_text("first\n")
+    run.attempt(2).log(0).write_bytes(b"second \xff\n")
+    run.attempt(2).log(1).write_text("rank 1\n")
+    assert "".join(stream_log(run, 0, None, follow=False)) == "second \ufffd\n"
+    assert "".join(stream_log(run, 1, None, follow=False)) == "rank 1\n"
+    assert "".join(stream_log(run, 0, 1, follow=False)) == "first\n"
+    assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
+
+
+def test_a_log_that_is_not_there(make: Callable[..., RunDir]) -> None:
+    run = make(status="running", attempt=1)
+    with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):
+        list(stream_log(run, 5, None, follow=False))
+
+
+class Life:
+    """What happens to a run while its log is followed: one deed at each pause."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deeds: list[Callable[[], object]]) -> None:
+        self._deeds: Iterator[Callable[[], object]] = iter(deeds)
+        monkeypatch.setattr(following, "Event", lambda: self)
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s == following.LOOK_EVERY_S
+        next(self._deeds, lambda: pytest.fail("the run is over"))()
+
+
+def append(path: Path, text: str) -> None:
+    with open(path, "a") as file:
+        file.write(text)
+
+
+def test_a_log_is_followed_through_all_attempts_to_the_end(
+    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1)
+    log = run.attempt(1).log(0)
+
+    def two_restarts() -> None:
+        """Between two looks: an attempt that is over before anybody has seen it begin."""
+        append(log, "c")
+        for number in (2, 3):
+            run.new_attempt()
+            run.attempt(number).log(0).write_text(f" attempt {number} ")
+        run.write_state(replace(run.read_state(), attempt=3))
+
+    def finish() -> None:
+        append(run.attempt(3).log(0), "last")
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Life(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
+    with hold(run):
+        assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
+
+
+def test_following_ends_with_a_lost_run(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(status="running", attempt=1)
+    run.attempt(1).log(0).write_text("all there is")
+    Life(monkeypatch, [])
+    assert "".join(stream_log(run, 0, None, follow=True)) == "all there is"
+
+
+# --- a job
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=60)
+
+
+def lines_of(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """Sets what Slurm says from now on; each look is a new one."""
+    now: list[Look] = []
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(queue, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(queue, "LOOK_AWAY_S", 0.0)
+    return now.append
+
+
+def job(state: str, **facts: Any) -> Look:
+    return Look(facts=JobFacts(id="7", state=state, **facts))
+
+
+def submitted(run: RunDir) -> RunDir:
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    return run
+
+
+def test_stragglers_are_told_while_a_run_is_followed_each_line_once(
+    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1)
+
+    def tell(text: str) -> None:
+        line = {"role": "trainer", "name": "n3", "event": "slow", "text": text}
+        append(run.attempt(1).stragglers, json.dumps(line) + "\n")
+
+    def finish() -> None:
+        run.write_state(replace(run.read_state(), status="finished"))
+
+    Life(monkeypatch, [lambda: tell("n3 is slow"), lambda: None, lambda: tell("n3 is slower"), lambda: None, finish])
+    with hold(run):
+        follow(console, run)
+    assert [line for line in lines_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
+
+
+def test_a_preempted_run_is_followed_through_the_queue(
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="queued"))
+
+    def state(**changes: Any) -> None:
+        run.write_state(replace(run.read_state(), **changes))
+
+    def beat(step: int) -> None:
+        write_json(run.attempt(1).beat(0), {"time": 1.0, "step": step, "total_steps": 9, "metrics": {}})
+
+    holding = hold(run, job_id="7")
+
+    def starts() -> None:
+        holding.__enter__()
+        slurm(job("RUNNING", nodes="n[1-2]"))
+        run.new_attempt()
+        state(status="running", attempt=1)
+        beat(4)
+
+    def preempted() -> None:
+        """For a moment it looks as if it had ended: the supervisor has written its state, and has not gone yet."""
+        state(status="stopped", reason="stopped with everything saved (SIGTERM)")
+
+    def gone() -> None:
+        """Nobody holds it, and Slurm has it in the queue."""
+        holding.__exit__(None, None, None)
+        slurm(job("PENDING", reason="BeginTime"))
+
+    def runs_again() -> None:
+        slurm(job("RUNNING", nodes="n3"))
+        state(status="running", reason="")
+
+    def ends() -> None:
+        state(status="finished", reason="all done")
+
+    slurm(job("PENDING", reason="Priority"))
+    deeds = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, gone, runs_again, ends]
+    Life(monkeypatch, deeds)
+    assert follow(console, run).status == "finished"
+    assert lines_of(console) == [
+        "queued: job 7 waits (Priority)",
+        "queued: job 7 waits (Resources)",
+        "running: job 7 on n[1-2]",
+        "step 4/9",
+        "stopped: stopped with everything saved (SIGTERM); job 7 is RUNNING on n[1-2]",
+        "stopped: stopped with everything saved (SIGTERM); job 7 waits (BeginTime)",
+        "running: job 7 on n3",
+    ]
+
+
+def test_waiting_shows_no_progress(
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="running", attempt=1))
+    write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
+    slurm(job("RUNNING"))
+    Life(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    with hold(run, job_id="7"):
+        assert follow(console, run, progress=False).status == "finished"
+    assert lines_of(console) == ["running: job 7"]
+
+
+@pytest.mark.parametrize(
+    ("look", "status", "reason"),
+    [
+        (job("CANCELLED"), "cancelled", "job 7 was cancelled in the queue"),
+        (job("FAILED", exit_code=1, nodes="n1"), "failed", "job 7 ended as FAILED with exit code 1 on n1"),
+        (Look(), "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+    ],
+    ids=["cancelled", "failed", "vanished"],
+)
+def test_a_job_that_dies_without_a_word_is_told_and_closed(
+    make: Callable[..., RunDir],
+    console: Console,
+    slurm: Callable[[Look], None],
+    monkeypatch: pytest.MonkeyPatch,
+    look: Look,
+    status: str,
+    reason: str,
+) -> None:
+    """Only when Slurm has said so twice: what the folder says may be seen a little later."""
+    run = submitted(make(status="queued"))
+    slurm(look)
+    Life(monkeypatch, [lambda: None])
+    state = follow(console, run)
+    assert (state.status, state.reason) == (status, reason)
+    assert run.read_state() == state
+
+
+def test_one_look_in_vain_ends_nothing(
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="queued"))
+    slurm(job("COMPLETED"))
+    Life(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    assert follow(console, run).status == "finished"
+
+
+def test_a_slurm_that_is_away_is_a_note(
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="running", attempt=1))
+    slurm(Look(away="Unable to contact slurm controller (connect failure)"))
+    Life(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    assert follow(console, run).status == "finished"
+    assert lines_of(console) == [
+        "running",
+        "Slurm does not say how the job stands (Unable to contact slurm controller (connect failure))",
+    ]
+
+
+def test_a_run_that_is_submitted_anew_is_followed_as_its_new_job(
+    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(make(status="queued"))
+    states = {"7": "CANCELLED", "8": "PENDING"}
+    monkeypatch.setattr(
+        queue, "look_at", lambda job, history=False: Look(facts=JobFacts(id=job.id, state=states[job.id]))
+    )
+    deeds = [
+        lambda: write_json(run.path / "slurm.json", {"job_id": "8"}),
+        lambda: run.write_state(replace(run.read_state(), status="finished")),
+    ]
+    Life(monkeypatch, deeds)
+    assert follow(console, run).status == "finished"
+    assert lines_of(console)[-1] == "queued: job 8 waits (PENDING)"
+
+
+def test_a_run_of_this_machine_is_followed_by_its_lease(
+    make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(status="running", attempt=1)
+    Life(monkeypatch, [])
+    state = follow(console, run)
+    assert (state.status, state.reason) == ("failed", "its supervisor died")

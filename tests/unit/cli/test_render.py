@@ -1,0 +1,415 @@
+"""What people see of a run, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpcdist.cli import render
+from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan, show_runs, show_status
+from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.rank.roles import Roles
+from hpcdist.run.folder import Attempt, RunDir, State, write_json
+from hpcdist.run.lease import hold
+from hpcdist.run.lookup import Listing
+from hpcdist.slurm import queue
+from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.queue import Look, SlurmAwayError
+from hpcdist.supervisor.plan import Plan, rank_command
+from hpcdist.supervisor.restart_policy import Failure
+
+METRICS = {"train/loss": 0.123456, "eval/accuracy": 0.975, "lr": 0.1}
+
+
+def listed(*runs: RunDir) -> Listing:
+    return Listing(runs=list(runs), num_others=0)
+
+
+@pytest.fixture
+def console() -> Console:
+    """A log, not a terminal: 60 columns, in which long lines must stay whole all the same."""
+    return Console(file=io.StringIO(), width=60)
+
+
+def text_of(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def rows_of(console: Console) -> list[str]:
+    return [line.rstrip() for line in text_of(console).splitlines()]
+
+
+@pytest.fixture
+def make(runs_dir: Path) -> Callable[..., RunDir]:
+    def make(name: str = "first", **state: Any) -> RunDir:
+        run = RunDir.create(runs_dir / "exp" / name)
+        run.config.touch()
+        for _ in range(state.get("attempt", 0)):
+            run.new_attempt()
+        run.write_state(replace(run.read_state(), **state))
+        return run
+
+    return make
+
+
+def beat(run: RunDir, attempt: int, rank: int, **changes: Any) -> None:
+    value = {"time": time.time(), "step": 7, "total_steps": 100, "metrics": {}}
+    write_json(run.attempt(attempt).beat(rank), value | changes)
+
+
+# --- the plan
+
+
+def plan(**changes: Any) -> Plan:
+    return replace(Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={}), **changes)
+
+
+def test_the_plan_in_five_lines(console: Console, tmp_path: Path) -> None:
+    show_plan(console, Config(), plan(), tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
+    assert rows_of(console) == [
+        "trainer     ddp",
+        "roles       trainer → rank 0 … 1",
+        "devices     2 × cpu, gloo, 1 thread per rank",
+        f"run folder  {tmp_path}",
+        "MLflow      http://ada:***@mlflow:5000",
+    ]
+
+
+def test_the_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Path) -> None:
+    roles = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
+    devices = {"trainer": "cuda", "parameter_server": "cpu"}
+    with_roles = plan(num_ranks=3, device="cuda", roles=roles, devices=devices)
+    show_plan(console, Config(), with_roles, tmp_path, "x", verbose=False)
+    assert rows_of(console)[1:5] == [
+        "roles       rank  role                  device",
+        "            0     trainer:0             cuda",
+        "            1-2   parameter_server:0-1  cpu",
+        "devices     1 × cuda + 2 × cpu, gloo, 1 thread per rank",
+    ]
+
+
+def test_the_plan_of_one_rank_with_a_script(console: Console, tmp_path: Path) -> None:
+    config = Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"]))
+    show_plan(console, config, plan(num_ranks=1, threads=4, device="cuda"), tmp_path, "x", verbose=False)
+    assert rows_of(console)[:3] == [
+        "trainer     /a/[b]/train.py --db http://ada:***@host",
+        "roles       trainer → rank 0",
+        "devices     1 × cuda, gloo, 4 threads per rank",
+    ]
+
+
+def test_a_dry_run_shows_command_and_variables_without_secrets(console: Console, tmp_path: Path) -> None:
+    config = Config(launch=LaunchConfig(env={"API_TOKEN": "s3cret", "PLAIN": "1"}))
+    env = {"OMP_NUM_THREADS": "1", "API_TOKEN": "s3cret", "PLAIN": "1"}
+    show_plan(console, config, plan(env=env), tmp_path / "my run", "x", verbose=True)
+    command = " ".join(rank_command(Path("RUN"))[:-1])
+    assert rows_of(console)[5:] == [
+        f"command     {command} '{tmp_path}/my run'",
+        "variables   API_TOKEN=***",
+        "            OMP_NUM_THREADS=1",
+        "            PLAIN=1",
+    ]
+
+
+# --- while it runs
+
+
+def test_notes_and_output_are_printed_as_they_are(console: Console, tmp_path: Path) -> None:
+    (tmp_path / "002").mkdir()
+    with RunView(console) as shown:
+        shown.attempt(Attempt(tmp_path / "002"), 1)
+        shown.attempt(Attempt(tmp_path / "002"), 16)
+        shown.note("[bold]as it is[/] " + "long " * 30)
+        shown.output("[red]epoch 1[/]\nepoch 2\n")
+    assert rows_of(console) == [
+        f"attempt 2: starting 1 rank, logs in {tmp_path}/002",
+        f"attempt 2: starting 16 ranks, logs in {tmp_path}/002",
+        ("[bold]as it is[/] " + "long " * 30).rstrip(),
+        "[red]epoch 1[/]",
+        "epoch 2",
+    ]
+
+
+def test_a_failure_shows_who_and_its_last_lines(console: Console) -> None:
+    lines = tuple(f"line {number} [x]\n" for number in range(20))
+    failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)
+    RunView(console).failure(failure, Path("/runs/rank-00003.log"))
+    assert rows_of(console) == [
+        "rank 3 on n1 failed with ValueError: [nan]\\ at step 5",
+        *[f"    line {number} [x]" for number in range(12, 20)],
+        "    whole log: /runs/rank-00003.log",
+    ]
+
+
+def test_progress_in_a_log_is_a_line_every_few_seconds_and_the_last_one(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(render, "time", SimpleNamespace(monotonic=lambda: now))
+    shown = RunView(console)
+    for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, render.PLAIN_EVERY_S), (4, 0.1), (100, 0.1)):
+        now += later_s if step != 1 else 0.0
+        shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
+    shown.progress({"step": 101, "total_steps": None, "metrics": {}})
+    numbers = "loss 0.1235  accuracy 0.975"
+    # Two steps in six seconds leave 97 steps for five minutes less a bit.
+    eta = "ETA 0:04:51"
+    assert rows_of(console) == [
+        f"step 1/100  {numbers}",
+        f"step 3/100  {numbers}  {eta}",
+        f"step 100/100  {numbers}",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    with RunView(console) as shown:
+        shown.progress({"step": 4, "total_steps": 100, "metrics": METRICS})
+        shown.progress({"step": 50, "total_steps": 100, "metrics": METRICS})
+    last = text_of(console).rpartition("step")[2]
+    assert "50/100" in last
+    assert "loss 0.1235  accuracy 0.975" in last
+
+
+def test_the_few_metrics_of_a_progress_line() -> None:
+    assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
+    metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}
+    assert format_metrics(metrics) == "return 23.46  greedy return 500  steps/s 123457"
+    assert format_metrics({}) == ""
+
+
+# --- the end
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+
+
+def test_the_command_is_shown_as_it_can_be_typed(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make(status="finished")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for started, shown in (
+        (str(tmp_path / ".venv" / "bin" / "hpcdist"), ".venv/bin/hpcdist"),
+        ("/x/__main__.py", f"{sys.executable} -m hpcdist"),
+    ):
+        monkeypatch.setattr(sys, "argv", [started, "run"])
+        assert f"look at it: {shown} ui --runs-dir '/my runs'" in end(console, run, run.read_state())
+
+
+def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
+    show_end(console, run, state, Config(runs_dir="/my runs", **{"tracking": TrackingConfig(uri=""), **config}))
+    return rows_of(console)
+
+
+def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(attempt=2, status="finished", reason="all [3] epochs are done")
+    beat(run, 1, 0, metrics={"old": 1.0})
+    beat(run, 2, 0, metrics=METRICS)
+    lines = end(console, run, run.read_state())
+    assert lines[-2:] == [
+        "look at it: hpcdist ui --runs-dir '/my runs'",
+        "finished: all [3] epochs are done",
+    ]
+    table = "\n".join(lines[:-2])
+    assert "exp/first" in table
+    assert [word for word in ("eval/accuracy", "0.975", "train/loss", "0.123456", "lr") if word not in table] == []
+    assert "old" not in table
+
+
+def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Callable[..., RunDir]) -> None:
+    """Its metrics are points over sizes, of which the last ones say little."""
+    run = make(attempt=1, status="finished", reason="measured")
+    beat(run, 1, 0, metrics=METRICS)
+    run.artifacts.mkdir()
+    assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
+        "look at it: hpcdist ui --runs-dir '/my runs'",
+        f"its report: hpcdist bench show {run.path}",
+        "finished: measured",
+    ]
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
+def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., RunDir], status: str) -> None:
+    run = make(status=status, reason="so it is")
+    lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
+    assert lines == [
+        "look at it: hpcdist ui --uri 'http://ada:***@mlflow'",
+        f"go on with: hpcdist resume {run.path}",
+        f"{status}: so it is",
+    ]
+
+
+# --- how runs stand
+
+
+def test_a_table_of_runs_keeps_names_whole_where_there_is_little_room(
+    console: Console, make: Callable[..., RunDir], runs_dir: Path
+) -> None:
+    run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long story " * 9)
+    show_runs(console, listed(run), runs_dir)
+    assert "exp/ddp-20261120-051903-ab12" in text_of(console)
+
+
+def test_no_runs(console: Console, runs_dir: Path) -> None:
+    show_runs(console, listed(), runs_dir)
+    assert rows_of(console) == [f"no runs under {runs_dir}"]
+
+
+def test_a_table_of_runs_the_newest_last(make: Callable[..., RunDir], runs_dir: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
+    new = make("aaa", created=2e9, attempt=1, status="running")
+    beat(old, 3, 0, step=42)
+    show_runs(console, listed(new, old), runs_dir)
+    lines = [line for line in rows_of(console) if "exp/" in line]
+    assert [line.split()[1] for line in lines] == ["exp/zzz", "exp/aaa"]
+    assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
+    assert "lost" in lines[1]
+
+
+def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="running", attempt=2, restarts=1, world_size=3)
+    beat(run, 2, 0, metrics=METRICS, time=time.time() - 5.5)
+    beat(run, 2, 2, total_steps=None, time=time.time() + 99)
+    for step in (200, 100):
+        (run.checkpoints / f"step-{step:08d}").mkdir()
+    write_json(run.mlflow, {"run_id": "abc123"})
+    with hold(run):
+        show_status(console, run)
+        holder = f"process {os.getpid()} of {render.holder(run)['user']} on {socket.gethostname()}"  # type: ignore[index]
+    assert rows_of(console) == [
+        "status       running",
+        f"folder       {run.path}",
+        "attempt      2, 1 restart after failures",
+        f"held by      {holder}",
+        "rank 0       step 7 of 100, 5 s ago  loss 0.1235  accuracy 0.975",
+        "rank 2       step 7, 0 s ago",
+        "checkpoints  step-00000100, step-00000200",
+        "MLflow run   abc123",
+    ]
+
+
+def test_a_straggler_shows_in_the_status_and_at_the_end(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", attempt=1, world_size=2)
+    line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
+    run.attempt(1).stragglers.write_text(json.dumps(line) + "\n")
+    show_status(console, run)
+    assert "straggler    n3 is [slow]" in rows_of(console)
+    assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
+
+
+def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="finished", attempt=1, world_size=4096)
+    for rank in (0, 31, 32):
+        beat(run, 1, rank)
+    show_status(console, run)
+    shown = [line.partition("  ")[0] for line in rows_of(console)]
+    assert [name for name in shown if "rank" in name] == ["rank 0", "rank 31", "more ranks"]
+    assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
+
+
+def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable[..., RunDir]) -> None:
+    run = make(status="running", attempt=1, world_size=2)
+    show_status(console, run)
+    assert rows_of(console) == [
+        "status       lost",
+        f"folder       {run.path}",
+        "attempt      1, 0 restarts after failures",
+        "what now     its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow",
+        "checkpoints  none yet",
+    ]
+
+
+def test_the_status_of_an_ended_run_says_why(console: Console, make: Callable[..., RunDir]) -> None:
+    show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
+    assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
+
+
+# --- runs on Slurm
+
+
+def waiting(run: RunDir) -> RunDir:
+    write_json(run.path / "slurm.json", {"job_id": "7", "job_name": "exp/first"})
+    return run
+
+
+def test_the_status_of_a_run_in_the_queue(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = waiting(make(status="queued"))
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    facts = JobFacts(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: Look(facts=facts))
+    show_status(console, run)
+    monkeypatch.undo()
+    time.tzset()
+    slurm = "Slurm        job 7 waits (Resources), expected to start at 2096-10-02 07:06, 0:01:00 in the queue"
+    assert [row for row in rows_of(console) if row.startswith(("status", "Slurm"))] == ["status       queued", slurm]
+
+
+@pytest.mark.parametrize(
+    ("look", "row"),
+    [
+        (Look(away="no answer"), "Slurm        cannot be asked: no answer"),
+        (Look(), "Slurm        does not know its job any more"),
+    ],
+    ids=["away", "vanished"],
+)
+def test_the_status_of_a_job_that_slurm_tells_nothing_of(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: Look, row: str
+) -> None:
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: look)
+    show_status(console, waiting(make(status="finished")))
+    assert row in rows_of(console)
+
+
+def test_runs_ask_slurm_once_for_all_that_may_go_on(
+    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    runs = [waiting(make(name, status=status)) for name, status in (("first", "queued"), ("done", "finished"))]
+    gone = make("gone", status="queued")
+    write_json(gone.path / "slurm.json", {"job_id": "8"})
+    asked: list[object] = []
+
+    def ask_many(jobs: list[str]) -> dict[str, JobFacts]:
+        asked.append(jobs)
+        return {"7": JobFacts(id="7", name="exp/first", state="PENDING", reason="Priority")}
+
+    monkeypatch.setattr(queue, "ask_many", ask_many)
+    monkeypatch.setattr(queue, "look_at", lambda job: asked.append(job.id) or Look())
+    show_runs(console, listed(*runs, gone), runs_dir)
+    assert asked == [["7", "8"], "8"]
+    text = text_of(console)
+    assert [word for word in ("job 7 waits (Priority)", "lost", "Slurm does not know job 8") if word not in text] == []
+
+
+def test_runs_say_that_slurm_is_away(
+    make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_many(jobs: list[str]) -> dict[str, JobFacts]:
+        raise SlurmAwayError("no squeue here", installed=False)
+
+    console = Console(file=io.StringIO(), width=120)
+    monkeypatch.setattr(queue, "ask_many", ask_many)
+    show_runs(console, listed(waiting(make(status="queued"))), runs_dir)
+    assert "queued" in text_of(console)
+    assert rows_of(console)[-1] == "Slurm does not say how jobs stand (no squeue here)"

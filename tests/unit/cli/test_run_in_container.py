@@ -1,0 +1,212 @@
+"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --again`, with a stand-in for podman on PATH."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcdist
+from hpcdist.cli import app
+from hpcdist.config.loading import load_config
+from hpcdist.containers.images.local_run import without_secrets
+from hpcdist.errors import UserMistake
+from hpcdist.run.folder import RunDir, State
+from hpcdist.supervisor import start
+
+Call = Callable[..., tuple[int, str, str]]
+IMAGE: list[dict[str, Any]] = [
+    {
+        "Id": "ab" * 32,
+        "Architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
+        "Config": {
+            "Labels": {
+                "org.opencontainers.image.title": "hpcdist",
+                "org.opencontainers.image.version": hpcdist.__version__,
+            }
+        },
+    }
+]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only engine; it knows one image, and `run` writes down its words and ends with 7."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "image.json").write_text(json.dumps(IMAGE))
+    (folder / "podman").write_text(
+        "#!/bin/sh\n"
+        f'case "$1 $2 $3" in --version*) ;; "image inspect hpcdist") /bin/cat {folder}/image.json;;\n'
+        f'run*) for word; do echo "$word" >> {folder}/words; done; exit 7;;\n'
+        '*) echo "image not known" >&2; exit 125;; esac\n'
+    )
+    (folder / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_run_in_podman_prints_the_line_and_ends_as_the_container_does(call: Call, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = call("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
+    assert code == 7
+    (line,) = [line for line in output.splitlines() if line.startswith("podman run")]
+    assert shlex.split(line)[1:] == (podman / "words").read_text().splitlines()
+    assert line.endswith(" hpcdist run ddp_digits seed=3 --new")
+    assert (tmp_path / "runs").is_dir()
+    assert "no GPU is visible here: the container trains on CPUs" in output
+
+
+def test_a_dry_run_in_podman_leaves_nothing_behind(call: Call, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = call("run", "ddp_digits", "--in", "podman", "--dry-run")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("podman run --rm")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_of_ones_own_is_seen_inside_at_the_same_path(call: Call, podman: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    own = tmp_path / "elsewhere" / "mine.yaml"
+    own.write_text("runs_dir: ~/mine\n")
+    (tmp_path / "here").mkdir()
+    os.chdir(tmp_path / "here")
+    code, output, _ = call("run", str(own), "--in", "podman", "--dry-run")
+    assert code == 0
+    words = shlex.split(output.splitlines()[-1])
+    mounted = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
+    assert f"{own.parent}:{own.parent}" in mounted
+    assert f"{tmp_path}/here:{tmp_path}/here" in mounted
+    assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
+
+
+def test_an_old_driver_is_told_before_the_start(
+    call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
+    (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
+    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver Version: 550.54'\n")
+    (podman / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code, _, errors = call("run", "ddp_digits", "--in", "podman")
+    assert code == 2
+    assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54 here" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:
+    _, output, _ = call("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
+    assert "hidden" not in output
+    words = (podman / "words").read_text()
+    assert "hidden" not in words
+    assert "--env\nHPCDIST_OVERRIDE_1\n" in words
+    assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
+
+
+def test_a_secret_override_reaches_the_container_by_its_environment() -> None:
+    overrides = ["seed=1", "launch.env.A_KEY='1234'", "launch.env.B_KEY=${oc.env:B_KEY}", "tracking.uri=http://u:p@h"]
+    words, variables = without_secrets(overrides)
+    assert words == [
+        "seed=1",
+        "launch.env.A_KEY=${oc.env:HPCDIST_OVERRIDE_1}",
+        "launch.env.B_KEY=${oc.env:B_KEY}",
+        "tracking.uri=${oc.env:HPCDIST_OVERRIDE_3}",
+    ]
+    assert variables == {"HPCDIST_OVERRIDE_1": "1234", "HPCDIST_OVERRIDE_3": "http://u:p@h"}
+    with pytest.raises(UserMistake, match=r"^launch\.env holds a secret, .* such as launch\.env\.NAME=…$"):
+        without_secrets(["launch.env={A_KEY: abc}"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "ddp_digits", "--in", "slurm"), "--in must be docker or podman, got 'slurm'"),
+        (("run", "ddp_digits", "--in", "docker"), "no container engine to use here: docker is not installed"),
+        (("run", "ddp_digits", "--in", "podman", "--image", "x"), "podman has no image 'x': `hpcdist image build`"),
+        (("run", "ddp_digits", "--in", "podman", "--detach"), "--detach and --in exclude each other"),
+        (("image", "build", "--target", "tiny"), "--target must be one of default, slim, mlflow, got 'tiny'"),
+        (("image", "check", "x"), "podman has no image 'x'"),
+        (("image", "convert", "--to", "zip"), "--to must be one of sqsh, sif, dir, got 'zip'"),
+        (("image", "convert", "--to", "sqsh"), "enroot is not installed here"),
+    ],
+)
+def test_a_mistake_is_one_line(call: Call, podman: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, errors = call(*arguments)
+    assert code == 2
+    assert errors.startswith(f"hpcdist: {message}")
+    assert errors.count("\n") == 1
+
+
+def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Path(__file__).resolve().parents[3]
+    monkeypatch.chdir(checkout)
+    code, output, _ = call("image", "build", "--target", "slim", "--base", "debian:12", "--dry-run")
+    assert code == 0
+    assert output.startswith(
+        f"podman build --format docker --file {checkout}/docker/Dockerfile --tag hpcdist:slim --target slim"
+        " --build-arg BASE_IMAGE=debian:12"
+    )
+
+
+# --- the same command again
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def supervise(run: RunDir, config: Any, *_: object) -> State:
+        seen.update(run=run, config=config)
+        return State(status="finished")
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "goes_on"),
+    [
+        ((), {}, False),
+        (("--again",), {}, True),
+        ((), {"HPCDIST_RESUME": "1"}, True),
+        (("--new",), {"HPCDIST_RESUME": "1"}, False),
+    ],
+)
+def test_run_goes_on_with_a_stopped_run_when_asked_to(
+    call: Call,
+    supervised: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    env: dict[str, str],
+    goes_on: bool,
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    run = start.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
+    run.write_state(replace(run.read_state(), status="stopped"))
+    code, output, _ = call("run", "ddp_digits", *flags)
+    assert code == 0
+    assert (supervised["run"].name == "first") is goes_on
+    assert supervised["config"].name == supervised["run"].name
+    assert ("goes on with first, which the same config has started" in output) is goes_on

@@ -1,0 +1,228 @@
+"""Every command that takes RUN: which texts name a run, and one clear sentence for all others."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from hpcdist.cli.app import app, main
+from hpcdist.config.loading import load_config, run_yaml
+from hpcdist.errors import RunFolderError
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
+from hpcdist.run.sweep_folder import SweepDir
+
+Command = Callable[..., tuple[int, str]]
+
+
+def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command with an argument RUN, from the command line itself, so that no new one is forgotten."""
+    for name, command in getattr(group, "commands", {}).items():
+        arguments = [param for param in command.params if param.param_type_name == "argument"]
+        if any("RUN" in (param.metavar or "") for param in arguments):
+            yield (*path, name)
+        yield from commands_of(command, (*path, name))
+
+
+COMMANDS = sorted(commands_of(get_command(app)))
+#: These only look; the others would start processes on a run that exists.
+LOOKING = [("status",), ("logs",), ("explain",)]
+ENDING = [("stop",), ("cancel",)]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The whole command line in this process: any exception but SystemExit would be a traceback."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        shown = capsys.readouterr()
+        return int(left.value.code or 0), shown.out + shown.err
+
+    return run
+
+
+def make(runs_dir: Path, name: str, experiment: str = "exp") -> RunDir:
+    run = RunDir.create(runs_dir / experiment / name)
+    run.config.write_text(run_yaml(load_config("ddp_digits", [f"name={name}", f"runs_dir={runs_dir}"])))
+    run.new_attempt().log(0).write_text("one line of the log\n")
+    run.write_state(replace(run.read_state(), status="finished", reason="ended", attempt=1, ended=2.0))
+    return run
+
+
+def make_sweep(runs_dir: Path, name: str, *cells: str) -> SweepDir:
+    sweep = SweepDir(runs_dir / "exp" / name)
+    sweep.path.mkdir(parents=True)
+    listed = [{"name": cell, "label": cell, "values": {"seed": 1}} for cell in cells]
+    write_json(sweep.file, {"uid": "u", "created": 1.0, "keys": ["seed"], "base": {}, "cells": listed})
+    return sweep
+
+
+def test_all_commands_are_found() -> None:
+    assert set(COMMANDS) >= {
+        ("bench", "show"),
+        ("cancel",),
+        ("doctor",),
+        ("explain",),
+        ("follow",),
+        ("logs",),
+        ("resume",),
+        ("status",),
+        ("stop",),
+        ("sync",),
+    }
+
+
+def test_whatever_names_no_run_is_refused_in_one_sentence(
+    runs_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(runs_dir, "first")
+    make(runs_dir, "second")
+    make_sweep(runs_dir, "grid", "grid-1")
+    before = run.path.joinpath("state.json").read_bytes()
+    monkeypatch.chdir(runs_dir)
+    (runs_dir / "a_file").touch()
+    texts = ["", " ", "*", "f*", "a**b", "?irst", "[f]irst", ".", "..", "/", "a_file", "exp", "x" * 5000, "exp/*"]
+    texts += ["\x00", "first\x00", "first\n", "nowhere/../first", "/dev/null", "~nobody", "-", "\udcff", "/" * 1500]
+    for words in COMMANDS:
+        for text in texts:
+            code, said = command(*words, "--runs-dir", str(runs_dir), "--", text)
+            assert code == 2, (words, text, said)
+            assert "Traceback" not in said
+            assert len(said) < 500, (words, text)
+            assert said.startswith("hpcdist: "), (words, text, said)
+    assert run.path.joinpath("state.json").read_bytes() == before
+    assert not run.attempt(1).request.exists()
+
+
+@pytest.mark.parametrize("text", ["absolute", "relative", "slash", "dots", "dot", "first", "exp/first", "fir"])
+def test_a_run_by_folder_name_and_prefix(
+    runs_dir: Path, command: Command, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(runs_dir, "first")
+    make(runs_dir, "second")
+    monkeypatch.chdir(run.path if text == "dot" else runs_dir.parent)
+    texts = {"absolute": str(run.path), "relative": "runs/exp/first", "slash": f"{run.path}/"}
+    texts |= {"dots": "runs/exp/../exp/first", "dot": "."}
+    name = texts.get(text, text)
+    found = resolve_run(name, runs_dir)
+    assert found.path == run.path
+    assert (found.name, found.experiment) == ("first", "exp")
+    for words in LOOKING:
+        code, said = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 0, (words, said)
+    for words in ENDING:
+        code, said = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 2, (words, said)
+        assert said == ("hpcdist: run first is not running: nobody holds it, and its last state is 'finished'\n"), (
+            "the run was found"
+        )
+
+
+def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
+    make(runs_dir, "first")
+    sweep = make_sweep(runs_dir, "grid", "grid-1")
+    for text in (str(sweep.path), f"{sweep.path}/", "grid", "exp/grid", "gri"):
+        found = resolve(text, runs_dir)
+        assert isinstance(found, SweepDir)
+        assert found.path == sweep.path
+        code, said = command("stop", "--runs-dir", str(runs_dir), text)
+        assert (code, said) == (2, "hpcdist: nothing of sweep grid runs or waits (1 cells: 1 missing)\n")
+    with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
+        resolve_run("grid", runs_dir)
+
+
+def test_a_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
+    make_sweep(runs_dir, "grid", "grid-1")
+    make(runs_dir, "grid-1")
+    assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
+    with pytest.raises(RunFolderError, match=r"^'gri' means 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
+        resolve("gri", runs_dir)
+
+
+# --- folders of other users
+
+
+@pytest.fixture
+def others(runs_dir: Path) -> RunDir:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    run = make(runs_dir, "theirs")
+    for path in [run.path, *run.path.rglob("*")]:
+        os.lchown(path, 65534, 65534)
+    return run
+
+
+def test_commands_on_all_runs_skip_those_of_others(runs_dir: Path, others: RunDir, command: Command) -> None:
+    mine = make(runs_dir, "mine")
+    assert [run.path for run in find_runs(runs_dir)] == [mine.path]
+    assert list_runs(runs_dir).num_others == 1
+    note = "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name"
+    code, said = command("runs", "--runs-dir", str(runs_dir))
+    assert code == 0
+    assert note in said
+    assert "theirs" not in said
+
+
+def test_a_run_of_somebody_else_is_shown_by_name_and_not_acted_on(
+    runs_dir: Path, others: RunDir, command: Command
+) -> None:
+    for words in LOOKING:
+        code, said = command(*words, "--runs-dir", str(runs_dir), "theirs")
+        assert code == 0, (words, said)
+    for words in (("stop",), ("cancel",), ("resume",), ("doctor",), ("sync",)):
+        for text in ("theirs", str(others.path)):
+            code, said = command(*words, "--runs-dir", str(runs_dir), text)
+            assert code == 2, (words, said)
+            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts on own runs only"
+            assert wanted in said
+    assert not others.attempt(1).request.exists()
+
+
+def test_a_link_of_somebody_else_to_an_own_run_is_not_an_own_run(runs_dir: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    run = make(runs_dir.parent / "elsewhere", "mine")
+    (runs_dir / "exp").mkdir(parents=True)
+    link = runs_dir / "exp" / "planted"
+    link.symlink_to(run.path)
+    assert [found.name for found in find_runs(runs_dir)] == ["planted"]
+    os.lchown(link, 65534, 65534)
+    assert find_runs(runs_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "inner", "refused"),
+    [
+        (0o700, 0o777, ""),
+        (0o770, 0o700, "first"),
+        (0o702, 0o700, "first"),
+        (0o755, 0o775, "attempts"),
+        (0o755, 0o755, ""),
+    ],
+)
+def test_a_folder_that_others_may_write_to_is_refused(
+    runs_dir: Path, command: Command, mode: int, inner: int, refused: str
+) -> None:
+    run = make(runs_dir, "first")
+    (run.path / "attempts").chmod(inner)
+    run.path.chmod(mode)
+    code, said = command("resume", "--runs-dir", str(runs_dir), "first")
+    assert code == 2
+    if refused:
+        path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
+        assert said == (
+            f"hpcdist: {path} may be written by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+            f" `hpcdist resume` would execute what they put there: `chmod -R go-w {run.path}`\n"
+        )
+    else:
+        assert said == "hpcdist: run first is finished: to train on, say how far, such as stop.epochs=20\n"

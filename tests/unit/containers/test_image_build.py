@@ -1,0 +1,115 @@
+"""The line that builds an image, and where the checkout is found."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from hpcdist.containers.images.base_digest import Base
+from hpcdist.containers.images.build import Build, argv, default_tag, find_checkout, revision_of, run
+from hpcdist.containers.images.engine import Engine
+from hpcdist.errors import ImageError, UserMistake
+
+LOCAL = Base(name="base:1", id="sha256:cd")
+CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+def test_the_line_for_docker() -> None:
+    base = Base(name="debian:12", digest="sha256:ab")
+    build = Build(checkout=Path("/src"), tag="hpcdist", base=base, revision="abc", created="2026-11-20T08:00:00+00:00")
+    assert shlex.join(argv("docker", build)) == (
+        "docker build --file /src/docker/Dockerfile --tag hpcdist --target default"
+        " --build-arg BASE_IMAGE=debian@sha256:ab --build-arg BASE_NAME=debian:12 --build-arg BASE_DIGEST=sha256:ab"
+        " --build-arg REVISION=abc --build-arg CREATED=2026-11-20T08:00:00+00:00 /src"
+    )
+
+
+def test_the_line_for_podman_with_everything() -> None:
+    build = Build(
+        checkout=Path("/src"), tag="mine:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--network=host",)
+    )
+    assert shlex.join(argv("podman", build)) == (
+        "podman build --format docker --file /src/docker/Dockerfile --tag mine:1 --target slim"
+        " --build-arg BASE_IMAGE=base:1 --build-arg BASE_NAME=base:1 --build-arg BASE_ID=sha256:cd"
+        " --build-arg UID=0 --build-arg GID=7 --network=host /src"
+    )
+
+
+def test_the_servers_image_has_a_file_of_its_own() -> None:
+    build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow")
+    assert shlex.join(argv("buildah", build)) == (
+        "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
+        " --build-arg BASE_IMAGE=debian:12 --build-arg BASE_NAME=debian:12 /src"
+    )
+
+
+def test_the_dockerfile_names_this_version() -> None:
+    """The label is an argument's default, and others trust it."""
+    text = (CHECKOUT / "docker" / "Dockerfile").read_text()
+    assert re.findall(r"^ARG VERSION=(.*)$", text, re.MULTILINE) == [hpcdist.__version__]
+
+
+def test_the_pinned_torch_and_the_base_are_of_one_cuda_line() -> None:
+    lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
+    (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
+    (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04$",
+                         (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
+    (label,) = re.findall(r"^ARG CUDA=(.+)$", (CHECKOUT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    assert runtime == base == label
+
+
+@pytest.mark.parametrize("name", ["build", "mlflow", "sbom"])
+def test_every_package_of_the_other_lists_has_hashes(name: str) -> None:
+    lock = (CHECKOUT / "docker" / f"requirements-{name}.txt").read_text()
+    entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    wanted = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
+    pinned = {entry.partition("==")[0] for entry in entries}
+    assert {line.partition("[")[0] for line in wanted if not line.startswith(("#", "-"))} <= pinned
+
+
+def test_every_pinned_package_has_hashes_and_every_declared_one_is_pinned() -> None:
+    import tomllib
+
+    lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
+    entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    pinned = {entry.partition("==")[0] for entry in entries}
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["train"]
+    assert {re.split(r"[\[<>=]", text)[0] for text in wanted} <= pinned
+
+
+def test_the_checkout_is_around_the_current_folder_or_this_one(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    for name in ("docker/Dockerfile", "hpcdist/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    assert find_checkout(inner) == tmp_path
+
+
+def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
+    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* images are built from a checkout"):
+        find_checkout(tmp_path)
+
+
+def test_the_revision_is_empty_where_there_is_no_git(tmp_path: Path) -> None:
+    assert revision_of(tmp_path) == ("", "")
+
+
+def test_a_failed_build_is_one_line() -> None:
+    with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
+        run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_docker_builds_with_buildkit() -> None:
+    """Without it Debian 12's docker refuses the Dockerfiles: "the --mount option requires BuildKit"."""
+    check = "import os, sys; sys.exit(os.environ.get('DOCKER_BUILDKIT') != '1')"
+    run(Engine("docker"), [sys.executable, "-c", check])

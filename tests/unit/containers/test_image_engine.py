@@ -1,0 +1,79 @@
+"""Which engine is used, and what is said where there is none: with programs of the right names on PATH."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdist.containers.images.engine import Engine, find_engine
+from hpcdist.errors import ImageError, UserMistake
+
+ALL = ("docker", "podman", "buildah")
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
+    """Puts a program on an otherwise empty PATH."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def install(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return install
+
+
+def test_the_first_that_works_is_taken(install: Install) -> None:
+    install("docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    install("podman", "exit 0")
+    install("buildah", "exit 0")
+    assert find_engine(None, ALL).name == "podman"
+    assert find_engine("buildah", ALL).name == "buildah"
+
+
+def test_docker_is_asked_for_its_daemon(install: Install) -> None:
+    install("docker", '[ "$*" = "version --format {{.Server.Version}}" ]')
+    assert find_engine(None, ALL).name == "docker"
+
+
+def test_without_any_it_says_what_is_wrong_with_each(install: Install) -> None:
+    install("docker", "echo first >&2; echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+    with pytest.raises(UserMistake) as raised:
+        find_engine(None, ALL)
+    assert str(raised.value) == (
+        "no container engine to use here: docker is installed, but says: Cannot connect to the Docker daemon;"
+        " podman is not installed; buildah is not installed"
+    )
+
+
+def test_what_cannot_do_it_is_refused(install: Install) -> None:
+    with pytest.raises(UserMistake, match="'buildah' cannot do this; choose one of docker, podman"):
+        find_engine("buildah", ALL[:2])
+
+
+def test_a_failing_command_is_told_with_its_last_line(install: Install) -> None:
+    install("podman", "echo; echo 'Error: no space left' >&2; exit 125")
+    with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
+        Engine("podman").output("image", "rm", "x")
+    install("podman", "exit 3")
+    with pytest.raises(ImageError, match="failed: nothing more"):
+        Engine("podman").output("ps")
+    assert os.environ["PATH"].endswith("bin")
+
+
+def test_podman_is_not_made_to_open_its_store(install: Install) -> None:
+    install("podman", '[ "$*" = "--version" ]')
+    assert find_engine(None, ALL).name == "podman"
+
+
+def test_one_that_hangs_is_told(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("docker", "exec /bin/sleep 60")
+    monkeypatch.setattr("hpcdist.containers.images.engine.ANSWER_S", 0.1)
+    with pytest.raises(UserMistake, match="docker does not answer; podman is not installed"):
+        find_engine(None, ALL)

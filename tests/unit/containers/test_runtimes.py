@@ -1,0 +1,251 @@
+"""The command line of every runtime, compared whole; nothing is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
+from hpcdist.containers import runtimes as container
+from hpcdist.containers.runtimes import SCRIPT, Box, Mount, contain, outer_env, remove_command, without_nested
+from hpcdist.errors import UserMistake
+from hpcdist.run.folder import RunDir
+from hpcdist.slurm.job.srun import step_command
+from hpcdist.supervisor.plan import rank_command
+
+RUN = RunDir(Path("/shared/runs/digits/my first"))
+MOUNTS = (
+    Mount(source="/shared", target="/shared"),
+    Mount(source="/scratch/imagenet", target="/data", read_only=True),
+)
+BOX = Box(
+    runtime="podman",
+    image="localhost/hpcdist:0.1.0",
+    run=RUN.path,
+    mounts=MOUNTS,
+    workdir=Path("/shared/project"),
+    env=("SLURM_*", "NCCL_*", "WANDB_MODE"),
+    gpus=True,
+    python="/opt/hpcdist/bin/python3",
+    extra_args=("--cgroups=disabled",),
+)
+NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
+WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
+FIRST = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
+DEAF = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
+SRUN = [
+    "srun", "--job-name=attempt-001", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=1",
+    "--gpus-per-node=4", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append",
+    f"--output={RUN.path}/attempts/001/rank-%5t.log",
+]  # fmt: skip
+
+
+def step(box: Box) -> list[str]:
+    config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4))
+    return step_command(config, RUN.attempt(1), rank_command(RUN.path, box.python), box)
+
+
+def test_podman() -> None:
+    assert step(BOX) == [
+        *SRUN,
+        "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
+        "podman", "run", "--rm", "--pull=never",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=host",
+        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
+        "--label=hpcdist.run=/shared/runs/digits/my first",
+        "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",
+        "--workdir=/shared/project",
+        "--device=nvidia.com/gpu=all",
+        "--cgroups=disabled",
+        "--entrypoint=", "localhost/hpcdist:0.1.0",
+        *FIRST, *WORKER,
+    ]  # fmt: skip
+
+
+def test_docker() -> None:
+    assert step(replace(BOX, runtime="docker", extra_args=("--shm-size=8g",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
+        "docker", "run", "--rm", "--pull=never",
+        "--network=host", "--uts=host", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864",
+        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
+        "--label=hpcdist.run=/shared/runs/digits/my first",
+        "--volume=/shared:/shared", "--volume=/scratch/imagenet:/data:ro",
+        "--workdir=/shared/project",
+        "--gpus=all",
+        "--shm-size=8g",
+        "--entrypoint=", "localhost/hpcdist:0.1.0",
+        *FIRST, *WORKER,
+    ]  # fmt: skip
+
+
+def test_apptainer() -> None:
+    assert step(replace(BOX, runtime="apptainer", image="/images/hpcdist.sif", extra_args=("--writable-tmpfs",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "plain",
+        "apptainer", "exec", "--no-home",
+        "--bind=/shared:/shared", "--bind=/scratch/imagenet:/data:ro",
+        "--pwd=/shared/project",
+        "--nv",
+        "--writable-tmpfs",
+        "/images/hpcdist.sif",
+        *DEAF, *WORKER,
+    ]  # fmt: skip
+
+
+def test_charliecloud() -> None:
+    mounts = (MOUNTS[0], Mount(source="/tmp/runs", target="/tmp/runs"), Mount(source="/tmp/a", target="/data"))
+    box = replace(BOX, runtime="charliecloud", image="/images/hpcdist", mounts=mounts, extra_args=(), image_env=True)
+    assert step(box) == [
+        *SRUN,
+        "sh", str(SCRIPT), "plain",
+        "ch-run", "--set-env",
+        "--bind=/shared:/shared", "--bind=/tmp/a:/data",
+        "--cd=/shared/project",
+        "/images/hpcdist", "--",
+        *DEAF, *WORKER,
+    ]  # fmt: skip
+    assert "--set-env" not in step(replace(box, image_env=False))
+
+
+def test_enroot() -> None:
+    assert step(replace(BOX, runtime="enroot", image="/images/hpcdist.sqsh", extra_args=("--rw",))) == [
+        *SRUN,
+        "sh", str(SCRIPT), "once", NAMES,
+        "enroot", "start", f"--rc={SCRIPT}",
+        "--mount=/shared:/shared:none:x-create=auto,rbind,rw",
+        "--mount=/scratch/imagenet:/data:none:x-create=auto,rbind,ro",
+        "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+        "--rw",
+        "/images/hpcdist.sqsh", "in", "/shared/project",
+        *DEAF, *WORKER,
+    ]  # fmt: skip
+
+
+def test_pyxis() -> None:
+    assert step(replace(BOX, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
+        *SRUN,
+        "--container-image=/images/hpcdist.sqsh",
+        "--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro",
+        "--container-workdir=/shared/project",
+        "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
+        "--container-writable",
+        *DEAF, *WORKER,
+    ]  # fmt: skip
+
+
+def test_pyxis_without_mounts_has_no_empty_list() -> None:
+    """The look at an image has no mounts, and srun refuses `--container-mounts=`."""
+    words = step(replace(BOX, runtime="pyxis", mounts=()))
+    assert not [word for word in words if word.startswith("--container-mounts")]
+
+
+def test_components_of_their_own_are_contained_each_for_itself() -> None:
+    """Each opens its log by itself, has its own variables around its container, and GPUs where it asked for some."""
+    config = Config(
+        roles={"server": 1, "trainer": 4},
+        cluster=ClusterConfig(
+            roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
+        ),
+    )
+    words = step_command(config, RUN.attempt(1), rank_command(RUN.path, BOX.python), BOX)
+    colon = words.index(":")
+    for part, gpu in ((words[:colon], False), (words[colon:], True)):
+        assert ("--device=nvidia.com/gpu=all" in part) == gpu
+        first = part.index("sh")
+        assert part[first + 1] == "-c"
+        assert part[first + 2].startswith("log=$(printf ")
+        assert part[first + 3] == f"{RUN.path}/attempts/001"
+        inner = part[part.index(str(SCRIPT)) - 1 :]
+        assert inner[:4] == ["sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001"]
+        assert inner[-len(WORKER) :] == WORKER
+    assert "OMP_NUM_THREADS=1" in words[words.index("env") : words.index(str(SCRIPT), colon)], (
+        "outside of the container"
+    )
+
+
+def test_without_gpus_no_runtime_is_asked_for_them() -> None:
+    for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
+        words = step(replace(BOX, runtime=runtime, gpus=False))[len(SRUN) :]
+        assert not [word for word in words if "gpu" in word or word == "--nv"], runtime
+    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(BOX, runtime="enroot", gpus=False))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ("podman", ["sh", str(SCRIPT), "once", NAMES, *container.podman(BOX), "true"]),
+        ("docker", ["sh", str(SCRIPT), "once", NAMES, *container.docker(BOX), "true"]),
+        ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(BOX), *DEAF, "true"]),
+    ],
+)
+def test_what_ends_by_itself_needs_no_lifeline(runtime: str, words: list[str]) -> None:
+    assert contain(replace(BOX, runtime=runtime), ["true"]).words == words
+
+
+def test_what_a_run_has_left_is_found_by_its_label() -> None:
+    assert remove_command(BOX) == [
+        "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
+    ]  # fmt: skip
+
+
+ENV = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JWT": "a key",
+    "NCCL_DEBUG": "INFO",
+    "HPCDIST_TRACKING_URI": "https://me:secret@server",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "LD_LIBRARY_PATH": "/host",
+    "PATH": "/usr/bin",
+    "LOGNAME": "ada",
+}
+
+
+def test_where_a_container_inherits_the_environment_it_is_cut_down_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
+    seen = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
+    box = replace(BOX, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
+    for runtime in ("apptainer", "charliecloud"):
+        assert outer_env(replace(box, runtime=runtime), ENV) == seen
+    below_pyxis = seen | {
+        "ENROOT_LOGIN_SHELL": "no",
+        "NVIDIA_VISIBLE_DEVICES": "all",
+        "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+    }
+    assert outer_env(replace(box, runtime="pyxis"), ENV) == below_pyxis
+    monkeypatch.setattr(container, "INFINIBAND", tmp_path)
+    with_cards = below_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
+    assert outer_env(replace(box, runtime="pyxis"), ENV) == with_cards
+    theirs = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
+    assert outer_env(replace(box, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
+    assert outer_env(replace(box, runtime="enroot"), theirs) == theirs
+    assert outer_env(box, ENV) == ENV, "podman's client is the host's; its container gets names"
+
+
+@pytest.mark.parametrize(
+    ("text", "mount"),
+    [
+        ("/a", Mount(source="/a", target="/a")),
+        ("/a:/b", Mount(source="/a", target="/b")),
+        ("/a:ro", Mount(source="/a", target="/a", read_only=True)),
+        ("/a:/b:ro", Mount(source="/a", target="/b", read_only=True)),
+        ("/a:/b:rw", Mount(source="/a", target="/b")),
+    ],
+)
+def test_mounts_as_they_are_written(text: str, mount: Mount) -> None:
+    assert Mount.parse(text) == mount
+
+
+def test_what_another_mount_shows_already_is_left_out() -> None:
+    texts = ["/p/runs/x", "/p", "/p", "/p/data:ro", "/q/a", "/q:/r", "/p/in:/r/in"]
+    kept = [mount.text() for mount in without_nested(map(Mount.parse, texts))]
+    assert kept == ["/p:/p", "/q:/r", "/p/data:/p/data:ro", "/q/a:/q/a", "/p/in:/r/in"]
+
+
+def test_a_path_that_no_runtime_can_mount_is_refused() -> None:
+    with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: no runtime takes ':' or ',' in a path"):
+        without_nested([Mount(source="/a:b", target="/a:b")])

@@ -1,0 +1,221 @@
+"""What the doctor makes of a cluster's answers. Those of Slurm 22.05 were recorded on a dev cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist.diagnostics.doctor import slurm
+from hpcdist.diagnostics.doctor.job_endings import endings
+from hpcdist.diagnostics.doctor.slurm import NEEDED, Answers, Once, ask_slurm, client, partitions
+from hpcdist.machine.check import Check
+from hpcdist.slurm.queue import SlurmAwayError
+from hpcdist.slurm.site import parse_partitions, parse_settings, seconds
+
+RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED \
+MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=REQUEUE State=UP
+PartitionName=high AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=NO GraceTime=0 MaxNodes=UNLIMITED \
+MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=OFF State=UP
+"""
+NODES = "main|4|8|32768|gpu:2|idle|n[1-4]\nhigh|4|8|32768|gpu:2|idle|n[1-4]\n"
+
+
+def answers(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> Answers:
+    return Answers(settings=RECORDED | settings, seconds=0.01, partitions=parse_partitions(partitions, nodes))
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    assert len({check.name for check in checks}) == len(checks), checks
+    return {check.name: check for check in checks}
+
+
+def says(listed: str) -> object:
+    return lambda *command: listed
+
+
+def refuses(message: str) -> object:
+    def answer(*command: str) -> str:
+        raise SlurmAwayError(message, installed=True)
+
+    return answer
+
+
+# --- the client
+
+
+def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "answer", says("devcluster\nroot\nroot\n"))
+    assert client(answers(), "root") == [
+        Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
+        Check(name="accounting", level="ok", text="root may charge devcluster, root (cluster.account)"),
+    ]
+
+
+def test_without_slurm_it_is_a_note_and_without_an_answer_a_failure() -> None:
+    (nothing,) = client(Answers(missing=NEEDED), "ada")
+    assert (nothing.level, "devcluster up" in nothing.fix) == ("note", True)
+    (inside,) = client(Answers(missing=NEEDED), "ada", in_container=True)
+    assert (inside.level, inside.fix) == ("ok", "")
+    (away,) = client(Answers(away="scontrol gave no answer in 10 s"), "ada")
+    assert (away.level, away.text) == ("failure", "scontrol gave no answer in 10 s: `hpcdist submit` would fail")
+    (unset,) = client(Answers(away="scontrol: fatal: Could not establish a configuration source"), "ada")
+    assert (unset.level, "SLURM_CONF" in unset.fix) == ("warning", True)
+
+
+def test_half_a_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = client(Answers(missing=("sbatch", "scontrol")), "ada")
+    assert check.level == "failure"
+    assert check.text.startswith("sbatch, scontrol not found, others of Slurm's are")
+
+
+@pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
+def test_a_slurm_that_is_older_than_any_tested(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "answer", says("root\n"))
+    assert client(answers(SLURM_VERSION=version), "root")[0].level == level
+
+
+def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def level(**settings: str) -> str:
+        return client(answers(**settings), "ada")[-1].level
+
+    monkeypatch.setattr(slurm, "answer", refuses("sacctmgr: slurm_persist_conn_open: Connection refused"))
+    assert level(AccountingStorageType="accounting_storage/none") == "note"
+    check = client(answers(), "ada")[-1]
+    assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
+    monkeypatch.setattr(slurm, "answer", says(""))
+    assert level(AccountingStorageEnforce="associations,limits") == "failure"
+    assert level(AccountingStorageEnforce="none") == "ok"
+
+
+def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ask_slurm() == Answers(missing=NEEDED)
+    for name in NEEDED:
+        (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    found = ask_slurm()
+    assert (found.missing, found.reached, found.away) == (
+        (),
+        False,
+        "scontrol: slurm_load_ctl_conf error: Unable to contact",
+    )
+
+
+def test_sections_share_one_question() -> None:
+    asked = []
+    once = Once(lambda: asked.append(1) or Answers())  # type: ignore[func-returns-value]
+    assert once() is once()
+    assert asked == [1]
+
+
+# --- partitions
+
+
+def test_partitions_as_they_are() -> None:
+    text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day"
+    assert partitions(answers()) == [
+        Check(name="main", level="ok", text=f"{text} (default)"),
+        Check(name="high", level="ok", text=text),
+    ]
+
+
+def test_partitions_with_less_to_offer() -> None:
+    many = "".join(f"PartitionName=p{number} State=UP MaxTime=UNLIMITED\n" for number in range(14))
+    listed = (
+        "PartitionName=down State=DOWN MaxTime=60 MaxNodes=2 AllowAccounts=ada,bob\n"
+        "PartitionName=ill State=UP MaxTime=INFINITE\n" + many
+    )
+    nodes = "ill|2|16|64000|(null)|drained|n[1-2]\n" + "".join(f"p{n}|1|4|1024|(null)|idle|m{n}\n" for n in range(14))
+    found = by_name(partitions(answers(partitions=listed, nodes=nodes)))
+    assert found["down"].level == "note"
+    assert found["down"].text == "DOWN; 0 nodes; at most 60, 2 nodes a job, accounts ada, bob only"
+    assert found["ill"].level == "warning"
+    assert found["ill"].text == "no node takes jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
+    assert found["more"].text == "4 partitions: p10, p11, p12, p13"
+    assert found["default"].text == "no partition is the default: a run has to say cluster.partition"
+
+
+@pytest.mark.parametrize(
+    ("longest", "said"),
+    [("2-12:00:00", "at most 2 days 12 h"), ("01:30:00", "at most 1 h 30 min"), ("60", "at most 60")],
+)
+def test_time_limits_as_people_say_them(longest: str, said: str) -> None:
+    listed = f"PartitionName=p MaxTime={longest} State=UP"
+    check, _ = partitions(answers(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
+    assert check.text.endswith(said)
+
+
+def test_partitions_that_nobody_tells() -> None:
+    assert partitions(Answers()) == []
+    assert partitions(Answers(settings=RECORDED))[0].level == "warning"
+    assert partitions(Answers(settings=RECORDED, partitions=[]))[0].level == "failure"
+
+
+# --- how jobs end
+
+
+def test_what_a_stock_cluster_makes_of_the_end_of_a_job() -> None:
+    told = [check.sentence() for check in endings(answers(KillWait="30 sec"))]
+    assert told == [
+        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); ahead of its time limit a run saves by"
+        " itself (cluster.signal_lead_s)",
+        "preemption: decided by partition; SIGTERM announces it, which is enough for hpcdist (no"
+        " preempt_send_user_signal)",
+        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm puts the run"
+        " back into the queue",
+        "preemption: jobs in high are never preempted",
+        "lost node: Slurm notices it within 15 s (SlurmdTimeout)",
+        "clean-up: processes are found by linuxproc when a job ends; one that cannot be killed for 60 s drains its node"
+        " (UnkillableStepTimeout)",
+        "sweeps: up to 1000 runs in one array (MaxArraySize)",
+    ]
+    assert endings(Answers()) == []
+
+
+def preempted(**changes: str) -> Check:
+    listed = PARTITIONS
+    for key, value in changes.items():
+        listed = listed.replace(f"{key}={'0' if key == 'GraceTime' else 'REQUEUE'}", f"{key}={value}", 1)
+    return endings(answers(partitions=listed))[2]
+
+
+def test_too_little_time_to_save_is_told_with_its_parts() -> None:
+    short = preempted(GraceTime="10")
+    assert (short.level, "SIGKILL 15 s later (GraceTime 10 + KillWait 5)" in short.text) == ("note", True)
+    assert "fit into 15 s" in short.fix
+    assert preempted(GraceTime="60").level == "ok"
+
+
+def test_modes_of_preemption() -> None:
+    gone = preempted(PreemptMode="CANCEL")
+    assert (gone.level, "does not put the run back" in gone.text) == ("note", True)
+    assert gone.fix.startswith("`hpcdist resume RUN`")
+    stopped = preempted(PreemptMode="GANG,SUSPEND")
+    assert (stopped.level, "stopped where they are" in stopped.text) == ("note", True)
+    assert "launch.hang_timeout_s" in stopped.fix
+    off = endings(answers(PreemptType="preempt/none"))[1]
+    assert off.text == "off: no job is ended for another one's sake"
+    signalled = endings(answers(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
+    assert "Slurm's user signal comes ahead of it" in signalled.text
+
+
+def test_settings_that_get_in_the_way() -> None:
+    def names(**settings: str) -> dict[str, str]:
+        return {check.name: check.level for check in endings(answers(**settings)) if check.name != "preemption"}
+
+    assert names(RequeueExit="1-3")["requeue"] == "warning"
+    assert "requeue" not in names(RequeueExit="142,143")
+    assert names(JobRequeue="0")["requeue"] == "ok"
+    assert names(SlurmdTimeout="0 sec")["lost node"] == "note"
+    assert names(ProctrackType="proctrack/pgid")["clean-up"] == "note"
+    assert names(MaxArraySize="1")["sweeps"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
+)
+def test_durations_of_settings(text: str, found: int | None) -> None:
+    assert seconds(text) == found

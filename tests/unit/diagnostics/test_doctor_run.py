@@ -1,0 +1,230 @@
+"""`hpcdist doctor RUN`: what is made of a run's folder and of Slurm's word on its nodes."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config
+from hpcdist.diagnostics.doctor import live_nodes, run_report
+from hpcdist.diagnostics.doctor.run_report import attempts, node_states, preflight, run_sections
+from hpcdist.machine.check import Check
+from hpcdist.preflight.probe import Request
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.slurm import queue
+from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.queue import Look
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    run.write_state(replace(run.read_state(), status="running", attempt=1))
+    return run
+
+
+@pytest.fixture
+def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the run job 7 and sets what Slurm says of it, and of its nodes."""
+
+    def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
+        write_json(run.path / "slurm.json", {"job_id": "7"})
+        facts = JobFacts(id="7", state=state, nodes=nodes)
+        look = Look(away=away) if away else Look(facts=facts)
+        monkeypatch.setattr(queue, "look_at", lambda job, history=False: look)
+        monkeypatch.setattr(run_report, "answer", lambda *command: sinfo)
+
+    return says
+
+
+def looked(run: RunDir, config: Config | None = None) -> dict[str, list[Check]]:
+    """Findings by title."""
+    return {section.title: section.look() for section in run_sections(run, config or load_config("ddp_digits"))}
+
+
+def fail(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
+    attempt = run.new_attempt()
+    write_json(attempt.failure, {"kind": "killed", "rank": 3, "host": host, "step": 40, "error": error})
+
+
+# --- how it stands, and what has failed
+
+
+def test_a_run_of_this_machine(run: RunDir) -> None:
+    write_json(run.environment, {"host": socket.gethostname()})
+    run.write_state(replace(run.read_state(), status="failed", reason="so it is"))
+    found = looked(run)
+    assert list(found) == ["Run", "Attempts", "Preflight"], "its machine comes after that"
+    assert found["Run"] == [
+        Check(name="state", level="warning", text="failed: so it is", fix="why: `hpcdist explain first`")
+    ]
+
+
+def test_a_run_that_was_started_elsewhere_says_so(run: RunDir) -> None:
+    write_json(run.environment, {"host": "elsewhere"})
+    run.write_state(replace(run.read_state(), status="stopped", reason="asked to"))
+    state, host = looked(run)["Run"]
+    assert (state.level, host.level) == ("ok", "note")
+    assert host.text.startswith("it was started on elsewhere, and this is")
+
+
+def test_a_run_whose_supervisor_is_gone(run: RunDir) -> None:
+    (state,) = looked(run)["Run"]
+    assert (state.level, state.text) == ("warning", "lost")
+    assert state.fix.startswith("`hpcdist resume first` goes on")
+
+
+def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> None:
+    slurm("RUNNING")
+    run.new_attempt()
+    assert [check.text for check in attempts(run)] == ["1 started, none has failed"]
+    fail(run, "n3.site")
+    assert attempts(run) == [
+        Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed at step 40: was killed by SIGKILL")
+    ]
+    fail(run, "n3.site", "lost\nits GPU")
+    *_, last, suspect = attempts(run)
+    assert last.text.endswith("lost its GPU")
+    assert (suspect.level, suspect.node, suspect.text) == (
+        "warning",
+        "n3.site",
+        "all 2 failures were here and on no other node",
+    )
+    assert suspect.fix.startswith("`hpcdist resume first cluster.exclude=n3`")
+    for node in ("n1", "n2", "n1", "n4"):
+        fail(run, node)
+    first, *shown = attempts(run)
+    assert (first.text, len(shown)) == ("1 earlier ones failed, too", 5)
+    assert "suspect" not in {check.name for check in shown}, "nodes fail here and there"
+
+
+def test_what_the_preflight_found(run: RunDir) -> None:
+    assert preflight(run) == []
+    attempt = run.new_attempt()
+    disk = Check(name="disk", level="failure", text="0 MB are free in /runs", fix="free space", node="n2")
+    fine = Check(name="preflight", level="ok", text="2 nodes are alike")
+    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(disk), asdict(fine)], "answers": {}})
+    head, found = preflight(run)
+    assert (head.level, head.text, found) == ("note", "1 finding before attempt 1, 0 min ago, on 2 nodes", disk)
+    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(fine)]})
+    (head,) = preflight(run)
+    assert (head.level, head.text) == ("ok", "all was well before attempt 1, 0 min ago, on 2 nodes")
+
+
+# --- nodes, by Slurm
+
+SINFO = """\
+n1|idle|Unknown|Unknown|none
+n1|idle|Unknown|Unknown|none
+n2|drained|2026-11-20T14:50:01|root|bad DIMM in slot 4 | see ticket
+n3|down*|2026-11-20T14:50:01|slurm|Not responding
+n4|mixed|Unknown|Unknown|none
+"""
+
+
+def test_states_of_nodes() -> None:
+    two, three, one, four = node_states(SINFO, ["n1", "n2", "n3", "n4"])
+    assert one == Check(name="n1", level="ok", text="idle", node="n1")
+    assert (four.node, four.level, four.text) == ("n4", "ok", "mixed")
+    assert two.text == "drained, since 2026-11-20 14:50, 'bad DIMM in slot 4 | see ticket' by root"
+    assert two.fix.endswith("`scontrol update nodename=n2 state=resume`")
+    assert three.text == "down* (does not answer), since 2026-11-20 14:50, 'Not responding' by slurm"
+    assert {two.level, three.level} == {"warning"}
+    (unknown,) = node_states(SINFO, ["n9"])
+    assert (unknown.level, unknown.text) == ("warning", "Slurm knows no such node any more")
+    many = "".join(f"m{number}|idle|Unknown|Unknown|none\n" for number in range(40))
+    assert node_states(many, [f"m{number}" for number in range(40)])[-1].text == "24 idle"
+
+
+def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[..., None]) -> None:
+    slurm("COMPLETED", nodes="n1,n4", sinfo=SINFO)
+    write_json(run.path / "job.json", {"job_id": "7", "lives": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
+    found = looked(run)
+    assert [check.name for check in found["Nodes, by Slurm"]] == ["n2", "n3", "n1", "n4"]
+    assert found["Nodes, looked at"][0].text.startswith("the run has no nodes at present")
+
+
+def test_a_slurm_that_is_away(run: RunDir, slurm: Callable[..., None]) -> None:
+    slurm("RUNNING", away="scontrol gave no answer in 10 s")
+    found = looked(run)
+    assert [check.level for check in found["Run"]] == ["ok", "warning"]
+    assert found["Nodes, by Slurm"] == []
+
+
+# --- nodes, looked at
+
+
+class Srun:
+    """Stands in for srun: keeps the command, prints what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.errors, self.hangs, self.command, self.token = "", False, [""], ""
+        monkeypatch.setattr(live_nodes.subprocess, "run", self)
+        monkeypatch.setattr(live_nodes, "read_answers", lambda text: self.answers)
+        monkeypatch.setattr(run_report.shutil, "which", lambda name: name)
+
+    def __call__(
+        self, command: list[str], timeout: float, env: dict[str, str], **_: Any
+    ) -> subprocess.CompletedProcess[str]:
+        self.command = command
+        self.token = env["HPCDIST_PREFLIGHT_TOKEN"]
+        assert Path(self.request.witness).read_text() == self.token
+        if self.hangs:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0, "", self.errors)
+
+    @property
+    def request(self) -> Request:
+        return Request.from_json(self.command[-1], self.token)
+
+
+def test_nodes_are_asked_beside_the_ranks(
+    run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm("RUNNING", sinfo=SINFO)
+    srun = Srun(monkeypatch)
+    in_use = {"index": 0, "used_mb": 90_000, "total_mb": 100_000, "pids": [1]}
+    srun.answers = {"n1": {"gpus": [in_use]}, "n2": {}}
+    judged: dict[str, Any] = {}
+
+    def judge(request: Request, answers: dict[str, Any]) -> list[Check]:
+        judged.update(answers)
+        return [Check(name="network", level="warning", text="n1 → n2 is slow")]
+
+    monkeypatch.setattr(live_nodes, "judge", judge)
+    config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
+    slow, beside = looked(run, config)["Nodes, looked at"]
+    assert (slow.level, beside.level) == ("warning", "note")
+    assert srun.command[:7] == [
+        "srun",
+        "--jobid=7",
+        "--overlap",
+        "--job-name=doctor",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+    ]
+    assert "--gpus-per-node=4" in srun.command
+    assert (srun.request.nodes, srun.request.run_folder) == (("n1", "n2"), str(run.path))
+    assert judged["n1"]["gpus"][0]["used_mb"] is None, "the run's own use of a GPU is no finding"
+    assert not list(run.path.glob(".doctor-*")), "nothing is left in the run folder"
+
+
+def test_nodes_that_do_not_answer(run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm("RUNNING", sinfo=SINFO)
+    srun = Srun(monkeypatch)
+    srun.errors = "srun: error: Unable to create step for job 7: Invalid job id specified\n"
+    (check,) = looked(run)["Nodes, looked at"]
+    assert (check.level, "Unable to create step" in check.text) == ("warning", True)
+    srun.hangs = True
+    (check,) = looked(run)["Nodes, looked at"]
+    assert (check.level, "did not end within 60 s" in check.text) == ("warning", True)
+    assert not list(run.path.glob(".doctor-*"))

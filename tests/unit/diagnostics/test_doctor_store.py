@@ -1,0 +1,207 @@
+"""What the doctor says of the place where MLflow keeps runs: real files and real little servers."""
+
+from __future__ import annotations
+
+import base64
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import closed_port
+
+from hpcdist.diagnostics.doctor import mlflow_store as module
+from hpcdist.diagnostics.doctor.mlflow_store import Store, revisions, store
+from hpcdist.machine.check import Check
+from hpcdist.tracking.uri import redact_uri, sqlite_path
+
+HEAD = next(one for one in revisions() if one not in revisions().values())
+BEFORE = revisions()[HEAD]
+
+
+def looked(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
+    """The last finding: the first is about the client."""
+    found = Store(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
+    client, *checks = store(found, env or {}, file_system)
+    assert (client.name, client.level) == ("client", "ok")
+    return checks[-1]
+
+
+def database(path: Path, revision: str) -> str:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("create table alembic_version (version_num varchar(32))")
+        if revision:
+            connection.execute("insert into alembic_version values (?)", [revision])
+    return f"sqlite:///{path}"
+
+
+def test_the_revisions_are_those_of_the_installed_mlflow(tmp_path: Path) -> None:
+    """That the head is right, too, shows in the tests with databases that MLflow has made."""
+    assert len(revisions()) > 50
+    assert [one for one in revisions() if one not in revisions().values()] == [HEAD]
+    (tmp_path / "a.py").write_text('revision = "aa"\ndown_revision = None\n')
+    (tmp_path / "b.py").write_text("revision = 'bb'\ndown_revision = 'aa'\n")
+    (tmp_path / "__init__.py").touch()
+    assert revisions(tmp_path) == {"aa": "", "bb": "aa"}
+
+
+# --- sqlite
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    check = looked(f"sqlite:///{tmp_path}/mlflow.db")
+    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db is made by the first run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_schema_that_is_up_to_date(tmp_path: Path) -> None:
+    uri = database(tmp_path / "mlflow.db", HEAD)
+    assert looked(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_an_outdated_schema_is_told_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    uri = database(tmp_path / "mlflow.db", BEFORE)
+    check = looked(uri)
+    assert (check.level, "an older MLflow, 1 step behind" in check.text) == ("warning", True)
+    assert check.fix == f"copy the database as a backup, then `mlflow db upgrade {uri}`"
+    assert (tmp_path / "mlflow.db").stat().st_size == 8192, "nothing was upgraded by looking"
+
+
+def test_a_schema_of_a_newer_mlflow(tmp_path: Path) -> None:
+    check = looked(database(tmp_path / "mlflow.db", "feedfacecafe"))
+    assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
+    assert "has the schema feedfacecafe, which this MLflow does not know" in check.text
+
+
+def test_an_empty_database_and_one_that_is_none(tmp_path: Path) -> None:
+    check = looked(database(tmp_path / "empty.db", ""))
+    assert (check.level, "the first run makes its tables" in check.text) == ("ok", True)
+    (tmp_path / "text.db").write_text("no database\n" * 100)
+    check = looked(f"sqlite:///{tmp_path}/text.db")
+    assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
+
+
+def test_a_database_on_another_machines_file_system(tmp_path: Path) -> None:
+    found = Store(uri="", shown="", database=tmp_path / "mlflow.db")
+    _, shared, _ = store(found, {}, "nfs4")
+    assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
+
+
+def test_a_database_that_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = database(tmp_path / "mlflow.db", HEAD)
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
+    check = looked(uri)
+    assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
+
+
+# --- servers
+
+
+class Answering(HTTPServer):
+    """A server that answers paths with a code and a text."""
+
+    def __init__(self, answers: dict[str, Callable[[str], tuple[int, str]]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                code, text = answers[path](self.headers.get("Authorization", ""))
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[..., str]]:
+    """Starts servers; returns their URIs."""
+    running: list[Answering] = []
+
+    def start(health: int = 200, search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}")) -> str:
+        server = Answering(
+            {
+                "/health": lambda _: (health, "OK"),
+                "/api/2.0/mlflow/experiments/search": search,
+                "/version": lambda _: (200, "3.17.2"),
+            }
+        )
+        running.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server.uri
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_answers(answering: Callable[..., str]) -> None:
+    uri = answering()
+    assert looked(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
+
+
+def test_a_server_that_is_not_there() -> None:
+    uri = f"http://ada:secret@127.0.0.1:{closed_port()}"
+    check = looked(uri)
+    assert check.level == "warning", "training goes on without it"
+    assert "cannot be reached ([Errno 111] Connection refused): training goes on" in check.text
+    assert "secret" not in check.text
+
+
+def test_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        check = looked(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)
+
+
+def test_a_server_that_is_something_else(answering: Callable[..., str]) -> None:
+    check = looked(answering(health=404))
+    assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
+    check = looked(answering(search=lambda _: (500, "")))
+    assert (check.level, "lists no experiments (answer 500)" in check.text) == ("warning", True)
+
+
+def test_missing_and_refused_credentials_are_told_apart(answering: Callable[..., str]) -> None:
+    right = "Basic " + base64.b64encode(b"ada:right").decode()
+    uri = answering(search=lambda sent: (200, "{}") if sent == right else (401, ""))
+    ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
+    check = looked(uri)
+    assert (check.level, "wants a user and a password (answer 401)" in check.text) == ("warning", True)
+    check = looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
+    assert (check.level, "refuses ada (answer 401)" in check.text) == ("warning", True)
+    assert looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"
+    assert looked(uri.replace("//", "//ada:right@")).level == "ok"
+    assert "refuses eve" in looked(uri.replace("//", "//eve:x@"), {"MLFLOW_TRACKING_TOKEN": "t"}).text
+    assert "refuses the token" in looked(uri, {"MLFLOW_TRACKING_TOKEN": "old"}).text
+
+
+# --- other places
+
+
+def test_a_folder_of_files_is_no_store_any_more() -> None:
+    for uri in ("mlruns", "file:///home/ada/mlruns"):
+        check = looked(uri)
+        assert (check.level, "since 3.13" in check.text) == ("warning", True)
+    assert looked("databricks://profile").level == "note"
+
+
+def test_a_database_server_without_its_driver_and_one_that_is_away() -> None:
+    """sqlalchemy knows the drivers' names; none of them is part of hpcdist."""
+    port = closed_port()
+    check = looked(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
+    assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
+    check = looked(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")
+    assert check.level == "warning"
+    assert check.fix == "`pip install pg8000`" or "cannot be asked" in check.text
+    assert "secret" not in check.text + check.fix

@@ -1,0 +1,123 @@
+"""Ranks that are tried: real ones on the CPUs, and what is made of those that do not come through."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.diagnostics.doctor import torch_trials
+from hpcdist.diagnostics.doctor.software import TOGETHER
+from hpcdist.diagnostics.doctor.torch_trials import Trial, judge_ranks, judge_torch, try_ranks
+from hpcdist.rank import trial
+
+WELL = (
+    {"stage": "torch", "seconds": 1.0, "version": "2.15.0+cu132", "cuda": "13.2"},
+    {"stage": "torchvision", "seconds": 1.0, "version": "0.29.2"},
+    {"stage": "compute", "seconds": 0.1},
+    {"stage": "meet", "seconds": 0.2},
+    {"stage": "all-reduce", "seconds": 0.1},
+)
+
+
+def test_two_ranks_add_up_on_this_machine() -> None:
+    tried = try_ranks("cpu", "gloo", 2)
+    (ranks,) = judge_ranks(tried, "2 ranks, gloo")
+    assert (ranks.level, ranks.text.endswith("all-reduce right")) == ("ok", True), tried
+    torch, torchvision = judge_torch(tried)
+    assert (torch.name, torch.level, torchvision.level) == ("torch", "ok", "ok")
+
+
+def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
+    found: list[dict[str, object]] = [dict(stage) for stage in WELL if stage["stage"] in names]
+    found[-1] |= last
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("second", "said", "fix"),
+    [
+        (
+            Trial(stages=({"stage": "torch", "seconds": 0.1, "error": "ImportError: libcudart.so.13"},), code=1),
+            "rank 1: importing torch fails: ImportError: libcudart.so.13",
+            "pip install 'hpcdist[train]'",
+        ),
+        (
+            Trial(
+                stages=stages("torch", "torchvision", "compute", error="RuntimeError: the CUDA driver is old"), code=1
+            ),
+            "a small matrix product fails: RuntimeError: the CUDA driver is old",
+            "`nvidia-smi` shows",
+        ),
+        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not end within 90 s", "NCCL_DEBUG"),
+        (
+            Trial(stages=stages("torch", "torchvision", "compute", "meet"), code=-11, errors="a\nFatal: bus error\n"),
+            "an all-reduce ended it by signal 11: Fatal: bus error",
+            "/dev/shm",
+        ),
+        (Trial(stages=(), code=127), "importing torch ended it by exit code 127: nothing more", "pip install"),
+    ],
+    ids=["import", "compute", "hang", "signal", "exit"],
+)
+def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -> None:
+    (check,) = judge_ranks([Trial(stages=WELL, code=0), second], "2 ranks, nccl")
+    assert (check.name, check.level) == ("2 ranks, nccl", "failure")
+    assert said in check.text
+    assert fix in check.fix
+
+
+def test_ranks_on_gpus_tell_which_nccl_they_have() -> None:
+    gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in WELL)
+    (check,) = judge_ranks([Trial(stages=gpu, code=0)], "1 rank, nccl")
+    assert (check.level, check.text.endswith("all-reduce right, NCCL 2.29.3")) == ("ok", True)
+
+
+def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
+    (check,) = judge_ranks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
+    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not end within 90 s")
+
+
+def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks() -> None:
+    broken = {"stage": "torchvision", "seconds": 1.0, "error": "RuntimeError: operator torchvision::nms does not exist"}
+    tried = [Trial(stages=(WELL[0], broken, *WELL[2:]), code=0)]
+    assert judge_ranks(tried, "1 rank")[0].level == "ok"
+    check = judge_torch(tried)[1]
+    assert (check.level, check.fix) == ("failure", TOGETHER)
+    assert check.text.endswith("RuntimeError: operator torchvision::nms does not exist")
+    missing = {"stage": "torchvision", "seconds": 0.0, "error": "ModuleNotFoundError: No module named 'torchvision'"}
+    assert judge_torch([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
+
+
+def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
+    script = f"import time; print({json.dumps(WELL[0])!r}, flush=True); time.sleep(600)"
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    select.select([process.stdout], [], [])
+    assert torch_trials._finish(process, deadline=0.0) == Trial(stages=(WELL[0],))
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_trial_itself_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*_: object) -> dict[str, object]:
+        raise ArithmeticError("3 of 65536 numbers of a matrix product are wrong")
+
+    for stage in ("_import_torch", "_import_torchvision", "_meet", "_all_reduce"):
+        monkeypatch.setattr(trial, stage, lambda *_: {})
+    assert trial.main(["cpu", "gloo", "0", "1", "0"]) == 0
+    monkeypatch.setattr(trial, "_compute", wrong)
+    assert trial.main(["cpu", "gloo", "0", "1", "0"]) == 1
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["stage"] for one in said[:5]] == [one["stage"] for one in WELL]
+    wrong_product = "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong"
+    assert (said[-1]["stage"], said[-1]["error"]) == ("compute", wrong_product)

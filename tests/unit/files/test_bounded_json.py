@@ -1,0 +1,44 @@
+"""JSON that something else has written: an error of one kind, whatever is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist.files.bounded_json import parse_json, read_json_value
+from hpcdist.run.folder import read_json
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 200_000, "nested too deeply"),
+        ('{"a":' * 200_000, "nested too deeply"),
+        ("9" * 5000, "a number of 5000 digits"),
+        ("[-" + "9" * 400 + "]", "a number of 401 digits"),
+        (b"\xff\xfe", "utf-8"),
+        ("", "Expecting value"),
+        ('{"a": 1} x', "Extra data"),
+    ],
+)
+def test_what_is_no_reasonable_json_is_a_value_error(text: str | bytes, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_json(text)
+    (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_json(tmp_path / "x.json") is None
+
+
+def test_values_are_python_s() -> None:
+    assert parse_json(b'{"a": [1, -2, 1e3, null, "\xc3\xa4"]}') == {"a": [1, -2, 1000.0, None, "ä"]}
+    assert parse_json("9" * 300) == 10**300 - 1
+
+
+def test_no_more_of_a_file_is_read_than_its_limit(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises(ValueError, match="1099511627776 bytes, more than 1000"):
+        read_json_value(path, 1000)
+    path.write_text('{"a": 1}')
+    assert read_json_value(path, 8) == {"a": 1}

@@ -1,0 +1,105 @@
+"""Locks in a folder whose file system has no flock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files import lock
+from hpcdist.files.lock import exclusive, flock_if_possible
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / ".lock"
+
+
+@pytest.fixture
+def held(path: Path) -> Path:
+    return path.with_name(".lock.held")
+
+
+@pytest.fixture(params=sorted(lock.NO_FLOCK), ids=errno.errorcode.get)
+def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None) -> None:
+    with exclusive(path):
+        assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
+        with (
+            pytest.raises(
+                RunFolderError, match=r"\.lock\.held is locked by another process for more than 0\.1 s: `fus"
+            ),
+            exclusive(path, within_s=0.1),
+        ):
+            pytest.fail("held twice")
+    assert not held.exists()
+    with exclusive(path):
+        pass
+
+
+def test_with_flock_there_is_no_second_file(path: Path, held: Path) -> None:
+    with exclusive(path):
+        assert not held.exists()
+        refused = pytest.raises(RunFolderError, match=r"\.lock is locked by another process for more than 0\.1 s")
+        with refused, exclusive(path, within_s=0.1):
+            pytest.fail("held twice")
+
+
+def test_the_file_of_a_process_that_was_killed_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    held.write_text(f"{socket.gethostname()} {ended.pid} 1.0 abcd")
+    with exclusive(path, within_s=0.0):
+        assert f" {os.getpid()} " in held.read_text()
+
+
+@pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["of another host", "empty"])
+def test_a_file_that_nobody_changes_is_removed(
+    path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(lock, "_flock", lambda *_: False)
+    monkeypatch.setattr(lock, "LEFT_AFTER_S", 0.1)
+    held.write_text(content)
+    with exclusive(path):
+        assert f" {os.getpid()} " in held.read_text()
+    assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
+
+
+def test_a_lock_that_came_in_place_of_a_left_one_stays(held: Path) -> None:
+    held.write_text("n3 8 1.0 new")
+    lock._remove_left(held, "n2 7 1.0 old")
+    assert held.read_text() == "n3 8 1.0 new"
+    assert [entry.name for entry in held.parent.iterdir()] == [held.name]
+
+
+def test_a_long_lock_without_flock_is_left_out_with_a_warning(
+    path: Path, no_flock: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open(path, "a") as file:
+        flock_if_possible(file)
+    assert caplog.messages[0].startswith(f"no lock on {path} (")
+
+
+def test_other_errors_of_a_lock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with open(path, "a") as file, pytest.raises(OSError, match="Bad file descriptor"):
+        flock_if_possible(file)
+    with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):
+        pytest.fail("held")

@@ -1,0 +1,75 @@
+"""The size of a log is limited while processes write to it: its head and its tail stay, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.files.log_limit import is_log_of, shorten
+
+LIMITED = """
+import sys, time
+from pathlib import Path
+from hpcdist.files import log_limit
+log_limit.LOOK_EVERY_S = 0.01
+assert log_limit.limit_log(Path(sys.argv[1]), 0.5) == (sys.argv[2] == "yes")
+for number in range(60_000):
+    print(f"line {number:06d} " + "x" * 80, flush=number % 100 == 0)
+sys.stdout.flush()
+time.sleep(1.0)
+print("the end", flush=True)
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir()
+    return run / "rank.log"
+
+
+def test_the_middle_is_removed(log: Path) -> None:
+    log.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
+    with open(log, "ab", buffering=0) as writer, open(log, "ab", buffering=0) as other:
+        assert shorten(writer.fileno(), 800_000) == 0
+        writer.write(b"one more\n")
+        removed = shorten(writer.fileno(), 800_000)
+        # Whoever has the file open for appending goes on at its new end.
+        writer.write(b"later\n")
+        other.write(b"last\n")
+    lines = log.read_text().splitlines()
+    assert lines[0] == "0000000"
+    assert lines[-4:] == ["0099999", "one more", "later", "last"]
+    assert log.stat().st_size == 800_009 - removed + len("later\nlast\n")
+    assert 200_000 < log.stat().st_size < 200_200
+    (note,) = [line for line in lines if "hpcdist" in line]
+    assert re.fullmatch(r"\[hpcdist: 600,\d\d\d bytes of this log were removed here, see launch.log_max_mb\]", note)
+
+
+@pytest.mark.parametrize(("kind", "limited"), [("log", "yes"), ("elsewhere", "no"), ("not appending", "no")])
+def test_a_process_limits_its_own_log_and_no_other_file(log: Path, tmp_path: Path, kind: str, limited: str) -> None:
+    path = tmp_path / "mine.log" if kind == "elsewhere" else log
+    with open(path, "wb" if kind == "not appending" else "ab") as output:
+        subprocess.run([sys.executable, "-c", LIMITED, str(log.parent), limited], stdout=output, check=True)
+    text = path.read_text()
+    assert text.startswith("line 000000 ")
+    assert text.endswith("\nthe end\n")
+    if limited == "yes":
+        assert len(text) <= 510_000
+        assert "bytes of this log were removed here" in text
+        assert f"line {59_999:06d} " in text
+    else:
+        assert len(text) > 5_000_000
+
+
+def test_what_is_no_file_is_no_log(log: Path) -> None:
+    reader, writer = os.pipe()
+    assert not is_log_of(log.parent, writer)
+    os.close(reader)
+    os.close(writer)
+    assert not is_log_of(log.parent, writer)

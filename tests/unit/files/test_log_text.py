@@ -1,0 +1,99 @@
+"""Logs of any size, with lines of any length, in bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpcdist.files import log_text
+from hpcdist.files.log_text import MAX_LINE_CHARS, PIECE_BYTES, LogTail, last_lines
+
+
+@contextmanager
+def bounded(num_bytes: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def test_whole_lines_are_shown_once(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\ntw")
+    tail = LogTail(path)
+    assert list(tail.news()) == ["one\n"]
+    assert list(tail.news()) == []
+    append(path, "o ü\n 50%\r 51".encode())
+    assert list(tail.news()) == ["two ü\n 50%\r"]
+    append(path, b"%\r\xff\n" + b"".join(b"line %d\n" % number for number in range(20_000)))
+    shown = "".join(tail.news())
+    assert shown.startswith(" 51%\r\N{REPLACEMENT CHARACTER}\nline 0\n")
+    assert shown.endswith("line 19999\n")
+    assert shown.count("\n") == 20_001
+
+
+def test_a_long_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    append(path, b"before\n" + b"x" * 300_000)
+    text = "".join(tail.news())
+    assert text.startswith("before\nxxx")
+    assert text.endswith(f"xxx [a line of more than {PIECE_BYTES} bytes, cut]\n")
+    assert len(text) < 3000
+    append(path, b"x" * 300_000)
+    assert list(tail.news()) == []
+    append(path, b"end\nafter\n")
+    assert list(tail.news()) == ["after\n"]
+
+
+def test_memory_does_not_grow_with_a_line_or_with_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with open(path, "wb") as file:
+        file.write(b"first\n")
+        file.truncate(3 << 30)  # a line of 3 GiB, sparse
+    tail = LogTail(path)
+    with bounded(1_000_000):
+        (note,) = tail.news()
+    assert note == f"[{(3 << 30) - PIECE_BYTES:,} bytes are not shown here: see {path}]\n"
+    append(path, b"\nnow\n")
+    assert list(tail.news()) == ["now\n"]
+    with bounded(30_000_000):
+        (_, long), now = last_lines(path, 100)
+    assert len(long) == MAX_LINE_CHARS
+    assert now == (0, "now"), "too long to count lines"
+
+
+def test_a_log_that_was_shortened_goes_on_at_its_new_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"line\n" * 100)
+    tail = LogTail(path)
+    assert len("".join(tail.news())) == 500
+    path.write_bytes(b"line\nnoted\npart of a")
+    assert list(tail.news()) == []
+    append(path, b" line\nnew\n")
+    assert list(tail.news()) == ["new\n"]
+
+
+def test_last_lines_have_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\r\ntwo a\rtwo b\n\nfour \xff")
+    four = (4, "four \N{REPLACEMENT CHARACTER}")
+    assert last_lines(path, 100) == [(1, "one"), (2, "two a"), (2, "two b"), (3, ""), four]
+    assert last_lines(path, 2) == [(3, ""), four]
+    monkeypatch.setattr(log_text, "TAIL_BYTES", 9)
+    assert last_lines(path, 100) == [(2, "b"), (3, ""), four]
+    monkeypatch.setattr(log_text, "COUNT_BYTES", 4)
+    assert last_lines(path, 100)[-1] == (0, four[1])
+    (tmp_path / "empty").touch()
+    assert last_lines(tmp_path / "empty", 5) == []

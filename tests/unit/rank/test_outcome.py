@@ -1,0 +1,26 @@
+"""A rank's report of its failure is short, whatever the exception says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist.rank.worker import Outcome
+from hpcdist.run.folder import RunDir, read_json
+
+
+def test_a_long_exception_is_cut_in_the_middle(runs_dir: Path) -> None:
+    attempt = RunDir.create(runs_dir / "exp" / "run").new_attempt()
+    outcome = Outcome(attempt, 0)
+    with pytest.raises(ValueError, match="begin") as caught:
+        raise ValueError("begin" + "x" * 2_000_000 + "end")
+    assert outcome.write_error(caught.value) == 1
+    assert attempt.outcome(0).stat().st_size < 30_000
+    found = read_json(attempt.outcome(0))
+    assert found is not None
+    for text in (found["error"], "".join(found["traceback"])):
+        assert "beginxxx" in text
+        assert text.rstrip().endswith("xxxend")
+        assert "characters, see the log" in text
+    assert "".join(found["traceback"]).startswith("Traceback (most recent call last)")

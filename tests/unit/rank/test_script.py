@@ -1,0 +1,49 @@
+"""Unchanged scripts: what they notice of being run by us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """\
+import gc, os
+assert gc.isenabled()
+os.environ["SET_BEFORE_TORCH"] = "yes"
+import torch
+print(torch.COLLECTS, torch.SET, gc.isenabled(), gc.get_freeze_count() > 0)
+import torch.inner
+print(torch.inner.COLLECTS)
+"""
+RUN = """\
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from hpcdist.run.folder import RunDir
+from hpcdist.rank import script
+script.script_environment = lambda topology, run: {}
+script.run_script([sys.argv[1]], RunDir(Path(sys.argv[1]).parent), None)
+"""
+
+
+def test_torch_is_imported_quietly_and_nothing_else_is_different(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import gc, os; COLLECTS = gc.isenabled(); SET = os.environ['SET_BEFORE_TORCH']"
+    )
+    (package / "inner.py").write_text("import gc; COLLECTS = gc.isenabled()")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.stdout.splitlines() == ["False yes True True", "True"], done.stderr
+
+
+def test_a_script_that_needs_no_torch_needs_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("try:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)\n")
+    hidden = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]\n{RUN}"
+    done = subprocess.run([sys.executable, "-c", hidden, str(script)], capture_output=True, text=True, check=False)
+    assert done.stdout == "No module named 'torch'\n", done.stderr

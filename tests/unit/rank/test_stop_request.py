@@ -1,0 +1,35 @@
+"""A request file whose file system is away."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcdist.rank import stop_agreement
+from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_agreement import StopAgreement
+
+
+def test_a_request_that_cannot_be_looked_for_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stop_agreement, "REQUEST_EVERY_S", 0.0)
+    monkeypatch.setattr(stop_agreement, "AGREE_EVERY_S", 0.0)
+    request = tmp_path / "request.json"
+    request.touch()
+    errors = [errno.ESTALE, errno.EIO]
+    exists = Path.exists
+
+    def look(path: Path) -> bool:
+        if errors:
+            number = errors.pop(0)
+            raise OSError(number, os.strerror(number))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", look)
+    agreement = StopAgreement(None, StopFlag(), request, watch_request=True)
+    assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
+    assert caplog.messages == [f"{request}: Stale file handle; stop requests are looked for again in a second"]

@@ -1,0 +1,123 @@
+"""Which run the same command goes on with when it is given again."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import Config
+from hpcdist.run import lease
+from hpcdist.run.find_by_config import unfinished
+from hpcdist.run.folder import RunDir, write_json
+from hpcdist.supervisor.start import create_run
+
+Make = Callable[..., RunDir]
+
+
+@pytest.fixture
+def config(runs_dir: Path) -> Config:
+    return load_config("ddp_digits", [f"runs_dir={runs_dir}", "tracking.tags={api_token: hidden}"])
+
+
+@pytest.fixture
+def make(config: Config, tmp_path: Path) -> Make:
+    def make(name: str, status: Any, *, created: float = 1.0, **changes: Any) -> RunDir:
+        run = create_run(replace(config, name=name, **changes), tmp_path)
+        run.write_state(replace(run.read_state(), status=status, created=created))
+        return run
+
+    return make
+
+
+def elsewhere(run: RunDir, *, renewed: float) -> None:
+    """A lease that another container has left or still holds; one with this host's name, as with `--network=host`."""
+    facts = {
+        "host": socket.gethostname(),
+        "processes": "pid:[1]",
+        "pid": 7,
+        "started": 1.0,
+        "user": "ada",
+        "job_id": None,
+    }
+    write_json(run.lease, {**facts, "acquired": renewed, "renewed": renewed})
+
+
+def test_the_newest_stopped_run_of_the_same_config(config: Config, make: Make) -> None:
+    make("old", "stopped", created=1)
+    make("new", "stopped", created=2)
+    make("other", "stopped", created=3, seed=1)
+    found = unfinished(config)
+    assert found is not None
+    assert found.name == "new"
+
+
+def test_one_whose_supervisor_was_killed_counts_as_unfinished(config: Config, make: Make) -> None:
+    make("killed", "running")
+    assert unfinished(config) is not None
+
+
+@pytest.mark.parametrize("status", ["finished", "failed", "cancelled", "created", "queued"])
+def test_what_has_ended_or_not_begun_is_left_alone(config: Config, make: Make, status: str) -> None:
+    make("first", status)
+    assert unfinished(config) is None
+
+
+def test_a_run_of_slurms_is_not_ours(config: Config, make: Make) -> None:
+    write_json(make("queued-once", "stopped").path / "slurm.json", {"job_id": "1"})
+    assert unfinished(config) is None
+
+
+def test_a_name_chooses_among_them(config: Config, make: Make) -> None:
+    make("one", "stopped", created=1)
+    make("two", "stopped", created=2)
+    found = unfinished(replace(config, name="one"))
+    assert found is not None
+    assert found.name == "one"
+    assert unfinished(replace(config, name="three")) is None
+
+
+def test_a_config_that_cannot_be_read_any_more_is_passed_over(config: Config, make: Make) -> None:
+    run = make("old", "stopped")
+    run.config.write_text("no_such_key: 1\n")
+    assert unfinished(config) is None
+
+
+def test_one_that_is_held_here_is_left_alone(config: Config, make: Make) -> None:
+    run = make("busy", "running")
+    with lease.hold(run):
+        assert unfinished(config) is None
+
+
+def test_a_holder_in_another_container_that_renews_lives(
+    config: Config, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("busy", "running")
+    elsewhere(run, renewed=time.time() - 9)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: elsewhere(run, renewed=time.time()))
+    assert unfinished(config) is None
+
+
+def test_a_holder_in_another_container_that_goes_stale_is_dead(
+    config: Config, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("killed", "running")
+    elsewhere(run, renewed=time.time() - 9)
+    waited = []
+    now = time.time()
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        monkeypatch.setattr(lease.time, "time", lambda: now + lease.STALE_S)
+
+    monkeypatch.setattr(lease.time, "sleep", sleep)
+    found = unfinished(config)
+    assert found is not None
+    assert found.name == "killed"
+    assert len(waited) == 1

@@ -1,0 +1,240 @@
+"""The run folder: making it, finding it, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcdist.errors import RunFolderError
+from hpcdist.run.folder import RunDir, read_json, write_atomic, write_json
+from hpcdist.run.lookup import find_runs, resolve_run
+
+
+def make(runs_dir: Path, experiment: str, name: str) -> RunDir:
+    run = RunDir.create(runs_dir / experiment / name)
+    run.config.write_text("experiment: x\n")
+    return run
+
+
+# --- files
+
+
+def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_atomic(path, "old")
+    write_atomic(path, b"new", durable=True)
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_failing_write_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = tmp_path / "state.json"
+    write_atomic(path, "old")
+
+    def disk_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, failing, disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new", durable=True)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1]", b"\xff\xfe", b"null"])
+def test_read_json_takes_what_is_no_object_for_nothing(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "beat.json"
+    path.write_bytes(content)
+    assert read_json(path) is None
+
+
+def test_read_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"b": [1, "ü"]})
+    assert read_json(tmp_path / "a.json") == {"b": [1, "ü"]}
+    assert read_json(tmp_path / "missing.json") is None
+
+
+# --- making a run
+
+
+def test_create_makes_a_private_folder_in_state_created(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert run.journal.is_dir()
+    assert run.checkpoints.is_dir()
+    assert (run.name, run.experiment) == ("first", "exp")
+    state = run.read_state()
+    assert (state.status, state.attempt, state.restarts) == ("created", 0, 0)
+    assert state.created > 0
+
+
+def test_create_refuses_an_existing_run_and_leaves_it_alone(runs_dir: Path) -> None:
+    run = make(runs_dir, "exp", "first")
+    with pytest.raises(
+        RunFolderError, match=r"first exists already: choose another `name`, or go on with `hpcdist resume first`$"
+    ):
+        RunDir.create(run.path)
+    assert run.config.is_file()
+
+
+@pytest.mark.parametrize("blocker", ["runs", "runs/exp", "runs/exp/first"])
+def test_create_says_when_the_folder_cannot_be_made(tmp_path: Path, blocker: str) -> None:
+    """A regular file in the way: root is stopped by that too."""
+    path = tmp_path / blocker
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("a file")
+    with pytest.raises(RunFolderError, match=r"cannot be made \(.+\): set `runs_dir` to a folder that you can write$"):
+        RunDir.create(tmp_path / "runs" / "exp" / "first")
+    assert path.read_text() == "a file"
+
+
+def test_open_wants_state_and_config(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    with pytest.raises(RunFolderError, match=r"first holds no run \(no state\.json and config\.yaml in it\)"):
+        RunDir.open(run.path)
+    run.config.touch()
+    monkeypatch.chdir(runs_dir)
+    assert RunDir.open(Path("exp/first")).path == run.path
+
+
+def test_state_survives_being_written(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    state = replace(run.read_state(), status="failed", reason="größe", attempt=3, ended=2.5, rejected=True)
+    run.write_state(state)
+    assert run.read_state() == state
+
+
+def test_an_unreadable_state_says_where(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    (run.path / "state.json").write_text("{")
+    with pytest.raises(
+        RunFolderError,
+        match=r"exp/first/state\.json is damaged \(it holds no JSON object\): restore it, or remove the run folder$",
+    ):
+        run.read_state()
+
+
+# --- attempts
+
+
+def test_attempts_are_numbered_from_one(runs_dir: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    assert run.attempts() == []
+    assert [run.new_attempt().number for _ in range(3)] == [1, 2, 3]
+    (run.path / "attempts" / "notes").mkdir()
+    assert [attempt.number for attempt in run.attempts()] == [1, 2, 3]
+    assert run.new_attempt().number == 4
+    assert run.attempt(2).path == run.path / "attempts" / "002"
+
+
+def test_an_attempts_files(runs_dir: Path) -> None:
+    attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
+    names = [path.name for path in (attempt.log(1), attempt.beat(12), attempt.outcome(123), attempt.request)]
+    assert names == ["rank-00001.log", "rank-00012.beat.json", "rank-00123.outcome.json", "request.json"]
+
+
+def test_outcomes_by_rank_without_torn_ones(runs_dir: Path) -> None:
+    attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
+    write_json(attempt.outcome(0), {"outcome": "done"})
+    write_json(attempt.outcome(11), {"outcome": "failed"})
+    attempt.outcome(2).write_text('{"outcome":')
+    assert attempt.outcomes() == {0: {"outcome": "done"}, 11: {"outcome": "failed"}}
+
+
+def test_a_request(runs_dir: Path) -> None:
+    attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
+    attempt.ask("stop", by="ada", reason="lunch")
+    request = read_json(attempt.request)
+    assert request is not None
+    assert (request["action"], request["by"], request["reason"]) == ("stop", "ada", "lunch")
+    assert request["time"] > 0
+
+
+# --- finding runs
+
+
+def test_find_runs_in_the_order_of_their_names(runs_dir: Path) -> None:
+    for experiment, name in (("b", "x"), ("a", "z"), ("a", "y")):
+        make(runs_dir, experiment, name)
+    RunDir.create(runs_dir / "a" / "half-made")
+    (runs_dir / "a" / "notes").mkdir()
+    assert [f"{run.experiment}/{run.name}" for run in find_runs(runs_dir)] == ["a/y", "a/z", "b/x"]
+    assert list(find_runs(runs_dir / "nowhere")) == []
+
+
+@pytest.mark.parametrize("text", ["first", "digits/first", "fi", "FOLDER", "RELATIVE"])
+def test_resolve_run_by_folder_name_and_prefix(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    run = make(runs_dir, "digits", "first")
+    make(runs_dir, "digits", "second")
+    monkeypatch.chdir(runs_dir)
+    text = {"FOLDER": str(run.path), "RELATIVE": "./digits/first/"}.get(text, text)
+    assert resolve_run(text, runs_dir).path == run.path
+
+
+def test_a_whole_name_wins_over_longer_ones(runs_dir: Path) -> None:
+    run = make(runs_dir, "digits", "first")
+    make(runs_dir, "digits", "first-again")
+    assert resolve_run("first", runs_dir).path == run.path
+
+
+def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
+    make(runs_dir, "digits", "first")
+    make(runs_dir, "mnist", "fire")
+    with pytest.raises(
+        RunFolderError,
+        match=r"^'fir' means 2 runs \(digits/first, mnist/fire\): write more of the name, or the folder$",
+    ):
+        resolve_run("fir", runs_dir)
+
+
+def test_one_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
+    make(runs_dir, "digits", "first")
+    mnist = make(runs_dir, "mnist", "first")
+    with pytest.raises(RunFolderError, match=r"^'first' means 2 runs"):
+        resolve_run("first", runs_dir)
+    assert resolve_run("mnist/first", runs_dir).path == mnist.path
+
+
+def test_no_such_run(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(runs_dir, "digits", "first")
+    monkeypatch.chdir(runs_dir.parent)
+    with pytest.raises(RunFolderError) as caught:
+        resolve_run("nope", Path("runs"))
+    assert str(caught.value) == f"no run 'nope' under {runs_dir}: `hpcdist runs` lists them"
+
+
+# --- the code snapshot
+
+
+def test_snapshot_of(runs_dir: Path, tmp_path: Path) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    (run.code / "pkg").mkdir(parents=True)
+    (run.code / "pkg" / "train.py").touch()
+    root = tmp_path / "project"
+    assert run.snapshot_of(root / "pkg" / "train.py") is None
+    write_json(run.environment, {"code": {"copied": True, "root": str(root)}})
+    assert run.snapshot_of(root / "pkg" / "train.py") == run.code / "pkg" / "train.py"
+    assert run.snapshot_of(root / "pkg" / "other.py") is None
+    assert run.snapshot_of(tmp_path / "elsewhere.py") is None
+    write_json(run.environment, {"code": {"copied": False, "root": str(root)}})
+    assert run.snapshot_of(root / "pkg" / "train.py") is None
+
+
+def test_a_request_reaches_the_attempt_that_begins_as_it_is_written(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    states = [replace(run.read_state(), attempt=number) for number in (1, 2, 2)]
+    for _ in range(2):
+        run.new_attempt()
+    monkeypatch.setattr(run, "read_state", lambda: states.pop(0))
+    run.ask("stop", by="ada", reason="lunch")
+    assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
+    assert states == []

@@ -1,0 +1,370 @@
+"""One supervisor at a time: real processes that want the same run."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import json
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.run import lease
+from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.lease import hold, holder
+
+#: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.
+CONTENDER = """
+import errno, fcntl, os, sys
+from pathlib import Path
+if sys.argv[2:] == ["without flock"]:
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fcntl.flock = refuse
+from hpcdist.errors import RunFolderError
+from hpcdist.run.lease import hold
+from hpcdist.run.folder import RunDir
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    with hold(RunDir(Path(sys.argv[1]))):
+        print("won", flush=True)
+        sys.stdin.read()
+except RunFolderError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    return RunDir.create(runs_dir / "exp" / "first")
+
+
+@pytest.fixture
+def contender(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts processes that want the run; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONTENDER, str(run.path), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def write_lease(run: RunDir, **changes: Any) -> None:
+    mine = psutil.Process()
+    known = {"host": socket.gethostname(), "pid": mine.pid, "started": mine.create_time(), "user": "ada"}
+    times = {"acquired": time.time(), "renewed": time.time()}
+    write_json(run.lease, known | times | changes)
+
+
+def test_a_second_process_is_told_who_holds_the_run(
+    run: RunDir, contender: Callable[[], subprocess.Popen[str]]
+) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    with pytest.raises(RunFolderError) as caught, hold(run):
+        pytest.fail("held by two")
+    told = str(caught.value)
+    assert f"run first is held by process {first.pid} of {getpass.getuser()} on {socket.gethostname()} since" in told
+    assert told.endswith("wait for it, or end it with `hpcdist stop first`")
+    found = holder(run)
+    assert found is not None
+    assert found["pid"] == first.pid
+
+    assert first.stdin is not None
+    first.stdin.close()
+    assert first.wait() == 0
+    assert holder(run) is None
+    assert not run.lease.exists()
+    with hold(run):
+        pass
+
+
+def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    first.kill()
+    first.wait()
+    assert run.lease.exists()
+    assert holder(run) is None
+    with hold(run):
+        assert (read_json(run.lease) or {})["pid"] == os.getpid()
+
+
+def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+    first = contender()
+    go(first)
+    assert [line_of(first), line_of(first)] == ["ready", "won"]
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    assert holder(run) is None
+
+
+@pytest.mark.parametrize("options", [[], ["without flock"]], ids=["flock", "no flock"])
+def test_of_eight_processes_at_once_exactly_one_wins(
+    run: RunDir, contender: Callable[..., subprocess.Popen[str]], options: list[str]
+) -> None:
+    processes = [contender(*options) for _ in range(8)]
+    for process in processes:
+        assert line_of(process) == "ready"
+    for process in processes:
+        go(process)
+    answers = [line_of(process) for process in processes]
+    (winner,) = [process.pid for process, answer in zip(processes, answers, strict=True) if answer == "won"]
+    assert sum(f"is held by process {winner} " in answer for answer in answers) == 7
+
+
+def test_looking_at_the_lease_and_taking_it_are_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two would see a free run if it could look before the other has written; so it must not."""
+    both_look = threading.Barrier(2)
+    look = lease.read_json
+
+    def look_together(path: Path, **options: Any) -> dict[str, Any] | None:
+        found = look(path, **options)
+        with suppress(threading.BrokenBarrierError):
+            both_look.wait(0.3)
+        return found
+
+    monkeypatch.setattr(lease, "read_json", look_together)
+    answers: queue.Queue[str] = queue.Queue()
+    over = threading.Event()
+
+    def contend() -> None:
+        try:
+            with hold(run):
+                answers.put("won")
+                over.wait(20)
+        except RunFolderError:
+            answers.put("lost")
+
+    threads = [threading.Thread(target=contend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    said = {answers.get(timeout=20), answers.get(timeout=20)}
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert said == {"won", "lost"}
+
+
+def test_a_reused_process_id_is_another_process(run: RunDir) -> None:
+    write_lease(run)
+    assert holder(run) is not None
+    write_lease(run, started=psutil.Process().create_time() - 100)
+    assert holder(run) is None
+
+
+@pytest.mark.parametrize(
+    ("age_s", "alive"), [(0.0, True), (lease.STALE_S - 5, True), (lease.STALE_S + 5, False), (1e6, False)]
+)
+def test_a_holder_on_another_host_lives_by_its_renewals(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, alive: bool
+) -> None:
+    write_lease(run, host="n2", pid=1, renewed=time.time() - age_s)
+    assert (holder(run) is not None) == alive
+    if alive:
+        with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
+            pytest.fail("held by two")
+    else:
+        monkeypatch.setattr(lease, "STALE_S", 0.2)
+        with hold(run):
+            assert (read_json(run.lease) or {})["host"] == socket.gethostname()
+
+
+def test_a_later_life_of_the_same_job_takes_over_at_once(run: RunDir) -> None:
+    """A node's death leaves the lease of a holder that seems alive from elsewhere."""
+    write_lease(run, host="n2", pid=1, job_id="41")
+    for other in ("42", None):
+        with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run, job_id=other):
+            pytest.fail("held by two")
+    with hold(run, job_id="41"):
+        found = read_json(run.lease) or {}
+        assert (found["host"], found["job_id"]) == (socket.gethostname(), "41")
+    assert not run.lease.exists()
+
+
+def test_a_lease_without_a_job_is_nobodys_earlier_life(run: RunDir) -> None:
+    write_lease(run, host="n2", pid=1, job_id=None)
+    with pytest.raises(RunFolderError, match=r"held by process 1"), hold(run, job_id="41"):
+        pytest.fail("held by two")
+
+
+def test_a_torn_lease_is_free(run: RunDir) -> None:
+    run.lease.write_text('{"host": ')
+    assert holder(run) is None
+
+
+def test_a_lease_says_who_and_since_when_and_goes_with_an_error(run: RunDir) -> None:
+    before = time.time()
+    found: dict[str, Any] = {}
+
+    def fail() -> None:
+        found.update(read_json(run.lease) or {})
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), hold(run):
+        fail()
+    assert (found["host"], found["pid"], found["user"]) == (socket.gethostname(), os.getpid(), getpass.getuser())
+    assert before <= found["acquired"] <= found["renewed"] <= time.time()
+    assert not run.lease.exists()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "lease"] == []
+
+
+def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float], threading.Event]:
+    """Renew without a pause; the first `failing` renewals meet a full disk, and the event says that one went well."""
+    times: list[float] = []
+    renewed = threading.Event()
+
+    def write(path: Path, value: dict[str, Any], **_: object) -> None:
+        if threading.current_thread().name == "lease":
+            times.append(value["renewed"])
+            if len(times) <= failing:
+                raise OSError(28, "No space left on device")
+            renewed.set()
+        path.write_text(json.dumps(value))
+
+    monkeypatch.setattr(lease, "write_json", write)
+    monkeypatch.setattr(lease, "RENEW_S", 0.001)
+    return times, renewed
+
+
+def test_the_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, renewed = renewals(monkeypatch, failing=0)
+    with hold(run):
+        acquired = (read_json(run.lease) or {})["acquired"]
+        assert renewed.wait(10)
+    assert times[0] > acquired
+
+
+def test_a_full_disk_does_not_end_the_renewing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, renewed = renewals(monkeypatch, failing=2)
+    with caplog.at_level(logging.WARNING), hold(run):
+        assert renewed.wait(10)
+    assert caplog.messages == [
+        "the lease of run first could not be renewed: [Errno 28] No space left on device",
+        "the lease of run first is renewed again",
+    ]
+
+
+def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container started with --user may find itself; Python raises one error or the other."""
+
+    def fail() -> str:
+        raise KeyError("getpwuid(): uid not found: 1234")
+
+    monkeypatch.setattr(getpass, "getuser", fail)
+    assert lease.user_name() == str(os.getuid())
+
+
+# --- a holder that is not dead
+
+
+@pytest.mark.parametrize("skew_s", [61.0, -300.0], ids=["its clock is behind", "its clock is ahead"])
+def test_a_holder_whose_clock_differs_is_not_displaced(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew_s: float
+) -> None:
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
+    looks = 0
+    read = read_json
+
+    def renew_meanwhile(path: Path, **options: Any) -> dict[str, Any] | None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
+        return read(path, **options)
+
+    monkeypatch.setattr(lease, "read_json", renew_meanwhile)
+    with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
+        pytest.fail("held by two")
+    assert caplog.messages == [
+        "run first was held by process 1 on n2; waiting up to 60 s to see that it is not renewed"
+    ]
+
+
+def test_a_lease_that_is_released_while_it_is_watched_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lease(run, host="n2", pid=1, renewed=time.time() - 61)
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
+    with hold(run):
+        assert (read_json(run.lease) or {})["pid"] == os.getpid()
+
+
+def test_a_stalled_holder_finds_its_successor_and_leaves_its_lease_alone(run: RunDir) -> None:
+    with hold(run) as held:
+        held.check()
+        write_lease(run, host="n2", pid=7, owner="another")
+        held.check()  # it was renewed a moment ago
+        held._tried -= 3 * lease.RENEW_S  # as after SIGSTOP
+        with pytest.raises(LeaseLostError, match=r"run first was taken over by process 7 of ada on n2, while process"):
+            held.check()
+        with pytest.raises(LeaseLostError, match="was taken over"):
+            held.check()
+    assert (read_json(run.lease) or {})["owner"] == "another"
+
+
+def test_a_stalled_holder_notices_a_successor_that_has_ended(run: RunDir) -> None:
+    with hold(run) as held:
+        run.lease.unlink()
+        held.renew()
+        assert run.lease.exists()  # nobody could take it over in so short a time
+        run.lease.unlink()
+        held._renewed -= 2 * lease.STALE_S
+        held.renew()
+        with pytest.raises(LeaseLostError, match="by another process, which has ended, while process"):
+            held.check()
+    assert not run.lease.exists()
+
+
+def test_a_lease_that_cannot_be_removed_does_not_fail_the_run(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(lease.retry, "remove", fail)
+    with hold(run):
+        pass
+    assert caplog.messages == [
+        f"the lease of run first could not be removed: [Errno 30] Read-only file system: '{run.lease}'"
+    ]

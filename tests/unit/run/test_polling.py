@@ -1,0 +1,43 @@
+"""How often files are touched: no number of ranks exceeds the bounds, and no sign of life comes too late."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcdist.run import polling
+
+SIZES = [1, 2, 63, 64, 65, 1000, 4096, 28_000]
+DEFAULT_HANG_S = 1800.0
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_all_heartbeats_together_are_bounded(num_ranks: int) -> None:
+    rates = [1 / polling.beat_interval_s(rank, num_ranks, DEFAULT_HANG_S) for rank in range(num_ranks)]
+    assert sum(rates) <= polling.WRITES_PER_S + 1
+    assert rates[0] == 1, "rank 0's are the progress that people see"
+
+
+def test_small_runs_write_once_a_second() -> None:
+    assert {polling.beat_interval_s(rank, 64, DEFAULT_HANG_S) for rank in range(64)} == {1.0}
+
+
+@pytest.mark.parametrize("hang_timeout_s", [0.5, 60.0, DEFAULT_HANG_S])
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_a_sign_of_life_is_seen_in_half_the_time_of_a_hang(num_ranks: int, hang_timeout_s: float) -> None:
+    written = polling.beat_interval_s(num_ranks - 1, num_ranks, hang_timeout_s)
+    look_s = min(0.2, hang_timeout_s / 8)
+    looks = -(-num_ranks // polling.looks_at_once(num_ranks, look_s, hang_timeout_s))
+    assert written + looks * look_s <= 0.51 * hang_timeout_s + 2 * look_s
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_looks_are_bounded_and_miss_nobody(num_ranks: int) -> None:
+    assert polling.looks_at_once(num_ranks, 0.2, DEFAULT_HANG_S) <= max(1, 0.2 * polling.LOOKS_PER_S + 1)
+    assert polling.looks_at_once(num_ranks, 0.0, DEFAULT_HANG_S) == 1, "also after looks in quick succession"
+    assert polling.looks_at_once(num_ranks, 1e6, DEFAULT_HANG_S) == num_ranks
+
+
+def test_system_metrics_of_many_nodes_are_bounded() -> None:
+    assert polling.system_interval_s(10.0, 512) == 10.0
+    assert 10_000 / polling.system_interval_s(10.0, 10_000) <= polling.WRITES_PER_S
+    assert polling.system_interval_s(0.0, 10_000) == 0.0, "turned off"

@@ -1,0 +1,447 @@
+"""The code that a run keeps, from real git work trees and from plain folders."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpcdist
+from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
+from hpcdist.errors import UserMistake
+from hpcdist.run import snapshot
+from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.snapshot import CodeState, import_path, take
+from hpcdist.run.snapshot_filter import is_secret_file
+
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    path = tmp_path / "project"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def git(project: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
+    """Runs git in the project, whatever the configuration of this machine."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
+        monkeypatch.setenv(name, "ada@example.org")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+
+    def git(*arguments: str, cwd: Path = project) -> str:
+        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, check=True)
+        return done.stdout.decode(errors="surrogateescape")
+
+    git("init", "--quiet")
+    return git
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "elsewhere" / "exp" / "first")
+
+
+def config(run: RunDir, **changes: Any) -> Config:
+    mine = Config(trainer=TrainerConfig(target="train:train"), runs_dir=str(run.path.parent.parent))
+    return replace(mine, **changes)
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".py").write_text(text)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+# --- git work trees
+
+
+def test_tracked_changed_and_new_files_are_copied_and_ignored_ones_are_not(
+    project: Path, git: Git, run: RunDir
+) -> None:
+    write(project, train="1", kept="same", gone="bye", pkg__model="2", ignored="x")
+    (project / ".gitignore").write_text("ignored.py\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    write(project, train="changed", new="untracked")
+    (project / "gone.py").unlink()
+    (project / "späte\nZeile .txt").write_text("odd name")
+
+    code = take(config(run), run, project)
+
+    assert code == CodeState(
+        cwd=str(project),
+        root=str(project),
+        git_commit=git("rev-parse", "HEAD").strip(),
+        git_dirty=True,
+        copied=True,
+    )
+    assert contents(run.code) == {
+        ".gitignore": "ignored.py\n",
+        "kept.py": "same",
+        "new.py": "untracked",
+        "pkg/model.py": "2",
+        "späte\nZeile .txt": "odd name",
+        "train.py": "changed",
+    }
+    patch = (run.path / "code.patch").read_text()
+    assert "+changed" in patch
+    assert "deleted file mode" in patch
+    assert "untracked" not in patch
+
+
+def test_a_clean_tree(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    code = take(config(run), run, project)
+    assert code.git_dirty is False
+    assert (run.path / "code.patch").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"x = 'a'\n", "x = 'größe'\n".encode("latin-1")),
+        (b"\x00\x01binary\xff" * 99, b"\x00\x02binary\xfe" * 99),
+        (b"a\r\n", b"b\r\n"),
+    ],
+    ids=["latin-1", "binary", "crlf"],
+)
+def test_the_patch_leads_from_the_commit_to_the_code(
+    project: Path, git: Git, run: RunDir, before: bytes, after: bytes
+) -> None:
+    git("config", "color.ui", "always")
+    git("config", "diff.external", "false")
+    (project / "data").write_bytes(before)
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    (project / "data").write_bytes(after)
+    take(config(run), run, project)
+    git("checkout", "--quiet", ".")
+    git("apply", str(run.path / "code.patch"))
+    assert (project / "data").read_bytes() == after
+
+
+def test_the_whole_tree_is_copied_from_a_subfolder(project: Path, git: Git, run: RunDir) -> None:
+    write(project, shared="1", deep__er__train="2")
+    code = take(config(run), run, project / "deep" / "er")
+    assert code.root == str(project)
+    assert set(contents(run.code)) == {"shared.py", "deep/er/train.py"}
+    assert import_path(code, run) == [str(run.code / "deep" / "er"), str(run.code)]
+
+
+def test_a_repository_without_a_commit(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1", staged="2")
+    git("add", "staged.py")
+    code = take(config(run), run, project)
+    assert (code.git_commit, code.git_dirty, code.root) == (None, True, str(project))
+    assert set(contents(run.code)) == {"train.py", "staged.py"}
+    assert not (run.path / "code.patch").exists()
+
+
+def test_a_repository_within_the_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
+    """Submodules, and other people's checkouts: git lists them as one folder."""
+    write(project, train="1", vendor__tool="2")
+    git("init", "--quiet", cwd=project / "vendor")
+    git("add", ".", cwd=project / "vendor")
+    git("commit", "--quiet", "-m", "tool", cwd=project / "vendor")
+    assert set(contents(take_code(project, run))) == {"train.py"}
+    git("-c", "advice.addEmbeddedRepo=false", "add", ".")  # and now as a gitlink in the index
+    assert set(contents(take_code(project, run))) == {"train.py"}
+
+
+def take_code(project: Path, run: RunDir) -> Path:
+    take(config(run), run, project)
+    return run.code
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+@pytest.mark.parametrize("in_git", [False, True])
+def test_runs_inside_the_tree_are_not_copied(
+    project: Path, tmp_path: Path, through_a_link: bool, in_git: bool, request: pytest.FixtureRequest
+) -> None:
+    if in_git:
+        request.getfixturevalue("git")
+    write(project, train="1", runs__exp__earlier__big="x" * 1000)
+    runs_dir = project / "runs"
+    if through_a_link:
+        (tmp_path / "link").symlink_to(project)
+        runs_dir = tmp_path / "link" / "runs"
+    run = RunDir.create(runs_dir / "exp" / "first")
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py"}
+
+
+def test_a_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1", old="1")
+    take(config(run), run, project)
+    (project / "old.py").unlink()
+    write(project, train="2")
+    take(config(run), run, project)
+    assert contents(run.code) == {"train.py": "2"}
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_links_stay_links(project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest) -> None:
+    if in_git:
+        request.getfixturevalue("git")
+    write(project, src__pkg__model="1")
+    (project / "model.py").symlink_to("src/pkg/model.py")
+    (project / "pkg").symlink_to("src/pkg")
+    (project / "dangling").symlink_to("no/such/file")
+    take(config(run), run, project)
+    assert os.readlink(run.code / "model.py") == "src/pkg/model.py"
+    assert (run.code / "model.py").read_text() == "1"
+    assert (run.code / "pkg").is_symlink()
+    assert (run.code / "pkg" / "model.py").read_text() == "1"
+    assert os.readlink(run.code / "dangling") == "no/such/file"
+
+
+def test_what_is_no_file_is_left_out(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project, train="1")
+    os.mkfifo(project / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(project)  # the path of a socket must be short
+        server.bind("socket")
+    take(config(run), run, project)
+    assert set(contents(run.code)) == {"train.py"}
+
+
+# --- plain folders
+
+
+def plain_project(project: Path) -> None:
+    write(project, train="1", pkg__model="2", pkg__hidden="3", env__lib__torch="4", cache="5")
+    (project / "pkg" / "hidden.py").rename(project / "pkg" / ".hidden.py")
+    (project / "env" / "pyvenv.cfg").touch()
+    for name in ("__pycache__", ".cache"):
+        (project / name).mkdir()
+        (project / name / "x.pyc").touch()
+
+
+def test_a_plain_folder_without_hidden_files_and_environments(project: Path, run: RunDir) -> None:
+    plain_project(project)
+    code = take(config(run), run, project)
+    assert code == CodeState(cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True)
+    assert set(contents(run.code)) == {"train.py", "pkg/model.py", "cache.py"}
+    assert not (run.path / "code.patch").exists()
+    assert import_path(code, run) == [str(run.code)]
+
+
+def test_a_machine_without_git(project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project, train="1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code = take(config(run), run, project)
+    assert (code.git_commit, code.root) == (None, str(project))
+    assert set(contents(run.code)) == {"train.py"}
+
+
+# --- which code, and how much
+
+
+def test_a_shipped_trainer_needs_no_copy(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    code = take(config(run, trainer=TrainerConfig()), run, project)
+    assert code.copied is False
+    assert code.git_commit == git("rev-parse", "HEAD").strip()
+    assert (run.path / "code.patch").exists()
+    assert not run.code.exists()
+    assert import_path(code, run) == []
+
+
+def test_hpcdist_is_copied_where_it_is_being_worked_on(
+    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, hpcdist__main="1")
+    monkeypatch.setattr(hpcdist, "__file__", str(project / "hpcdist" / "main.py"))
+    assert take(config(run, trainer=TrainerConfig()), run, project).copied is True
+    assert set(contents(run.code)) == {"hpcdist/main.py"}
+
+
+def test_a_script_is_the_users_code(project: Path, run: RunDir) -> None:
+    write(project, train="1")
+    assert take(config(run, trainer=TrainerConfig(script=["train.py"])), run, project).copied is True
+
+
+def test_too_much_code_names_the_largest_files(project: Path, git: Git, run: RunDir) -> None:
+    write(project, train="1")
+    for name, size_mb in (("a.bin", 0.2), ("b.bin", 0.6), ("c.bin", 0.4), ("d.bin", 0.3)):
+        (project / name).write_bytes(b"\0" * int(size_mb * 2**20))
+    with pytest.raises(UserMistake) as caught:
+        take(config(run, launch=LaunchConfig(code_max_mb=1.25)), run, project)
+    assert str(caught.value) == (
+        f"the code under {project} has 1.5 MB, more than launch.code_max_mb=1.25"
+        " (largest: b.bin (0.6 MB), c.bin (0.4 MB), d.bin (0.3 MB)): ignore data in .gitignore, or raise the limit"
+    )
+    assert not run.code.exists()
+    take(config(run, launch=LaunchConfig(code_max_mb=2)), run, project)
+
+
+# --- environment.json
+
+
+def test_the_environment_file_has_versions_and_code_but_no_variables(
+    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "env-s3cret")
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "run", "x.yaml", "launch.env.API_KEY=arg-s3cret", "optim.lr=0.1"])
+    monkeypatch.setattr(snapshot, "_PACKAGES", ("omegaconf", "no-such-package"))
+    code = CodeState(cwd=str(project), root=str(project), git_commit="abc", git_dirty=True, copied=False)
+    snapshot.write_environment(run, code, launcher="local")
+    found = read_json(run.environment) or {}
+    assert found["host"] == socket.gethostname()
+    assert found["python"] == platform.python_version()
+    assert found["command"] == "hpcdist run x.yaml launch.env.API_KEY=*** optim.lr=0.1"
+    assert set(found["versions"]) == {"hpcdist", "omegaconf"}
+    assert (found["git_commit"], found["git_dirty"], found["launcher"]) == ("abc", True, "local")
+    assert CodeState(**found["code"]) == code
+    assert "s3cret" not in run.environment.read_text()
+
+
+# --- secrets, and what is ignored
+
+TOKEN = "ghp_0123456789abcdefghijABCDEFGHIJ456789"
+
+
+def test_hunks_and_files_with_secrets_are_left_out_and_named(
+    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"line = {number}\n" for number in range(60)]
+    (project / "train.py").write_text("".join(lines))
+    (project / "gone.py").write_text("x = 1\n")
+    (project / "tracked.pem").write_text("committed\n")
+    (project / "späte Zeile.txt").write_text("a\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    lines[2] = f'token = "{TOKEN}"\n'
+    lines[30] = "changed = 30\n"
+    lines[57] = "password = 'hunter2'\n"
+    (project / "train.py").write_text("".join(lines))
+    (project / "tracked.pem").write_text("new-key-s3cret\n")
+    (project / "späte Zeile.txt").write_text(f"curl https://{TOKEN}@host\n")
+    (project / "added.py").write_text("api_key = 'abcdef0123456789'\n")
+    git("add", "added.py")
+    (project / ".env").write_text("WANDB_API_KEY=abcdef0123456789\n")
+    (project / "settings.yaml").write_text("a: 1\ndb_password: hunter2\n")
+    (project / "module.py").write_text("password = 'hunter2'\n")
+    (project / "data.bin").write_bytes(b"\0password='hunter2'\n")
+    (project / "fine.yaml").write_text("db_password: ${DB_PASSWORD}\n")
+
+    code = take(config(run), run, project)
+
+    patch = (run.path / "code.patch").read_text()
+    for secret in (TOKEN, "hunter2", "new-key-s3cret", "abcdef0123456789"):
+        assert secret not in patch
+    assert "+changed = 30" in patch
+    assert list(code.left_out) == [
+        "added.py:1",
+        "späte Zeile.txt:1",
+        "tracked.pem",
+        "train.py:3",
+        "train.py:58",
+        ".env",
+        "settings.yaml:2",
+    ]
+    # Modules are there: ranks import them, and the folder is the owner's alone. The committed text file is.
+    assert set(contents(run.code)) == {
+        "added.py", "data.bin", "fine.yaml", "gone.py", "module.py", "späte Zeile.txt", "train.py",
+    }  # fmt: skip
+    (line,) = caplog.messages
+    assert line == (
+        "likely secrets are left out of the run's patch and copy of the code: added.py:1, späte Zeile.txt:1,"
+        " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2"
+        " (a comment `pragma: allowlist secret` keeps a line)"
+    )
+    snapshot.write_environment(run, code)
+    assert "train.py:58" in (read_json(run.environment) or {})["code"]["left_out"]
+    git("checkout", "--quiet", ".")
+    git("rm", "--quiet", "--cached", "added.py")
+    git("apply", str(run.path / "code.patch"))
+    assert (project / "train.py").read_text().count("changed = 30") == 1
+
+
+def test_a_clean_change_names_nothing(project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    write(project, train="1")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    write(project, train="token = args.token\npassword = 'hunter2'  # pragma: allowlist secret\n")
+    assert take(config(run), run, project).left_out == []
+    assert "hunter2" in (run.path / "code.patch").read_text()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("in_git", [False, True])
+def test_what_hpcdistignore_names_is_left_out_without_a_word(
+    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(project, train="1", sub__notes="2", keep="3", big__a="4", big__b="5", late="6")
+    (project / ".gitignore").write_text("late.py\n")
+    (project / ".hpcdistignore").write_text("# mine\nnotes.py\n/big/*\n!/big/b.py\n.env\n")
+    (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
+    if in_git:
+        git = request.getfixturevalue("git")
+        git("add", "--force", "train.py", "sub", "keep.py")
+        git("commit", "--quiet", "-m", "first")
+        write(project, sub__notes="changed")
+    take(config(run), run, project)
+    ours = set() if not in_git else {".gitignore", ".hpcdistignore"}
+    assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | ours
+    if in_git:
+        assert "notes" not in (run.path / "code.patch").read_text()
+    assert not caplog.messages
+
+
+def test_hpcdistignore_without_git(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project, train="1")
+    (project / ".gitignore").write_text("x\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    take(config(run), run, project)
+    (project / ".hpcdistignore").write_text("x\n")
+    with pytest.raises(UserMistake, match=r"\.hpcdistignore needs git to be read: install git, or remove the file"):
+        take(config(run), run, project)
+
+
+def test_a_patch_whose_parts_have_no_names_is_left_out() -> None:
+    from hpcdist.run.snapshot_filter import clean_patch
+
+    assert clean_patch("diff --git a/x b/x\n", [], lambda _: False) == (
+        "",
+        ["code.patch (files that are not merged yet)"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        (".env", True), ("a/.env.local", True), (".env.example", False), ("deploy.PEM", True), ("id_rsa", True),
+        ("id_rsa.pub", False), (".netrc", True), ("credentials.json", True), ("credentials.py", False),
+        ("secrets.yaml", True), (".aws/config", True), ("model.py", False), ("keys.yaml", False), ("x.key", True),
+    ],
+)  # fmt: skip
+def test_files_that_are_secret_by_name(name: str, secret: bool) -> None:
+    assert is_secret_file(name) == secret

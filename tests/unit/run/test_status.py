@@ -1,0 +1,212 @@
+"""How a run stands: every state of its folder against every word of Slurm's."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.lease import hold
+from hpcdist.run.status import close_if_dead, job_lives, job_of, note_life, stand
+from hpcdist.slurm import queue
+from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.queue import JobRef, Look
+
+PENDING = Look(facts=JobFacts(id="7", state="PENDING", reason="Priority"))
+RUNNING = Look(facts=JobFacts(id="7", state="RUNNING", nodes="n1"))
+OVER = Look(facts=JobFacts(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
+VANISHED = Look()
+AWAY = Look(away="no answer")
+NO_SLURM = Look(away="no scontrol here", installed=False)
+
+
+@pytest.fixture
+def run(runs_dir: Path) -> RunDir:
+    return RunDir.create(runs_dir / "exp" / "first")
+
+
+def put(run: RunDir, **state: Any) -> None:
+    run.write_state(replace(run.read_state(), **state))
+
+
+@pytest.mark.parametrize(
+    ("status", "look", "held", "name", "over"),
+    [
+        # without a job the lease decides
+        ("running", None, True, "running", False),
+        ("running", None, False, "lost", True),
+        ("created", None, False, "created", False),
+        ("created", None, True, "created", False),
+        ("finished", None, False, "finished", True),
+        ("stopped", None, False, "stopped", True),
+        ("stopped", None, True, "stopped", False),
+        # in the queue
+        ("queued", PENDING, False, "queued", False),
+        ("queued", RUNNING, False, "queued", False),
+        ("queued", OVER, False, "lost", True),
+        ("queued", VANISHED, False, "lost", True),
+        ("queued", AWAY, False, "queued", False),
+        ("queued", NO_SLURM, False, "queued", False),
+        # at work
+        ("running", RUNNING, True, "running", False),
+        ("running", VANISHED, True, "running", False),
+        ("running", AWAY, True, "running", False),
+        ("running", NO_SLURM, True, "running", False),
+        # the supervisor is dead, or its job's next life has not got so far
+        ("running", RUNNING, False, "running", False),
+        ("running", PENDING, False, "queued", False),
+        ("running", PENDING, True, "queued", False),
+        ("running", OVER, False, "lost", True),
+        ("running", OVER, True, "lost", True),
+        ("running", VANISHED, False, "lost", True),
+        ("running", AWAY, False, "running", False),
+        ("running", NO_SLURM, False, "lost", True),
+        # it has ended, unless someone is about to go on
+        ("stopped", PENDING, False, "stopped", False),
+        ("stopped", RUNNING, False, "stopped", False),
+        ("stopped", OVER, False, "stopped", True),
+        ("stopped", VANISHED, False, "stopped", True),
+        ("stopped", NO_SLURM, False, "stopped", True),
+        ("failed", RUNNING, True, "failed", False),
+        ("failed", OVER, False, "failed", True),
+        ("finished", RUNNING, True, "finished", True),
+        ("cancelled", RUNNING, True, "cancelled", True),
+    ],
+    ids=str,
+)
+def test_how_a_run_stands(run: RunDir, status: str, look: Look | None, held: bool, name: str, over: bool) -> None:
+    put(run, status=status, reason="a reason")
+    with hold(run) if held else nullcontext():
+        found = stand(run, look)
+    assert (found.name, found.over) == (name, over)
+    if name == "lost" and look is not None and look.dead:
+        assert found.reason != "a reason"
+    else:
+        assert found.sentence == f"{name}: a reason"
+
+
+def test_what_no_restart_cures_is_over(run: RunDir) -> None:
+    put(run, status="failed", rejected=True)
+    assert stand(run, RUNNING).over
+
+
+def test_which_job_a_run_is(run: RunDir) -> None:
+    assert job_of(run) is None
+    write_json(run.path / "slurm.json", {"job_id": None})
+    assert job_of(run) is None
+    write_json(run.path / "slurm.json", {"job_id": 7, "job_name": "exp/first", "cluster": "c"})
+    assert job_of(run) == JobRef(id="7", name="exp/first", cluster="c")
+
+
+# --- closing
+
+
+@pytest.fixture
+def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+    """The run is job 7, of which Slurm says what is set."""
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    said: list[Look] = []
+    monkeypatch.setattr(queue, "look_at", lambda job, history=False: said[-1])
+    return said.append
+
+
+@pytest.mark.parametrize(
+    ("look", "status", "reason"),
+    [
+        (OVER, "failed", "job 7 ended as NODE_FAIL on n2"),
+        (Look(facts=JobFacts(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
+        (Look(facts=JobFacts(id="7", state="PREEMPTED", nodes="n1")), "stopped", "job 7 ended as PREEMPTED on n1"),
+        (
+            Look(facts=JobFacts(id="7", state="FAILED", signal=9, nodes="n1")),
+            "failed",
+            "job 7 ended as FAILED by signal 9 on n1",
+        ),
+        (
+            Look(facts=JobFacts(id="7", state="COMPLETED", nodes="n1")),
+            "failed",
+            "job 7 ended as COMPLETED on n1, its supervisor left no word",
+        ),
+        (VANISHED, "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+    ],
+    ids=lambda value: getattr(getattr(value, "facts", None), "state", None),
+)
+@pytest.mark.parametrize("before", ["queued", "running"])
+def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
+    run: RunDir, slurm: Callable[[Look], None], before: str, look: Look, status: str, reason: str
+) -> None:
+    put(run, status=before, attempt=1)
+    slurm(look)
+    assert close_if_dead(run) == reason
+    state = run.read_state()
+    assert (state.status, state.reason, state.attempt) == (status, reason, 1)
+    assert state.ended is not None
+    assert (state.ended == 1700.0) == (look is OVER)
+    assert close_if_dead(run) == ""
+
+
+@pytest.mark.parametrize("look", [PENDING, RUNNING, AWAY, NO_SLURM], ids=["pending", "running", "away", "no slurm"])
+@pytest.mark.parametrize("before", ["queued", "running"])
+def test_a_run_that_lives_or_may_live_is_not_closed(
+    run: RunDir, slurm: Callable[[Look], None], before: str, look: Look
+) -> None:
+    put(run, status=before)
+    slurm(look)
+    assert close_if_dead(run) == ""
+    assert run.read_state().status == before
+
+
+def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(run: RunDir, slurm: Callable[[Look], None]) -> None:
+    put(run, status="running", attempt=1)
+    other = {"host": "n9", "pid": 1, "started": 0.0, "user": "ada", "acquired": 0.0, "renewed": time.time()}
+    write_json(run.lease, other | {"job_id": "7"})
+    slurm(VANISHED)
+    assert close_if_dead(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
+    slurm(OVER)
+    assert close_if_dead(run) == "job 7 ended as NODE_FAIL on n2"
+    assert not run.lease.exists()
+
+
+def test_a_run_of_this_machine_is_closed_by_its_lease(run: RunDir) -> None:
+    assert close_if_dead(run) == "", "it waits for its start"
+    dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": 500.0, "acquired": 0}
+    write_json(run.lease, dead)
+    assert close_if_dead(run) == "its supervisor died"
+    assert (run.read_state().status, run.read_state().ended) == ("failed", 500.0)
+
+
+# --- lives of a job
+
+
+def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    facts = JobFacts(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
+
+    def look_at(job: JobRef) -> Look:
+        asked.append(job.id)
+        return Look(facts=facts)
+
+    monkeypatch.setattr(queue, "look_at", look_at)
+    write_json(run.path / "slurm.json", {"job_id": "40_1"})
+    env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
+    note_life(run, env)
+    facts = replace(facts, restarts=1, submitted=200.0, started=207.0, nodes="n3")
+    note_life(run, env)
+    assert asked == ["40_1", "40_1"]
+    assert job_lives(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
+    write_json(run.path / "slurm.json", {"job_id": "42"})
+    assert job_lives(run) == [], "of another job"
+    note_life(run, {"SLURM_JOB_ID": "42"})
+    assert job_lives(run) == [{"nodes": "n3", "queue_s": 7.0}]
+
+
+def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "look_at", lambda job: AWAY)
+    note_life(run, {"SLURM_JOB_ID": "41"})
+    assert read_json(run.path / "job.json") is None

@@ -1,0 +1,284 @@
+"""What sbatch is told, compared whole; nothing is submitted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.core.utils import DelayedSubmission
+
+from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, LaunchConfig, RoleRequest, TrackingConfig
+from hpcdist.run.folder import RunDir
+from hpcdist.slurm.submit import batch_script
+
+RUN = RunDir(Path("/shared/my runs/digits/first"))
+SUPERVISE = f"""\
+trap 'left=0' TERM
+supervise() {{
+  for left in 3 2 1 0; do
+    code=0; {sys.executable} -u -m hpcdist.slurm.job.no_numpy "$@" || code=$?
+    [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
+    echo "the supervisor was killed (exit code $code) and is started again"
+  done
+}}"""
+SMALL: dict[str, Any] = {
+    "job_name": "digits/first",
+    "time": 60,
+    "nodes": 1,
+    "ntasks_per_node": 1,
+    "cpus_per_task": 1,
+    "setup": [SUPERVISE],
+    "use_srun": False,
+    "stderr_to_stdout": True,
+    "wckey": None,
+    "signal_delay_s": 120,
+    "additional_parameters": {"requeue": True},
+}
+SITE: dict[str, Any] = {
+    "partition": "gpu",
+    "account": "climate",
+    "qos": "long",
+    "nodes": 2,
+    "tasks_per_node": 4,
+    "gpus_per_node": 4,
+    "cpus_per_task": 8,
+    "mem": "64G",
+    "time_min": 90,
+    "signal_lead_s": 300,
+    "constraint": "a100|h100",
+    "exclude": "n[7-9]",
+    "sbatch": {"mail-type": "FAIL", "exclusive": "true", "hold": "false"},
+    "srun": {"mpi": "none", "exact": "true"},
+    "env": {"GREETING": "it's $HOME"},
+    "setup": ["module load cuda"],
+}
+
+
+def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
+    return batch_script.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
+
+
+def test_what_is_not_said_is_left_to_slurm() -> None:
+    assert parameters({}) == SMALL
+
+
+def test_all_that_a_site_can_say() -> None:
+    assert parameters(SITE) == SMALL | {
+        "partition": "gpu",
+        "account": "climate",
+        "qos": "long",
+        "mem": "64G",
+        "constraint": "a100|h100",
+        "exclude": "n[7-9]",
+        "gpus_per_node": 4,
+        "time": 90,
+        "nodes": 2,
+        "ntasks_per_node": 4,
+        "cpus_per_task": 8,
+        "setup": ["export GREETING='it'\"'\"'s $HOME'", "module load cuda", SUPERVISE],
+        "signal_delay_s": 300,
+        "additional_parameters": {"requeue": True, "mail-type": "FAIL", "exclusive": True},
+    }
+
+
+def test_the_whole_script_and_step() -> None:
+    script, step = batch_script.render(Config(cluster=ClusterConfig(**SITE)), RUN)
+    lines = script.splitlines()
+    folder = RUN.path / "submitit"
+    assert lines[0] == "#!/bin/bash"
+    assert sorted(line for line in lines if line.startswith("#SBATCH ")) == [
+        "#SBATCH --account=climate",
+        "#SBATCH --constraint='a100|h100'",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --exclude='n[7-9]'",
+        "#SBATCH --exclusive",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --job-name=digits/first",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --mem=64G",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output='{folder}/%j_0_log.out'",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --qos=long",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@300",
+        "#SBATCH --time=90",
+    ]
+    commands = [line for line in lines if line and not line.startswith("#")]
+    assert commands == [
+        "export GREETING='it'\"'\"'s $HOME'",
+        "module load cuda",
+        *SUPERVISE.splitlines(),
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"supervise -u -m submitit.core._submit '{folder}'",
+    ]
+    assert step == (
+        "srun --job-name=attempt-001 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=8 --gpus-per-node=4"
+        " --kill-on-bad-exit=1 --input=none --open-mode=append"
+        " '--output=/shared/my runs/digits/first/attempts/001/rank-%5t.log' --mpi=none --exact"
+        " sh -c 'trap '\"'\"''\"'\"' USR2; exec \"$@\"' sh"
+        f" {sys.executable} -P -m hpcdist.rank.worker '/shared/my runs/digits/first'"
+    )
+
+
+def test_flags_of_one_submission() -> None:
+    flags = {"dependency": "afterok:12", "begin": "now+1hour"}
+    script, _ = batch_script.render(Config(), RUN, flags)
+    assert "\n#SBATCH --dependency=afterok:12\n" in script
+    assert "\n#SBATCH --begin=now+1hour\n" in script
+
+
+def with_roles(**cluster: Any) -> Config:
+    requests = {
+        "server": RoleRequest(partition="cpu", cpus_per_task=8, mem="16G"),
+        "worker": RoleRequest(
+            nodes=2,
+            gpus_per_node=4,
+            mem="64G",
+            constraint="a100|h100",
+            sbatch={"gres-flags": "x y", "exclusive": "true"},
+        ),
+    }
+    more = {"setup": ["module load cuda"], "sbatch": {"mail-type": "FAIL"}, "exclude": "n9"} | cluster
+    return Config(
+        roles={"server": 1, "worker": 8},
+        cluster=ClusterConfig(roles=requests, partition="gpu", account="climate", time_min=90, **more),
+    )
+
+
+def test_the_script_of_a_heterogeneous_job() -> None:
+    """A further component's lines stand before the first command, or sbatch would not read them."""
+    script, step = batch_script.render(with_roles(), RUN)
+    folder = RUN.path / "submitit"
+    assert [line for line in script.splitlines() if line] == [
+        "#!/bin/bash",
+        "# Parameters",
+        "#SBATCH --account=climate",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --exclude=n9",
+        "#SBATCH --job-name=digits/first",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --mem=16G",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output='{folder}/%j_0_log.out'",
+        "#SBATCH --partition=cpu",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@120",
+        "#SBATCH --time=90",
+        "# setup",
+        "#SBATCH hetjob",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --constraint='a100|h100'",
+        "#SBATCH --mem=64G",
+        "#SBATCH --exclude=n9",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --gres-flags='x y'",
+        "#SBATCH --exclusive",
+        "module load cuda",
+        *SUPERVISE.splitlines(),
+        "# command",
+        "export SUBMITIT_EXECUTOR=slurm",
+        f"supervise -u -m submitit.core._submit '{folder}'",
+    ]
+    assert step.startswith("srun --het-group=0 ")
+
+
+def test_the_script_of_one_allocation_for_all_roles() -> None:
+    roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
+    found = batch_script.sbatch_parameters(
+        Config(roles={"server": 1, "worker": 8}, cluster=ClusterConfig(roles=roles, het=False)), RUN
+    )
+    assert found == SMALL | {
+        "nodes": 3,
+        "ntasks_per_node": 4,
+        "cpus_per_task": 8,
+        "gpus_per_node": 4,
+        "mem": "64G",
+    }
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "starts"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 1", 1, 1),
+        ("kill -TERM $$", 143, 1),
+        ("kill -KILL $$", 137, 4),
+        ("kill -SEGV $$", 139, 4),
+        ("test $(wc -l < starts) -ge 2 && exit 0; kill -KILL $$", 0, 2),
+        # Slurm has told the whole job to end.
+        ("kill -TERM $PPID; kill -KILL $$", 137, 1),
+    ],
+)
+@pytest.mark.parametrize("first", ["", "set -e", "set -eu"])
+def test_a_supervisor_that_is_killed_is_started_again(
+    tmp_path: Path, first: str, does: str, code: int, starts: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $4 >> starts\n{does}\n")
+    python.chmod(0o755)
+    script = "\n".join([first, SUPERVISE.replace(sys.executable, str(python)), "supervise argument"])
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "starts").read_text() == "argument\n" * starts
+    assert done.stdout.count(" and is started again\n") == starts - 1
+
+
+def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_path: Path) -> None:
+    delayed = DelayedSubmission(os.path.basename, "/a/b")
+    delayed.set_timeout(1, 0)
+    delayed.dump(tmp_path / "7_submitted.pkl")
+    task = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    one = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n1"}
+    words = ["-u", "-m", "hpcdist.slurm.job.no_numpy", "-u", "-m", "submitit.core._submit", str(tmp_path)]
+    command, env = [sys.executable, "-X", "importtime", *words], {**os.environ, **task, **one}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert pickle.loads((tmp_path / "7_0_result.pkl").read_bytes()) == ("success", "b")
+    assert "submitit.core.submission" in done.stderr
+    assert "numpy." not in done.stderr, "its parts: the attempt itself is listed"
+
+
+def test_no_secret_is_in_the_script_or_the_step() -> None:
+    env = {"WANDB_API_KEY": "s3cret", "HTTPS_PROXY": "http://u:s3cret@proxy", "PLAIN": "visible"}
+    mine = {**SITE, "env": env}
+    other = {"A_TOKEN": "s3cret"}
+    config = Config(
+        cluster=ClusterConfig(**mine),
+        launch=LaunchConfig(env=other),
+        tracking=TrackingConfig(uri="http://u:s3cret@mlflow"),
+        container=ContainerConfig(runtime="podman", image="i"),
+    )
+    script, step = batch_script.render(config, RUN)
+    assert "s3cret" not in script + step
+    assert "# WANDB_API_KEY is set by the supervisor, which reads it from secrets.json in the run folder" in script
+    assert "export PLAIN=visible" in script
+    assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
+
+
+def test_no_secret_of_a_role_is_in_the_step_of_a_heterogeneous_job() -> None:
+    """srun has one environment for all components; what differs between them becomes words of `env`."""
+    roles = {"cpu": RoleRequest(nodes=1), "gpu": RoleRequest(nodes=1, gpus_per_node=1)}
+    config = Config(
+        roles={"cpu": 1, "gpu": 1},
+        cluster=ClusterConfig(roles=roles, env={"WANDB_API_KEY": "s3cret"}),
+        launch=LaunchConfig(env={"A_TOKEN": "s3cret"}),
+    )
+    script, step = batch_script.render(config, RUN)
+    assert "hetjob" in script
+    assert "env -u" in step
+    assert "s3cret" not in script + step

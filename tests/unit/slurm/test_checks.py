@@ -1,0 +1,203 @@
+"""What is told before a submission. Slurm's part is played by scripts; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
+from hpcdist.errors import ConfigError, UserMistake
+from hpcdist.run.folder import write_json
+from hpcdist.slurm.submit.checks import check, check_config, longest_save
+
+MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
+SCRIPTS = {
+    "scontrol": f"echo '{MAIN}'",
+    "sinfo": "echo 'main|4|8|32768|gpu:2|idle|n[1-4]'",
+    "sbatch": "echo 'sbatch: Job 1 to start at noon' >&2",
+    "sacctmgr": "case \"$*\" in *qos*) echo normal;; *) printf 'ada\\nbob\\n';; esac",
+}
+
+
+class Slurm:
+    """Scripts in the place of Slurm's commands, alone on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, body in SCRIPTS.items():
+            self.says(name, body)
+
+    def says(self, name: str, body: str) -> None:
+        (self.folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {self.folder}/calls\n{body}\n')
+        (self.folder / name).chmod(0o755)
+
+    def refuses(self, reason: str) -> None:
+        self.says("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
+
+    @property
+    def calls(self) -> list[str]:
+        return [line.split()[0] for line in (self.folder / "calls").read_text().splitlines()]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return Slurm(folder)
+
+
+def ask(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
+    """What a check says; the runs folder counts as shared unless the test says otherwise."""
+    cluster = ClusterConfig(**{"shared_runs": True, **config.pop("cluster", {})})
+    config = {"experiment": "exp", "name": "first", "runs_dir": str(tmp_path / "runs"), **config}
+    return check(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
+
+
+def test_a_request_that_fits_costs_three_calls(slurm: Slurm, tmp_path: Path) -> None:
+    assert ask(tmp_path) == ([], "Job 1 to start at noon")
+    *asked, last = slurm.calls
+    assert (sorted(asked), last) == (["scontrol", "sinfo"], "sbatch"), "both questions at once, then sbatch"
+    assert list(tmp_path.iterdir()) == [slurm.folder]
+
+
+def test_all_mistakes_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.refuses("Requested node configuration is not available")
+    with pytest.raises(ConfigError) as caught:
+        ask(
+            tmp_path,
+            missing_data="mnist was not found in /data",
+            data=DataConfig(download=False),
+            cluster={"nodes": 9, "time_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
+        )
+    nodes, qos, folder, lead, data = caught.value.problems
+    assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
+    assert qos == "cluster.qos=long: no such QOS: there are normal"
+    assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has a /tmp of its own")
+    assert lead == (
+        "cluster.signal_lead_s=60: the run would be asked to save at its start, as cluster.time_min=1 is 60 s:"
+        " lower the one or raise the other"
+    )
+    assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
+
+
+def test_what_we_hold_for_wrong_can_be_forced(slurm: Slurm, tmp_path: Path) -> None:
+    doubts, estimate = ask(tmp_path, cluster={"nodes": 9}, force=True)
+    assert doubts == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
+    assert estimate == "Job 1 to start at noon"
+    slurm.refuses("Too many")
+    with pytest.raises(ConfigError, match=r"^Slurm would not take this job: Too many$"):
+        ask(tmp_path, cluster={"nodes": 9}, force=True)
+
+
+def test_an_account_that_slurm_refuses_is_told_with_those_there_are(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.refuses("Invalid account")
+    said = "Slurm would not take this job: Invalid account"
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, cluster={"account": "eve", "nodes": 9})
+    assert caught.value.problems[1] == f"cluster.account=eve: {said}; yours are ada, bob"
+    (slurm.folder / "sacctmgr").unlink()
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path)
+    assert caught.value.problems == (f"cluster.account is not set: {said}",)
+
+
+def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm, tmp_path: Path) -> None:
+    trainer = TrainerConfig(target="nosuch:train")
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        "cluster.sbatch.time",
+        "trainer.target:",
+        "cluster.nodes=9:",
+    ]
+    assert "sbatch" not in slurm.calls
+    config = Config(trainer=trainer, cluster=ClusterConfig(sbatch={"time": "3"}))
+    with pytest.raises(
+        ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time says again .*\n  - trainer\.target: "
+    ):
+        check_config(config, tmp_path)
+    check_config(Config(), tmp_path)
+    config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
+    assert check(config, {}, None, missing_data="", force=False)[0] == [], "a run that has its code already"
+
+
+def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "main")
+    save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
+    save.mkdir(parents=True)
+    write_json(save / "manifest.json", {"write_s": 70.4})
+    doubts, _ = ask(tmp_path, missing_data="mnist was not found in /data")
+    assert doubts == [
+        "cluster.signal_lead_s=120: a save of run before took 70 s: give it twice that, cluster.signal_lead_s=141",
+        "mnist was not found in /data: the nodes will download it, if they reach the internet",
+        "SBATCH_PARTITION in your environment wins over the batch script: unset what is not meant",
+    ]
+
+
+def test_a_script_brings_its_own_data(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    trainer = TrainerConfig(script=[str(script)])
+    assert ask(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
+
+
+def test_a_slurm_that_tells_nothing_leaves_it_to_sbatch(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.says("scontrol", "exit 1")
+    assert ask(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "Job 1 to start at noon")
+
+
+def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserMistake, match=r"^no sbatch here: submit from a login node, or look at .* --dry-run$"):
+        ask(tmp_path)
+
+
+def test_the_longest_save_of_an_experiment(tmp_path: Path) -> None:
+    assert longest_save(tmp_path) == (0.0, "")
+    for name, content in (("old", {"step": 1}), ("a", {"write_s": 1.5}), ("b", {"write_s": 12.0})):
+        folder = tmp_path / name / "checkpoints" / "step-00000001"
+        folder.mkdir(parents=True)
+        write_json(folder / "manifest.json", content)
+    assert longest_save(tmp_path) == (12.0, "b")
+
+
+def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> None:
+    roles = {
+        "server": RoleRequest(partition="mian"),
+        "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
+    }
+    with pytest.raises(ConfigError) as caught:
+        ask(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
+    assert caught.value.problems[1:3] == (
+        "cluster.partition=mian: no such partition, did you mean 'main'? there are main",
+        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs on a node: lower it or choose another",
+    )
+    assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
+
+
+def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm, tmp_path: Path) -> None:
+    config = Config(
+        runs_dir=str(tmp_path),
+        cluster=ClusterConfig(
+            setup=["export HF_TOKEN=s3cret", "export B_TOKEN=$(cat ~/.token)"],
+            srun={"export": "ALL,WANDB_API_KEY=s3cret"},
+            env={"FINE_TOKEN": "s3cret"},
+        ),
+        container=ContainerConfig(runtime="podman", image="i", extra_args=["--env=A_KEY=s3cret"]),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, tmp_path)
+    assert [line.partition(" holds a secret, which the batch script")[0] for line in caught.value.problems] == [
+        "cluster.srun.export",
+        "cluster.setup",
+        "container.extra_args",
+    ]
+    assert "s3cret" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check(config, {}, tmp_path, missing_data="", force=True)
+    assert len(caught.value.problems) == 3
+    assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
+    assert "give it as a variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

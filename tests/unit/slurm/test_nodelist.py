@@ -1,0 +1,114 @@
+"""Slurm's node lists and task counts: what they expand to, and what is refused with which words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpcdist.errors import TopologyError
+from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", "n1"),
+        ("login-1.site.org", "login-1.site.org"),
+        ("b,a,c", "b a c"),
+        ("n[3,1-2],m7", "n3 n1 n2 m7"),
+        ("n[008-011]", "n008 n009 n010 n011"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[98-101]", "n98 n99 n100 n101"),
+        ("n[01,1]", "n01 n1"),
+        ("n[1-3]-ib", "n1-ib n2-ib n3-ib"),
+        ("rack[1-2]-node[3-4]", "rack1-node3 rack1-node4 rack2-node3 rack2-node4"),
+        ("gpu[01]-[02-03]", "gpu01-02 gpu01-03"),
+        ("x[1-2]y[1,3]z,w", "x1y1z x1y3z x2y1z x2y3z w"),
+        ("[1-2]n", "1n 2n"),
+        ("n[5-5]", "n5"),
+        ("n2,n2", "n2 n2"),
+        ("a[1-2,b[3-4]]", "a1 a2 ab3 ab4"),
+        ("a[b-c[3-4]-ib,7]", "ab-c3-ib ab-c4-ib a7"),
+        ("a[[1-2],3]", "a1 a2 a3"),
+    ],
+)
+def test_expands_in_the_order_given(nodelist: str, hosts: str) -> None:
+    assert expand(nodelist) == hosts.split()
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "problem"),
+    [
+        ("", "the nodelist is empty; give at least one node name"),
+        ("n[1-", "nodelist 'n[1-', character 2: this '[' is never closed"),
+        ("n[1-2", "character 2: this '[' is never closed"),
+        ("n[1-2,b[3]", "character 2: this '[' is never closed"),
+        ("n[1]-[", "character 6: this '[' is never closed"),
+        ("n]", "nodelist 'n]', character 2: this ']' closes nothing"),
+        ("n[1]]", "character 5: this ']' closes nothing"),
+        ("n[3-1]", "nodelist 'n[3-1]', character 3: the range 3-1 runs backwards"),
+        ("n[a-b]", "character 3: expected a number or a range like 1-3, got 'a-b'"),
+        ("n[]", "character 3: expected a number or a range like 1-3, got ''"),
+        ("n[1,]", "character 5: expected a number or a range like 1-3, got ''"),
+        ("n[-1]", "expected a number or a range like 1-3, got '-1'"),
+        ("n[1-2-3]", "expected a number or a range like 1-3, got '1-2-3'"),
+        ("n[1:3]", "expected a number or a range like 1-3, got '1:3'"),
+        ("n[²]", "expected a number or a range like 1-3, got '²'"),
+        ("n[1-2[3-4]]", "character 3: expected a number or a range like 1-3, got '1-2'"),
+        ("n[" + "9" * 30 + "]", "expected a number or a range like 1-3, got '999"),
+        ("n1,,n2", "character 4: a node name is missing"),
+        ("n1,", "character 4: a node name is missing"),
+        ("n1, n2", "character 4: ' ' cannot stand in a node name"),
+        ("(null)", "character 1: '(' cannot stand in a node name"),
+        ("n1\n", "character 3: '\\n' cannot stand in a node name"),
+        ("ok,-oProxyCommand", "character 4: a node name cannot begin with '-'"),
+        ("n[1-99999999999]", "character 3: more than 1,000,000 names"),
+        ("n[1-1000]-[1-1001]", "character 1: more than 1,000,000 names"),
+        ("a[b[1-1001]c[1-1000]]", "character 3: more than 1,000,000 names"),
+        ("a[1-600000],b[1-600000]", "character 13: more than 1,000,000 names"),
+        ("n[1-600000,700000-1300000]", "character 2: more than 1,000,000 names"),
+        ("[" * 99 + "1" + "]" * 99, "character 9: brackets are nested deeper than 8"),
+        ("x" * 250 + "[1000001-1000002]", "character 1: a node name of more than 255 characters begins here"),
+    ],
+)
+def test_refuses_and_names_the_place(nodelist: str, problem: str) -> None:
+    with pytest.raises(TopologyError, match=re.escape(problem)):
+        expand(nodelist)
+
+
+def test_a_malformed_list_says_what_was_expected_and_stays_short() -> None:
+    with pytest.raises(TopologyError, match=r"; expected a form like n1,n\[2-4\]") as caught:
+        expand("n" * 5000 + "[")
+    assert len(str(caught.value)) < 300
+
+
+def test_the_largest_list_is_still_expanded() -> None:
+    hosts = expand(f"n[1-{MAX_HOSTS}]")
+    assert (len(hosts), hosts[-1]) == (MAX_HOSTS, f"n{MAX_HOSTS}")
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("1(x2),16", [1, 1, 16]), ("3,1(x2)", [3, 1, 1])],
+)
+def test_tasks_per_node(text: str, tasks: list[int]) -> None:
+    assert expand_tasks(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "tasks per node '': '' is not a count like 2 or 2(x3)"),
+        ("2(x3),", "tasks per node '2(x3),': '' is not a count"),
+        ("2(x", "'2(x' is not a count like 2 or 2(x3); take the value as Slurm sets it"),
+        ("2(x0)", "'2(x0)' is not a count"),
+        ("0", "'0' is not a count"),
+        ("2,-1", "'-1' is not a count"),
+        ("two", "'two' is not a count"),
+        ("1(x600000),1(x600000)", "more than 1,000,000 nodes; check the value"),
+    ],
+)
+def test_tasks_per_node_refused(text: str, problem: str) -> None:
+    with pytest.raises(TopologyError, match=re.escape(problem)):
+        expand_tasks(text)

@@ -1,0 +1,268 @@
+"""What a config and a machine make of each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.errors import ConfigError
+from hpcdist.rank.topology import Topology, port_for
+from hpcdist.supervisor import plan as plans
+from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, rank_command
+
+CPU = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+}
+GPU = {name: value for name, value in CPU.items() if not name.startswith("MALLOC")}
+
+
+def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
+    return make_plan(Config(launch=LaunchConfig(**launch)), Machine(num_cpus=num_cpus, num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_gpus", "launch", "expected"),
+    [
+        (8, 0, {}, (2, "cpu", "gloo", 4)),
+        (8, 4, {}, (4, "cuda", "nccl", 2)),
+        (8, 4, {"ranks": 3}, (3, "cuda", "nccl", 2)),
+        (8, 4, {"device": "cpu"}, (2, "cpu", "gloo", 4)),
+        (8, 4, {"device": "cpu", "ranks": 8}, (8, "cpu", "gloo", 1)),
+        (8, 2, {"device": "cuda"}, (2, "cuda", "nccl", 4)),
+        (8, 2, {"backend": "gloo"}, (2, "cuda", "gloo", 4)),
+        (1, 0, {}, (2, "cpu", "gloo", 1)),
+        (2, 0, {"ranks": 5}, (5, "cpu", "gloo", 1)),
+        (7, 0, {"ranks": 3}, (3, "cpu", "gloo", 2)),
+        (7, 0, {"ranks": 3, "threads": 5}, (3, "cpu", "gloo", 5)),
+    ],
+)
+def test_ranks_device_backend_and_threads(
+    num_cpus: int, num_gpus: int, launch: dict[str, Any], expected: tuple[int, str, str, int]
+) -> None:
+    plan = planned(num_cpus, num_gpus, **launch)
+    num_ranks, device, backend, threads = expected
+    env = {"OMP_NUM_THREADS": str(threads)} | (GPU if device == "cuda" else CPU)
+    assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)  # type: ignore[arg-type]
+
+
+def test_the_users_variables_win() -> None:
+    plan = planned(8, 0, env={"OMP_NUM_THREADS": "9", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert plan.env == CPU | {"OMP_NUM_THREADS": "9", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert plan.threads == 4
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "launch", "message"),
+    [
+        (0, {"device": "cuda"}, "launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"),
+        (
+            2,
+            {"ranks": 3},
+            "launch.ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu",
+        ),
+    ],
+)
+def test_a_config_that_asks_for_more_than_there_is(num_gpus: int, launch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(8, num_gpus, **launch)
+    assert str(caught.value) == message
+
+
+def test_the_whole_environment_of_a_rank() -> None:
+    plan = replace(planned(8, 0, ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
+    env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    assert env == {
+        "A": "b",
+        "HPCDIST_RANK": "3",
+        "HPCDIST_WORLD_SIZE": "4",
+        "HPCDIST_LOCAL_RANK": "3",
+        "HPCDIST_LOCAL_WORLD_SIZE": "4",
+        "HPCDIST_NODE_RANK": "0",
+        "HPCDIST_NUM_NODES": "1",
+        "HPCDIST_MASTER_ADDR": "127.0.0.1",
+        "HPCDIST_MASTER_PORT": "20000",
+        "HPCDIST_JOB_ID": "exp/first",
+        "HPCDIST_ATTEMPT": "2",
+    }
+    assert plan.env == {"A": "b", "HPCDIST_RANK": "77"}
+
+
+def test_a_rank_reads_its_place_out_of_it_even_within_a_slurm_job() -> None:
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
+    env = planned(8, 0, ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    found = Topology.from_env(slurm | env)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 3, 4)
+    assert (found.master_addr, found.master_port) == ("127.0.0.1", 20000)
+    assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
+
+
+def test_a_rank_is_a_worker_of_this_python_away_from_the_current_folder() -> None:
+    assert rank_command(Path("/r/exp/first")) == [
+        sys.executable,
+        "-P",
+        "-m",
+        "hpcdist.rank.worker",
+        "/r/exp/first",
+    ]
+
+
+# --- the machine
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_gpus"),
+    [
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,1,2", 3),
+        (" 0, 1 ", 2),
+        ("2,", 1),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("GPU-8932f937,GPU-12345678", 2),
+        ("MIG-GPU-8932f937/1/2,MIG-1", 2),
+    ],
+)
+def test_cuda_visible_devices_says_how_many(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_count_gpus", lambda: pytest.fail("nvidia-smi was asked"))
+    assert Machine.inspect({"CUDA_VISIBLE_DEVICES": visible}).num_gpus == num_gpus
+
+
+def fake_nvidia_smi(folder: Path, script: str) -> Mapping[str, str]:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"}
+
+
+@pytest.mark.parametrize(
+    ("script", "num_gpus"),
+    [
+        ("printf 'GPU 0: H200 (UUID: GPU-1)\\nGPU 1: H200 (UUID: GPU-2)\\n'", 2),
+        ("printf 'GPU 0: A100 (UUID: GPU-1)\\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\\n'", 1),
+        ("echo 'No devices were found'", 0),
+        ("echo 'GPU 0: looks like one'; exit 9", 0),
+    ],
+)
+def test_without_it_nvidia_smi_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, num_gpus: int
+) -> None:
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, script)["PATH"])
+    assert Machine.inspect({}).num_gpus == num_gpus
+
+
+def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Machine.inspect({}).num_gpus == 0
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
+    assert Machine.inspect({"CUDA_VISIBLE_DEVICES": ""}).num_cpus == 3
+
+
+# --- ports
+
+
+def test_the_port_is_that_of_job_and_attempt() -> None:
+    assert free_port("exp/ports-of-mine", 1) == port_for("exp/ports-of-mine", 1)
+    assert free_port("exp/ports-of-mine", 2) != free_port("exp/ports-of-mine", 1)
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
+def test_a_taken_port_is_passed_over(address: str) -> None:
+    job_id = f"exp/taken-{address}"
+    wanted = port_for(job_id, 1)
+    with socket.socket() as stranger:
+        stranger.bind((address, wanted))
+        stranger.listen()
+        assert free_port(job_id, 1) == port_for(job_id, 2)
+    assert free_port(job_id, 1) == wanted
+
+
+def test_a_machine_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as stranger:
+        stranger.bind((LOOPBACK, 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+        monkeypatch.setattr(plans, "port_for", lambda *_: taken)
+        with pytest.raises(ConfigError, match=r"^no free port for job exp/first: what listens .*`ss -ltnp`"):
+            free_port("exp/first", 1)
+
+
+# --- roles
+
+HYBRID = {"master": 1, "trainer": 1, "parameter_server": 2}
+
+
+def planned_with_roles(
+    num_gpus: int, roles: dict[str, int], cluster: ClusterConfig | None = None, **launch: Any
+) -> Plan:
+    config = Config(roles=roles, launch=LaunchConfig(**launch), cluster=cluster or ClusterConfig())
+    return make_plan(config, Machine(num_cpus=8, num_gpus=num_gpus))
+
+
+def devices(plan: Plan) -> list[str]:
+    return [plan.device_of(rank) for rank in range(plan.num_ranks)]
+
+
+def test_the_world_is_as_large_as_its_roles() -> None:
+    plan = planned_with_roles(0, HYBRID)
+    assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cpu", "gloo", 2)
+    assert plan == planned_with_roles(0, HYBRID, ranks=4)
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(0, HYBRID, ranks=3)
+    assert str(caught.value) == (
+        "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.ranks=3: leave launch.ranks out,"
+        " or change one of them"
+    )
+
+
+def test_roles_that_need_no_gpu_leave_it_to_the_others() -> None:
+    plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"})
+    assert devices(plan) == ["cpu", "cuda", "cpu", "cpu"]
+    # NCCL's groups have no place for ranks without a GPU.
+    assert (plan.device, plan.backend) == ("cuda", "gloo")
+    asked = ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=1)})
+    assert devices(planned_with_roles(1, HYBRID, asked)) == devices(plan)
+
+
+def test_ranks_without_a_gpu_get_the_allocators_policy_of_cpus() -> None:
+    plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"}, env={"A": "b"})
+    place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1}
+    envs = [plan.rank_env(rank, **place) for rank in range(4)]
+    assert [{k: env[k] for k in env if k.startswith("MALLOC_")} != {} for env in envs] == [True, False, True, True]
+    assert {env["A"] for env in envs} == {"b"}
+
+
+def test_all_roles_on_gpus_meet_over_nccl() -> None:
+    plan = planned_with_roles(2, {"agent": 1, "observer": 1})
+    assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")
+
+
+def test_more_ranks_that_want_a_gpu_than_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(1, HYBRID, devices={"master": "cpu"})
+    assert str(caught.value) == (
+        "roles: 3 ranks want a GPU each (trainer 1, parameter_server 2), but 1 are visible: say which roles need none,"
+        " as in launch.devices.parameter_server=cpu"
+    )
+    with pytest.raises(ConfigError) as caught:
+        planned_with_roles(0, HYBRID, devices={"trainer": "cuda"})
+    assert str(caught.value) == (
+        "launch.devices.trainer=cuda, but no GPU is visible here: use launch.devices.trainer=auto or cpu"
+    )

@@ -1,0 +1,205 @@
+"""Why an attempt ended, and what follows from it, as tables."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcdist.supervisor.restart_policy import Decision, Failure, decide, first_failure, not_started, suspect
+
+DONE: dict[str, Any] = {"outcome": "done"}
+
+
+def failed(error: str = "ValueError: nan", *, rank: int = 0, step: int | None = 7, **changes: Any) -> dict[str, Any]:
+    outcome = {"outcome": "failed", "rank": rank, "host": f"n{rank}", "step": step, "error": error}
+    return outcome | {"peer_lost": False, "traceback": ["Traceback\n", f"{error}\n"]} | changes
+
+
+def peer_lost(rank: int) -> dict[str, Any]:
+    return failed("RuntimeError: Connection closed by peer", rank=rank, peer_lost=True)
+
+
+@pytest.mark.parametrize(
+    ("exits", "outcomes", "expected"),
+    [
+        # All well.
+        ({0: 0, 1: 0}, {0: DONE}, None),
+        ({}, {}, None),
+        # One rank's own failure, and the peers that lost it, in whatever order they ended.
+        ({1: 1, 0: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
+        ({0: 1, 1: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
+        ({2: 1, 1: 1, 0: 0}, {1: failed(rank=1), 2: failed("OSError: x", rank=2)}, ("error", 2, "n2", 7, "OSError: x")),
+        # A killed rank says nothing; its peers speak first.
+        (
+            {0: 1, 2: 1, 1: -9},
+            {0: peer_lost(0), 2: peer_lost(2)},
+            ("killed", 1, "here", 31, "was killed by SIGKILL (out of memory?)"),
+        ),
+        ({1: -signal.SIGSEGV, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by SIGSEGV")),
+        ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),
+        # Neither killed nor heard of.
+        ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "ended with exit code 3 without a report")),
+        ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "ended with exit code 1 without a report")),
+        # Nobody but those who lost a peer.
+        ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
+        # The user's mistake.
+        (
+            {0: 2, 1: 2},
+            {0: failed("no GPU", outcome="rejected"), 1: failed("no GPU", rank=1, outcome="rejected")},
+            ("rejected", 0, "n0", 7, "no GPU"),
+        ),
+    ],
+)
+def test_the_failure_that_the_others_followed_from(
+    exits: dict[int, int], outcomes: dict[int, dict[str, Any]], expected: tuple[Any, ...] | None
+) -> None:
+    found = first_failure(exits, outcomes, {0: 30, 1: 31}, lambda rank: "here")
+    seen = None if found is None else (found.kind, found.rank, found.host, found.step, found.error)
+    assert seen == expected
+
+
+def test_a_failure_carries_its_traceback() -> None:
+    found = first_failure({0: 1}, {0: failed()}, {}, lambda rank: "here")
+    assert found is not None
+    assert found.traceback == ("Traceback\n", "ValueError: nan\n")
+
+
+def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | None = 7) -> Failure:
+    return Failure(kind=kind, rank=1, host="n1", step=step, error=error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "step", "sentence"),
+    [
+        ("error", "ValueError: nan", 7, "rank 1 on n1 failed with ValueError: nan at step 7"),
+        ("rejected", "no such model", None, "rank 1 on n1 failed with no such model"),
+        ("killed", "was killed by SIGKILL", 0, "rank 1 on n1 was killed by SIGKILL at step 0"),
+        ("hung", "made no progress", 3, "rank 1 on n1 made no progress at step 3"),
+        ("vanished", "ended with exit code 3", None, "rank 1 on n1 ended with exit code 3"),
+        ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
+    ],
+)
+def test_a_failure_in_one_sentence(kind: str, error: str, step: int | None, sentence: str) -> None:
+    assert failure(kind, error, step).sentence() == sentence
+
+
+def test_a_failure_says_which_role_it_struck() -> None:
+    struck = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
+    assert struck.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
+    hung = failure("hung", "made no progress", 7)
+    told = replace(hung, detail="rank 1 stands elsewhere than the others")
+    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 stands elsewhere than the others"
+    assert told.same_as(hung), "the lines of two stacks may differ"
+
+
+def test_ranks_that_were_not_started_are_named_by_the_first() -> None:
+    def found(*absent: int) -> Failure | None:
+        return not_started(absent, 3, "at all: srun: busy", lambda rank: f"n{rank}")
+
+    assert found() is None
+    none = Failure(kind="not_started", rank=0, host="", step=None, error="no rank was started at all: srun: busy")
+    assert found(0, 1, 2) == none
+    assert none.sentence() == "no rank was started at all: srun: busy"
+    some = found(1, 2)
+    assert some is not None
+    assert (some.rank, some.host) == (1, "n1")
+    assert some.sentence() == "rank 1 on n1 was not started (nor were 1 others) at all: srun: busy"
+
+
+SAID = "rank 1 on n1 failed with ValueError: nan at step 7"
+OTHER = failure(error="OSError: disk", step=3)
+
+
+@pytest.mark.parametrize(
+    ("failures", "max_restarts", "stop_asked", "expected"),
+    [
+        ([failure()], 3, False, Decision(restart=True, reason=SAID)),
+        ([failure()], 1, False, Decision(restart=True, reason=SAID)),
+        ([OTHER, failure()], 3, False, Decision(restart=True, reason=SAID)),
+        # The budget.
+        ([failure()], 0, False, Decision(restart=False, reason=SAID)),
+        (
+            [OTHER, failure()],
+            1,
+            False,
+            Decision(restart=False, reason=f"{SAID}; all launch.max_restarts=1 restarts are used up"),
+        ),
+        # The same failure at the same step, twice in a row.
+        (
+            [failure(), failure()],
+            9,
+            False,
+            Decision(restart=False, reason=f"{SAID}, twice in a row: another restart would not help"),
+        ),
+        ([failure(step=6), failure()], 9, False, Decision(restart=True, reason=SAID)),
+        ([failure("hung"), failure()], 9, False, Decision(restart=True, reason=SAID)),
+        ([failure(), OTHER, failure()], 9, False, Decision(restart=True, reason=SAID)),
+        # The user's mistake is never retried.
+        (
+            [failure("rejected", "no GPU", None)],
+            9,
+            False,
+            Decision(restart=False, reason="rank 1 on n1 failed with no GPU"),
+        ),
+        # Nor are nodes that are not fit for a run: they are the same a second later.
+        (
+            [Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")],
+            9,
+            False,
+            Decision(restart=False, reason="preflight: n3: disk: full"),
+        ),
+        # Nothing is started again once a stop was asked for.
+        ([failure()], 9, True, Decision(restart=False, reason=f"{SAID}, while it was asked to stop")),
+    ],
+)
+def test_what_follows(failures: list[Failure], max_restarts: int, stop_asked: bool, expected: Decision) -> None:
+    assert decide(failures, max_restarts, stop_asked=stop_asked) == expected
+
+
+# --- broken nodes
+
+
+def on(host: str, error: str = "device lost", *, only_there: bool = True, step: int = 7) -> Failure:
+    traceback = ("Traceback\n",)
+    return Failure(kind="error", rank=0, host=host, step=step, error=error, traceback=traceback, only_there=only_there)
+
+
+@pytest.mark.parametrize(
+    ("history", "host"),
+    [
+        ([], None),
+        ([on("n2")], None),
+        ([on("n2"), on("n2")], "n2"),
+        ([on("n2", step=3), on("n2", "other", step=9)], "n2"),
+        ([on("n1"), on("n2")], None),
+        # An attempt that was stopped lies between, or nobody wrote down how it ended.
+        ([on("n2"), None, on("n2")], None),
+        # What other nodes say of themselves as well is no matter of this one.
+        ([on("n2"), on("n2", only_there=False)], None),
+        ([on("n2"), replace(on("n2"), kind="hung", traceback=())], None),
+        ([on("n2"), replace(on("n2"), kind="killed", traceback=())], "n2"),
+        ([on("n2"), replace(on("n2"), kind="not_started", traceback=())], "n2"),
+        ([replace(on(""), kind="not_started", traceback=())] * 2, None),
+        # A checkpoint could not be written.
+        ([on("n2"), replace(on("n2"), traceback=())], None),
+        # The code is broken: the same failure was there on another node.
+        ([on("n1"), on("n1"), on("n2"), on("n2")], None),
+        ([on("n1", "first"), on("n1", "first"), on("n2"), on("n2")], "n2"),
+    ],
+)
+def test_a_node_on_which_ranks_fail_again_is_suspected(history: list[Failure | None], host: str | None) -> None:
+    assert suspect(history) == host
+
+
+def test_a_failure_says_whether_other_hosts_have_one_of_their_own() -> None:
+    def there(outcomes: dict[int, dict[str, Any]]) -> bool:
+        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, {}, lambda rank: "here")
+        assert found is not None
+        return found.only_there
+
+    assert there({0: failed(rank=0), 1: peer_lost(1)})
+    assert there({0: failed(rank=0), 1: failed(rank=1, host="n0")})
+    assert not there({0: failed(rank=0), 1: failed(rank=1)})

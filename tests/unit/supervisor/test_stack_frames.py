@@ -1,0 +1,119 @@
+"""Stacks as they are printed, and the place that one stands at."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcdist.supervisor.hang.frames import Frame, place_of, printed, spied
+
+SPIED = """\
+Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+Python v3.11.7 (/root/.pyenv/versions/3.11.7/bin/python3.11)
+
+Thread 24 (idle): "MainThread"
+    Condition.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:327)
+    Event.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:629)
+    train (/runs/digits/hangs/code/counting.py:28)
+    _train (/src/hpcdist/rank/worker.py:212)
+    <module> (/src/hpcdist/rank/worker.py:244)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 35 (idle): "heartbeat"
+    Condition.wait (/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py:331)
+
+--------------------------------------------------------------------------------
+Process 30: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+Parent Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
+
+Thread 30 (active+gil): "MainThread"
+    decode (/runs/digits/hangs/code/counting.py:3)
+"""
+PRINTED = """\
+Thread 0x00007fa67b0ea6c0 (most recent call first):
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007fa736fe5b80 (most recent call first):
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 327 in wait
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 629 in wait
+  File "/runs/digits/hangs/code/counting.py", line 28 in train
+  File "/src/hpcdist/rank/worker.py", line 212 in _train
+  File "<frozen runpy>", line 198 in _run_module_as_main
+"""
+#: What a worker of a data loader prints, which is forked from the rank.
+FORKED = """\
+Current thread 0x00007fa736fe5b80 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 281 in _worker_loop
+  File "/root/.pyenv/versions/3.11.7/lib/python3.11/multiprocessing/process.py", line 314 in _bootstrap
+  File "/runs/digits/hangs/code/counting.py", line 12 in train
+"""
+TEXT = "wait (threading.py:327), called by train (counting.py:28)"
+
+
+def test_both_forms_tell_the_same_place() -> None:
+    by_spy = place_of(spied(SPIED))
+    frames, text = printed(f"step 14\n{PRINTED}WARNING: so it goes\n")
+    by_rank = place_of(frames)
+    assert by_spy is not None
+    assert by_rank is not None
+    assert by_spy.key() == by_rank.key()
+    assert by_rank.text() == TEXT
+    assert by_spy.text() == f"Condition.{TEXT}"
+    assert text == PRINTED, "all threads, and nothing else of the log"
+    assert len(spied(SPIED)) == 6, "of the rank's main thread, not of processes below it"
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        PRINTED + FORKED,
+        FORKED + PRINTED,
+        PRINTED.replace("line 28", "line 1") + PRINTED,
+        PRINTED.replace("line 28", "line 1") + "step 15\n" + PRINTED,
+    ],
+    ids=["a forked process after it", "a forked process before it", "twice", "twice, apart"],
+)
+def test_the_last_stacks_of_the_rank_itself_count(log: str) -> None:
+    place = place_of(printed(log)[0])
+    assert place is not None
+    assert place.text() == TEXT
+
+
+@pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
+def test_no_stacks(log: str) -> None:
+    assert printed(log) == ([], "")
+    assert spied(log) == []
+    assert place_of([]) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (
+            ["/v/lib/python3.11/site-packages/torch/a.py", "/src/hpcdist/rank/stop_agreement.py", "/home/me/net.py"],
+            "f0 (torch/a.py:0), called by f2 (net.py:2)",
+        ),
+        (["/home/me/net.py"], "f0 (net.py:0)"),
+        # A trainer of hpcdist's own, with hpcdist as a package: what the worker has called.
+        (
+            [
+                "/v/lib/python3.12/site-packages/torch/a.py",
+                "/v/lib/python3.12/site-packages/hpcdist/trainers/ddp/train.py",
+                "/v/lib/python3.12/site-packages/hpcdist/rank/worker.py",
+            ],
+            "f0 (torch/a.py:0), called by f1 (hpcdist/trainers/ddp/train.py:1)",
+        ),
+        (
+            ["/src/hpcdist/rank/stop_agreement.py", "/src/hpcdist/trainers/ddp/train.py"],
+            "f0 (stop_agreement.py:0), called by f1 (train.py:1)",
+        ),
+        # Still on its way to the trainer.
+        (
+            ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
+            "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
+        ),
+        (["<frozen runpy>", "/usr/lib/python3/dist-packages/a.py"], "f0 (<frozen runpy>:0)"),
+    ],
+)  # fmt: skip
+def test_where_the_users_own_code_is(files: list[str], expected: str) -> None:
+    place = place_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)])
+    assert place is not None
+    assert place.text() == expected

@@ -1,0 +1,331 @@
+"""Watching thousands of ranks: bounded looks, and a hang of any one of them is still found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
+from hpcdist.run.folder import Attempt, Request, RunDir, read_json
+from hpcdist.run.polling import LOOKS_PER_S
+from hpcdist.supervisor import watch as watch_module
+from hpcdist.supervisor.hang.summary import Summary
+from hpcdist.supervisor.stragglers import Told
+from hpcdist.supervisor.watch import LOOK_EVERY_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
+
+NUM_RANKS = 1000
+HANG_S = 300.0
+NOW = 1_700_000_000.0
+
+
+class SteppedRanks:
+    """Ranks whose time goes by only while they are waited for; `beat` decides who shows a sign of life."""
+
+    def __init__(self, attempt: Attempt, num_ranks: int = NUM_RANKS) -> None:
+        self.attempt = attempt
+        self.num_ranks = num_ranks
+        self.exits: dict[int, int] = {}
+        self.time = 0.0
+        self.looks = 0
+        self.silent: dict[int, float] = {}  #: by rank, when it fell silent
+        self.interval_s = num_ranks / 64
+        self.never_started: list[int] = []
+        self.asked_at: list[float] = []  #: when somebody wanted to know which ranks are absent
+        self.end_at = 10_000.0
+
+    @property
+    def running(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank not in self.exits]
+
+    def host_of(self, rank: int) -> str:
+        return f"n{rank}"
+
+    def wait(self, timeout_s: float) -> None:
+        self.time += timeout_s
+        self.looks += 1
+        if self.time >= self.end_at:
+            self.exits = dict.fromkeys(range(self.num_ranks), 0)
+
+    def close(self) -> None: ...
+
+    def absent(self) -> list[int]:
+        self.asked_at.append(self.time)
+        return self.never_started
+
+    def last_words(self) -> str:
+        return "srun: retrying"
+
+    def sign(self, rank: int) -> float:
+        """When a rank last wrote, each in its turn."""
+        alive_until = min(self.time, self.silent.get(rank, self.time))
+        turn = self.interval_s * rank / self.num_ranks
+        return turn + (alive_until - turn) // self.interval_s * self.interval_s
+
+
+@pytest.fixture
+def attempt(runs_dir: Path) -> Attempt:
+    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
+
+
+class Scene:
+    def __init__(
+        self,
+        attempt: Attempt,
+        monkeypatch: pytest.MonkeyPatch,
+        num_ranks: int = NUM_RANKS,
+        allocation: Allocation | None = None,
+    ) -> None:
+        self.ranks = SteppedRanks(attempt, num_ranks)
+        self.stats: list[int] = []
+        self.reads: list[str] = []
+        clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
+        monkeypatch.setattr(watch_module, "time", clock)
+        monkeypatch.setattr(watch_module, "read_json", self._read)
+        monkeypatch.setattr(attempt, "asked", self._asked)
+        report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
+        config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
+        self.watch = Watch(attempt, self.ranks, config, report, allocation)
+        monkeypatch.setattr(self.watch, "_sign", self._stat)
+        monkeypatch.setattr(self.watch, "_read", lambda rank, now: self._stat(rank))
+        monkeypatch.setattr(watch_module, "collect", self._collect)
+        self.limits: list[float] = []  #: seconds that were given to collect stacks
+        self.found: Summary | None = None
+
+    def _collect(
+        self, attempt: Attempt, ranks: SteppedRanks, *, limit_s: float, interrupted: Callable[[], bool]
+    ) -> Summary | None:
+        assert not interrupted()
+        self.limits.append(limit_s)
+        return self.found
+
+    def _stat(self, rank: int) -> object:
+        self.stats.append(rank)
+        return self.ranks.sign(rank)
+
+    def _asked(self, *, within_s: float) -> Request | None:
+        self.reads.append("request.json")
+        return Attempt(self.ranks.attempt.path).asked(within_s=within_s)
+
+    def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
+        self.reads.append(path.name)
+        rank = int(path.name[5:10])
+        return {"time": NOW + self.ranks.silent.get(rank, self.ranks.time), "step": 10 * rank}
+
+
+@pytest.fixture
+def scene(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(attempt, monkeypatch)
+
+
+def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
+    scene.ranks.end_at = 200.0
+    assert scene.watch.until_over() is None
+    per_s = len(scene.stats) / scene.ranks.time
+    assert per_s <= LOOKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
+    assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
+    assert scene.reads.count("request.json") == scene.ranks.looks
+    assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
+
+
+@pytest.mark.parametrize("victim", [0, 1, 500, NUM_RANKS - 1])
+def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: int) -> None:
+    scene.ranks.silent[victim] = 100.0
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.kind, failure.rank, failure.host, failure.step) == ("hung", victim, f"n{victim}", 10 * victim)
+    late_s = scene.ranks.time - (100 + HANG_S)
+    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
+    assert scene.limits == [STACKS_S]
+
+
+def test_ranks_are_looked_for_once_when_all_must_have_been_started(scene: Scene) -> None:
+    scene.ranks.end_at = 300.0
+    assert scene.watch.until_over() is None
+    (asked_at,) = scene.ranks.asked_at
+    assert 120.0 <= asked_at < 120.5, "launch.init_timeout_s"
+
+
+@pytest.mark.parametrize(
+    ("absent", "host", "sentence"),
+    [
+        (range(NUM_RANKS), "", "no rank was started within launch.init_timeout_s=120 s: srun: retrying"),
+        ([7], "n7", "rank 7 on n7 was not started within launch.init_timeout_s=120 s: srun: retrying"),
+        (
+            [7, 8, 9],
+            "n7",
+            "rank 7 on n7 was not started (nor were 2 others) within launch.init_timeout_s=120 s: srun: retrying",
+        ),
+    ],
+)
+def test_ranks_that_are_not_started_in_time_are_a_failure(
+    scene: Scene, absent: list[int], host: str, sentence: str
+) -> None:
+    scene.ranks.never_started = list(absent)
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.kind, failure.host, failure.step, failure.sentence()) == ("not_started", host, None, sentence)
+    assert scene.limits == [], "nobody is asked for stacks"
+
+
+def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: Scene) -> None:
+    """All fall silent at once in a collective; their heartbeats tell whose last sign is the oldest."""
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert failure.rank == 700
+
+
+def test_the_one_whose_stack_differs_is_named_where_that_is_one(scene: Scene) -> None:
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    scene.found = Summary(sentence="rank 3 stands elsewhere", suspects=(3,), odd_first=(), hosts={3: "n3"}, text="")
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
+    assert failure.sentence().endswith(") at step 30; rank 3 stands elsewhere")
+
+
+def test_of_several_suspects_none_is_picked(scene: Scene) -> None:
+    scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
+    scene.found = Summary(sentence="ranks 3-4 stand elsewhere", suspects=(3, 4), odd_first=(), hosts={}, text="")
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert (failure.rank, failure.detail) == (700, "ranks 3-4 stand elsewhere")
+
+
+def test_ranks_that_only_write_seldom_are_not_taken_for_hung(scene: Scene) -> None:
+    scene.ranks.interval_s = HANG_S / 4
+    scene.ranks.end_at = 3 * HANG_S
+    assert scene.watch.until_over() is None
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
+    scene.ranks.silent[3] = 100.0
+    scene.ranks.exits[3] = 0
+    scene.ranks.end_at = 2 * HANG_S
+    assert scene.watch.until_over() is None
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "grace_s", "stacks_s"),
+    [
+        (600.0, 120.0, [STACKS_S]),  # launch.stop_grace_s
+        (145.0, 120.0, [10.0]),  # what is left but for REST_S
+        (60.0, 60.0 - REST_S, []),
+        (10.0, 5.0, []),
+    ],
+)
+def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float, stacks_s: list[float]
+) -> None:
+    allocation = Allocation(stop_at=NOW + 200, by="time limit", end=NOW + 200 + lead_s)
+    scene = Scene(attempt, monkeypatch, num_ranks=2, allocation=allocation)
+    failure = scene.watch.until_over()
+    assert failure is not None
+    assert failure.kind == "hung"
+    assert failure.error.endswith("or before the end of the allocation")
+    assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * LOOK_EVERY_S
+    assert scene.limits == pytest.approx(stacks_s, abs=3 * LOOK_EVERY_S), "never beyond the end"
+    request = read_json(attempt.request)
+    assert request is not None
+    assert (request["action"], request["by"]) == ("stop", "time limit")
+
+
+def beat(attempt: Attempt, rank: int, step: int) -> None:
+    attempt.beat(rank).write_text(json.dumps({"time": NOW, "step": step, "total_steps": None, "metrics": {}}))
+
+
+def test_last_steps_are_read_when_they_are_asked_for(attempt: Attempt) -> None:
+    steps = LastSteps(attempt, 2, 1800.0)
+    assert (len(steps), list(steps), steps[1]) == (2, [0, 1], None)
+    beat(attempt, 0, 8)
+    beat(attempt, 1, 5)
+    assert dict(steps) == {0: 8, 1: 5}
+    assert steps.get(2) is None
+
+
+def test_the_step_of_a_rank_that_writes_seldom_is_not_behind_rank_0(attempt: Attempt) -> None:
+    """Else two deaths in the first minute would look like the same failure at step 0, twice."""
+    beat(attempt, 0, 80)
+    beat(attempt, 3000, 0)
+    assert LastSteps(attempt, 4096, 1800.0)[3000] == 80
+    assert LastSteps(attempt, 4096, 1800.0).get(2999) is None, "never seen"
+
+
+def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SteppedRanks(attempt, 3)
+    clock = SimpleNamespace(monotonic=lambda: ranks.time, time=lambda: NOW + ranks.time)
+    monkeypatch.setattr(watch_module, "time", clock)
+    notes: list[str] = []
+    report: Any = SimpleNamespace(progress=lambda beat: None, note=notes.append, output=lambda text: None)
+    watch = Watch(attempt, ranks, Config(), report)
+    wait = ranks.wait
+
+    def go_on(timeout_s: float) -> None:
+        """Ten steps a second on each of three hosts; n2 computes half as long again for two minutes."""
+        wait(timeout_s)
+        for rank in range(3):
+            slow_s = min(ranks.time, 120.0) * 0.03 if rank == 2 else 0.0
+            timing = {
+                "steps": 10 * ranks.time,
+                "step_s": ranks.time,
+                "own_steps": 10 * ranks.time,
+                "data_s": 0.1 * ranks.time,
+                "compute_s": 0.06 * 10 * ranks.time + 10 * slow_s,
+            }
+            beat = {"time": NOW + ranks.time, "host": f"n{rank}", "step": 1, "total_steps": None, "timing": timing}
+            # Half of a line now and then, as a reader may meet it.
+            text = json.dumps(beat)
+            attempt.beat(rank).write_text(text if int(5 * ranks.time) % 7 else text[:50])
+
+    monkeypatch.setattr(ranks, "wait", go_on)
+    ranks.end_at = 100.0
+    assert watch.until_over() is None
+    (told,) = notes
+    assert told.startswith(
+        "n2 is 43 % slower than the median node (compute 90.0 ms against 60.0 ms a step, data alike)"
+    )
+    (line,) = attempt.straggler_lines()
+    assert (line["text"], line["event"], line["name"], line["rank"]) == (told, "slow", "n2", 2)
+    assert attempt.straggling() == [told]
+
+    ranks.exits, ranks.end_at = {}, 220.0
+    assert watch.until_over() is None
+    assert notes[1:] == ["n2 is as fast as the median node again"]
+    assert len(attempt.straggler_lines()) == 2
+    assert attempt.straggling() == []
+
+
+def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    report: Any = SimpleNamespace(note=notes.append)
+    watch = Watch(attempt, SteppedRanks(attempt, 2), Config(), report)
+    told = Told(
+        event="over",
+        name="n2",
+        others="the other node",
+        host="n2",
+        rank=1,
+        role="trainer",
+        over_s=60.0,
+        slower=0.0,
+        data_s=0.1,
+        compute_s=0.1,
+        others_data_s=0.1,
+        others_compute_s=0.1,
+    )
+    attempt.stragglers.mkdir()
+    watch._tell(told)
+    assert notes == ["n2 is as fast as the other node again", f"that is not in {attempt.stragglers} (Is a directory)"]
+
+
+def test_a_plain_script_tells_nothing_of_its_steps(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(trainer=TrainerConfig(script=("train.py",)))
+    watch = Watch(attempt, SteppedRanks(attempt, 2), config, SimpleNamespace())  # type: ignore[arg-type]
+    assert not watch._is_due(0, 1000.0)

@@ -1,0 +1,251 @@
+"""Layers of the package: which module may import which, checked over every import statement.
+
+Imports inside functions and under TYPE_CHECKING count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from hpcdist.config.loading import load_config, to_yaml
+
+PACKAGE = Path(hpcdist.__file__).parent
+
+#: From the lowest layer to the highest. A module imports from its own package and from packages of lower lines only.
+#: A module belongs to the longest name that fits it. Names in one line are independent of each other.
+LAYERS = """
+errors
+logs
+files
+machine
+slurm
+rank.variables
+rank.roles rank.topology
+config.redaction config.document
+config.schema
+config
+slurm.components slurm.extra_flags
+run
+containers
+preflight devcluster
+tracking
+supervisor
+slurm.job
+slurm.submit
+checkpoint
+rank
+data models
+bench
+trainers
+diagnostics
+cli
+"""
+
+#: Imports against the order: module → imported module, with the reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("bench.plan", "trainers.comm.schema"): "to be removed",
+    ("bench.rpc_calls", "trainers.comm.schema"): "to be removed",
+    ("config.loading", "models"): "to be removed",
+    ("config.schema", "trainers.comm.schema"): "to be removed",
+    ("config.schema", "trainers.hybrid.schema"): "to be removed",
+    ("config.schema", "trainers.pipeline.schema"): "to be removed",
+    ("config.schema", "trainers.rl.schema"): "to be removed",
+    ("config.schema", "trainers.rnn.schema"): "to be removed",
+    ("config.schema.run", "trainers.comm.schema"): "to be removed",
+    ("config.schema.run", "trainers.hybrid.schema"): "to be removed",
+    ("config.schema.run", "trainers.pipeline.schema"): "to be removed",
+    ("config.schema.run", "trainers.rl.schema"): "to be removed",
+    ("config.schema.run", "trainers.rnn.schema"): "to be removed",
+    ("machine.compiler", "config.schema"): "to be removed",
+    ("slurm.job.own_batch_script", "slurm.submit.checks"): "to be removed",
+}
+
+#: May be imported where torch is not installed, such as on a login node.
+NO_TORCH = """
+errors logs files machine slurm config run containers preflight devcluster tracking supervisor diagnostics cli
+rank.variables rank.roles rank.topology
+bench.results bench.report bench.compare bench.bottleneck bench.plots
+""".split()  # noqa: SIM905
+
+ORDER = {name: number for number, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
+
+
+def imports_of(source: str, module: str) -> set[str]:
+    """Return the modules that a source imports; for `from a import b` both `a` and `a.b`, as `b` may be a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*above, *filter(None, [node.module])])
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            found |= {str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)}
+    return found
+
+
+def read_imports(package: Path) -> dict[str, set[str]]:
+    """Return the imports by module (`slurm.job.srun`; the name of a package stands for its `__init__`)."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = imports_of(path.read_text(), ".".join(("hpcdist", *parts)))
+    return found
+
+
+IMPORTS = read_imports(PACKAGE)
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def layer(module: str) -> str:
+    """Return the longest name in `LAYERS` that a module belongs to; empty where none does."""
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in ORDER), "")
+
+
+def own_imports(module: str) -> set[str]:
+    """Return the modules of hpcdist that a module imports."""
+    names = {name.removeprefix("hpcdist.") for name in IMPORTS[module] if name.startswith("hpcdist.")}
+    return {name for name in names if name in IMPORTS}
+
+
+def users_of(*libraries: str) -> set[str]:
+    return {module for module, imports in IMPORTS.items() if any(within(name, *libraries) for name in imports)}
+
+
+def third_party(imports: set[str]) -> set[str]:
+    return {name for name in imports if name.partition(".")[0] not in {*sys.stdlib_module_names, "hpcdist", ""}}
+
+
+def test_every_form_of_import_is_found() -> None:
+    source = """
+import a.b
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from c import d
+def f():
+    import e as g
+    from . import h
+    from ..i import j
+    importlib.import_module("k.l")
+"""
+    found = imports_of(source, "hpcdist.slurm.queue")
+    assert found >= {"a.b", "c", "c.d", "e", "hpcdist.slurm.h", "hpcdist.i", "hpcdist.i.j", "k.l"}
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {"cli.app", "supervisor.watch", "trainers.ddp.train", "tracking.shipper"} <= set(IMPORTS)
+    assert "torch" in IMPORTS["trainers.ddp.train"]
+    assert [module for module in IMPORTS if module not in ("", "__main__") and not layer(module)] == []
+
+
+def test_imports_follow_the_layers() -> None:
+    against = {
+        (module, name)
+        for module in IMPORTS
+        if layer(module)
+        for name in own_imports(module)
+        if layer(name) != layer(module) and ORDER[layer(name)] >= ORDER[layer(module)]
+    }
+    assert against == set(EXCEPTIONS)
+
+
+def test_trainers_do_not_import_each_other() -> None:
+    def trainer(module: str) -> str:
+        return module.split(".")[1] if within(module, "trainers") and "." in module else ""
+
+    found = {
+        (m, name) for m in IMPORTS if trainer(m) for name in own_imports(m) if trainer(name) not in ("", trainer(m))
+    }
+    assert found == set()
+
+
+def test_omegaconf_is_used_by_config_alone() -> None:
+    assert users_of("omegaconf") == {"config.loading", "config.document"}
+
+
+def test_submitit_is_used_by_the_submission_alone() -> None:
+    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.no_numpy"}
+
+
+def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
+    assert {module for module in users_of("mlflow") if not within(module, "tracking")} <= {"checkpoint.export"}
+
+
+def test_a_login_node_needs_no_torch() -> None:
+    found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
+    assert found == {"containers.images.probe"}, "which is piped into a container and runs there"
+    modules = [module for module in IMPORTS if within(module, *NO_TORCH)]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
+        "print([name for name in ('torch', 'torchvision') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", "imported by what these modules import"
+
+
+@pytest.mark.parametrize(
+    ("start", "forbidden"),
+    [
+        ("import hpcdist.rank.worker", {"omegaconf", "psutil", "mlflow", "numpy", "typer"}),
+        (
+            "import hpcdist.slurm.job.batch_step",
+            {"omegaconf", "mlflow", "numpy", "typer", "rich", "importlib.metadata"},
+        ),
+    ],
+    ids=["rank", "batch step"],
+)
+def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden: set[str], tmp_path: Path) -> None:
+    """Each of these costs as much time as all modules of hpcdist together, also when only the config is read."""
+    (tmp_path / "config.yaml").write_text(to_yaml(load_config("ddp_digits")))
+    code = (
+        f"{start}, sys\n"
+        "from hpcdist.config.loading import load_run_config\n"
+        f"load_run_config({start.split()[1]}.Path({str(tmp_path / 'config.yaml')!r}), [], {{}})\n"
+        f"print(sorted({forbidden} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        "errors",
+        "logs",
+        "files.bounded_json",
+        "files.formats",
+        "files.retry",
+        "config.redaction",
+        "config.schema",
+        "run.runs_dir",
+        "run.folder",
+        "slurm.nodelist",
+        "rank.roles",
+        "rank.topology",
+        "tracking.journal",
+        "tracking.names",
+        "supervisor.restart_policy",
+        "supervisor.local_launcher",
+        "preflight",
+        "devcluster",
+    ],
+)
+def test_packages_that_need_the_standard_library_alone(package: str) -> None:
+    """They run in ranks, in containers and on nodes where nothing else is installed, or start quickly."""
+    for module in IMPORTS:
+        if within(module, package):
+            assert third_party(IMPORTS[module]) == set(), module

@@ -1,0 +1,37 @@
+"""What a config of `trainer: rl` may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import RlConfig
+from hpcdist.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_envs": 0}, "num_envs must be >= 1, got 0"),
+        ({"passes": 0}, "passes must be >= 1, got 0"),
+        ({"clip": 0.0}, "clip must be > 0, got 0"),
+        ({"entropy_weight": -0.1}, "entropy_weight must be >= 0, got -0.1"),
+        ({"discount": 1.5}, "discount must be from 0 to 1, got 1.5"),
+        ({"hidden": [64, 0]}, "hidden must hold sizes >= 1, got 0"),
+        ({"mode": "async", "inference": "remote"}, "mode=async needs inference=local"),
+    ],
+)
+def test_mistakes_of_the_section(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RlConfig(**values)
+
+
+def test_the_shipped_config_is_checked_for_its_roles() -> None:
+    config = load_config("rl_cartpole")
+    assert config.roles == {"agent": 1, "observer": 2}
+    with pytest.raises(ConfigError, match="needs one agent, then observers, got agent: 2, observer: 2"):
+        load_config("rl_cartpole", ["roles.agent=2"])
+    with pytest.raises(ConfigError, match=r"optim\.accumulate=2 is not for trainer rl: use rl\.minibatches"):
+        load_config("rl_cartpole", ["optim.accumulate=2"])

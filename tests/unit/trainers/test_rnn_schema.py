@@ -1,0 +1,37 @@
+"""Mistakes in a language model's config: one line each, with the fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.errors import ConfigError
+
+
+def test_the_shipped_config_is_whole() -> None:
+    config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
+    assert (list(config.roles), config.checkpoint.best_mode) == (["trainer", "server"], "min")
+    assert config.rnn.files[0].startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "roles={server: 1, trainer: 1}",
+            "roles: trainer rnn needs trainers, then servers, got server: 1, trainer: 1: set",
+        ),
+        ("optim.accumulate=2", "optim.accumulate=2 is not for trainer rnn: use rnn.batch_size"),
+        ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
+        ("rnn.temperature=0", "rnn.temperature must be > 0, got 0"),
+        ("rnn.vocab_size=1", "rnn.vocab_size must be >= 2, got 1"),
+    ],
+)
+def test_mistakes(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("rnn_lm", [override])
+
+
+def test_a_tied_table_has_one_width() -> None:
+    with pytest.raises(ConfigError, match=r"rnn.tied needs embedding = hidden, got 64 and 128"):
+        load_config("rnn_lm", ["rnn.tied=true", "rnn.embedding=64"])

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.errors import ConfigError
+from hpcdist.models.image import build_model
+from hpcdist.trainers.pipeline.stages import (
+    Stage,
+    cut_after,
+    cut_evenly,
+    measure_units,
+    unit_names,
+    use_onednn_for_pointwise,
+)
+
+UNITS = ["stem", *(f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)), "head"]
+
+
+def resnet18(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model("resnet18", num_classes=10, in_channels=3, image_size=32)
+
+
+def test_stages_keep_the_whole_models_names_and_compute_what_it_computes() -> None:
+    model = resnet18()
+    assert unit_names(model) == UNITS
+    assert len(unit_names(build_model("resnet50", num_classes=10, in_channels=3, image_size=32))) == 18
+    stages = [Stage(model, units) for units in cut_after(UNITS, ["layer1.0", "layer3"])]
+    names = [list(stage.state_dict()) for stage in stages]
+    assert [name for part in names for name in part] == list(model.state_dict())
+    assert names[1][0] == "layer1.1.conv1.weight"
+    images = torch.randn(4, 3, 32, 32)
+    x = images
+    for stage in stages:
+        assert stage.training
+        x = stage.eval()(x)
+    assert torch.equal(x, model.eval()(images))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_running_statistics_are_updated_once_a_micro_batch(checkpointing: bool) -> None:
+    model = resnet18()
+    stage = Stage(copy.deepcopy(model), UNITS, checkpointing=checkpointing)
+    for images in torch.randn(3, 4, 3, 32, 32):
+        for part in (model, stage):
+            part(images).square().mean().backward()
+    assert all(torch.equal(stage.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert stage.state_dict()["bn1.num_batches_tracked"] == 3
+    gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradients[name]), name  # type: ignore[arg-type]
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass() -> None:
+    def saved_bytes(stage: Stage) -> int:
+        sizes: list[int] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            stage(torch.randn(4, 3, 64, 64))
+        return sum(sizes)
+
+    model = resnet18()
+    assert saved_bytes(Stage(model, UNITS, checkpointing=True)) < saved_bytes(Stage(model, UNITS)) / 4
+
+
+def test_one_pixel_convolutions_are_oneDNNs_for_few_images_too() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(64, 128, 1), nn.ReLU(), nn.Conv2d(128, 32, 1, bias=False))
+    other = copy.deepcopy(plain)
+    use_onednn_for_pointwise(other)
+    images = torch.randn(4, 64, 8, 8)
+    for part in (plain, other):
+        part(images).square().mean().backward()
+    torch.testing.assert_close(other(images), plain(images))
+    for ours, theirs in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+    def operators(part: nn.Module) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            part(images)
+        return {event.key for event in profile.key_averages()}
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        # The day when the first of these fails, the trick is not needed any more.
+        assert "aten::_slow_conv2d_forward" in operators(plain)
+        assert "aten::_slow_conv2d_forward" not in operators(other)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_cuts_by_name() -> None:
+    assert cut_after(UNITS, []) == [tuple(UNITS)]
+    assert [stage[-1] for stage in cut_after(UNITS, ["layer2"])] == ["layer2.1", "head"]
+    assert [stage[0] for stage in cut_after(UNITS, ["stem", "layer1.1"])] == ["stem", "layer1.0", "layer2.0"]
+    with pytest.raises(ConfigError, match=r"pipeline.cut: the model has no 'layer5': its units are stem, layer1.0, "):
+        cut_after(UNITS, ["layer5"])
+    with pytest.raises(ConfigError, match=r"pipeline.cut=\['layer3', 'layer2'\] leaves a stage empty"):
+        cut_after(UNITS, ["layer3", "layer2"])
+    with pytest.raises(ConfigError, match=r"leaves a stage empty: name units in the model's order"):
+        cut_after(UNITS, ["head"])
+
+
+def test_cuts_by_cost_keep_the_dearest_stage_as_cheap_as_can_be() -> None:
+    units = list("abcdef")
+    assert cut_evenly(units, [1, 1, 1, 1, 1, 1], 3) == [("a", "b"), ("c", "d"), ("e", "f")]
+    assert cut_evenly(units, [9, 1, 1, 1, 1, 1], 2) == [("a",), ("b", "c", "d", "e", "f")]
+    assert cut_evenly(units, [1, 1, 1, 1, 1, 9], 2) == [("a", "b", "c", "d", "e"), ("f",)]
+    assert (
+        max(
+            sum([3, 1, 4, 1, 5, 9][units.index(unit)] for unit in stage)
+            for stage in cut_evenly(units, [3, 1, 4, 1, 5, 9], 3)
+        )
+        == 9
+    )
+    assert [len(stage) for stage in cut_evenly(units, [1] * 6, 6)] == [1] * 6
+    with pytest.raises(ConfigError, match=r"roles.stage=7: the model has 6 units that stages can be made of"):
+        cut_evenly(units, [1] * 6, 7)
+
+
+def test_measuring_changes_nothing() -> None:
+    model = resnet18()
+    before = copy.deepcopy(model.state_dict())
+    seconds = measure_units(model, torch.randn(2, 3, 32, 32), repeats=1)
+    assert len(seconds) == len(UNITS)
+    assert min(seconds) > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
