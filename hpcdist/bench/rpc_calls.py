@@ -16,7 +16,7 @@ from hpcdist.bench.patterns import message
 from hpcdist.bench.results import Place, Rpc
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import remote, rpc_group
+from hpcdist.rank.network.rpc import remote, rpc_group
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
 #: Ranks that are called: one of each node first, then others.
