@@ -27,7 +27,8 @@ from torch import Tensor
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_target
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_target
+from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.tables import Coalesced, Layout, TableShard, unit_of_row
 
 # What a trainer wants, the first number of each header: units that it will send gradients of, units that it will not,
@@ -183,7 +184,7 @@ def _coalesce(requests: Sequence[_Request]) -> Coalesced:
 
 def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup, group: RpcGroup) -> None:
     """Hold this server's rows of the tables until rank 0 leaves."""
-    hybrid = cfg.hybrid
+    hybrid = cfg.section(HybridConfig)
     group.target = shard = TableShard(
         layout,
         ctx.role_index,

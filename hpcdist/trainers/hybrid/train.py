@@ -33,13 +33,14 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
 from hpcdist.trainers.hybrid.lookups import LookupPlan, Lookups, Units, choose
+from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.table_server import rows_of_table, serve_tables
 from hpcdist.trainers.hybrid.tables import Layout, weight_name
 
@@ -67,7 +68,8 @@ class PreparedBatch:
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
     ctx.roles.require(trainer=None, server=None)
-    layout = Layout(cfg.hybrid.tables, cfg.hybrid.dim, ctx.roles.count("server"))
+    hybrid = cfg.section(HybridConfig)
+    layout = Layout(hybrid.tables, hybrid.dim, ctx.roles.count("server"))
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
     with rpc_group(ctx) as group:
@@ -94,11 +96,11 @@ def _make_groups(ctx: Context, cfg: Config) -> ProcessGroups:
 
 def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, group: RpcGroup) -> None:
     """Train as one of the trainers."""
-    num_trainers = ctx.roles.count("trainer")
-    shares = load_clicks(cfg.hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
+    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
+    shares = load_clicks(hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in shares)
     num_inputs = len(layout.tables) * layout.dim + data.numeric.shape[1]
-    model = ctx.wrap(dense_part(num_inputs, cfg.hybrid.hidden), process_group=groups.dense, static_graph=True)
+    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden), process_group=groups.dense, static_graph=True)
     if num_trainers > 2:  # the sum of two trainers does not depend on the order
         example = torch.zeros(2, num_inputs, device=ctx.device)
         settle_buckets(model, lambda: model(example).sum())
@@ -108,13 +110,13 @@ def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroup
     lookups = Lookups(groups.exchange, ctx.ranks_of("server"), layout, plan)
     num_test = [0.0] * num_trainers
     num_test[ctx.role_index] = len(test)
-    num_eval_batches = math.ceil(max(_sum_over_trainers(groups, num_test)) / cfg.hybrid.eval_batch_size)
+    num_eval_batches = math.ceil(max(_sum_over_trainers(groups, num_test)) / hybrid.eval_batch_size)
 
     saved = ctx.restore()
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
-    steps_per_epoch = math.ceil(len(data) / cfg.hybrid.batch_size)
+    steps_per_epoch = math.ceil(len(data) / hybrid.batch_size)
     position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
     meter = Meter(saved.local if saved else None)
 
@@ -147,7 +149,7 @@ def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroup
         return {
             "train/loss": loss_sum / num_steps,
             "train/epoch": position.epochs,
-            "train/samples_per_s": cfg.hybrid.batch_size * num_steps / meter.elapsed_s,
+            "train/samples_per_s": hybrid.batch_size * num_steps / meter.elapsed_s,
         }
 
     def save(metrics: Mapping[str, float]) -> None:
@@ -182,7 +184,7 @@ def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroup
 
 def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -> LookupPlan:
     """Return the configured plan; where the config has `auto`, the one with less traffic for the first two batches."""
-    hybrid = cfg.hybrid
+    hybrid = cfg.section(HybridConfig)
     first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
     return LookupPlan(
@@ -193,7 +195,7 @@ def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -
 
 
 def _epoch_samples(cfg: Config, data: Clicks, *, epoch: int, start: int) -> Iterator[Tensor]:
-    return batches(len(data), cfg.hybrid.batch_size, seed=cfg.seed, epoch=epoch, start=start)
+    return batches(len(data), cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start)
 
 
 def _prepare(ctx: Context, lookups: Lookups, data: Clicks, samples: Tensor) -> PreparedBatch:
@@ -228,7 +230,7 @@ def evaluate(
 
     The scores of all trainers are gathered, eight bytes per sample and trainer: an AUC is not a mean of parts.
     """
-    size = cfg.hybrid.eval_batch_size
+    size = cfg.section(HybridConfig).eval_batch_size
     scores = []
     for number in range(num_batches):  # a share that is one sample smaller than others may end in an empty batch
         batch = _prepare(ctx, lookups, test, torch.arange(len(test))[number * size : (number + 1) * size])
@@ -248,7 +250,7 @@ def _export(
     ctx: Context, cfg: Config, layout: Layout, model: DistributedDataParallel, group: RpcGroup, *, num_numeric: int
 ) -> None:
     """Export the final model for one process, if its tables are small enough to be gathered on rank 0."""
-    hybrid = cfg.hybrid
+    hybrid = cfg.section(HybridConfig)
     size_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
     if size_mb > hybrid.export_max_mb:
         log.info(

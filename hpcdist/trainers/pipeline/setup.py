@@ -15,9 +15,10 @@ from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.rpc import rpc_group
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine
+from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stage_checkpoint import load_stage
 from hpcdist.trainers.pipeline.stages import Stage, use_onednn_for_pointwise
 from hpcdist.trainers.pipeline.tuning import boundaries, choose_cut
@@ -59,11 +60,11 @@ def open_stage(ctx: Context, cfg: Config) -> Iterator[StageSetup]:
     saved = ctx.restore()
     example = _example_images(cfg, data)
     units = choose_cut(ctx, model, example, saved)
-    stage = Stage(model, units[ctx.rank], checkpointing=cfg.pipeline.activation_checkpointing)
+    stage = Stage(model, units[ctx.rank], checkpointing=cfg.section(PipelineConfig).activation_checkpointing)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name, _ in stage.named_parameters()]
     first = names.index(own[0]) if own else 0
-    is_rpc = cfg.pipeline.engine != "pipelining"
+    is_rpc = cfg.section(PipelineConfig).engine != "pipelining"
     stage_ends = None if is_rpc else boundaries(model, units[: ctx.rank + 1], example[:1])
     del model  # frees the other stages
     with _open_engine(ctx, cfg, stage.to(ctx.device), stage_ends) as engine:
@@ -91,7 +92,7 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 def _example_images(cfg: Config, data: ImageData) -> Tensor:
     """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
-    number = cfg.pipeline.micro_batches
+    number = cfg.section(PipelineConfig).micro_batches
     size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
     shape = (size, 3, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -104,7 +105,7 @@ def _open_engine(ctx: Context, cfg: Config, stage: Stage, stage_ends: tuple[Tens
         yield PipeliningEngine(
             stage,
             ctx,
-            schedule=cfg.pipeline.schedule,
+            schedule=cfg.section(PipelineConfig).schedule,
             boundaries=stage_ends,
             channels_last=cfg.model.channels_last,
         )
@@ -113,4 +114,6 @@ def _open_engine(ctx: Context, cfg: Config, stage: Stage, stage_ends: tuple[Tens
     with rpc_group(ctx, device_maps=maps, target=inbox) as group:
         mapped = [rank for rank, name in enumerate(group.names) if name in maps]
         wire = Wire(ctx, group, inbox, mapped)
-        yield RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.pipeline.schedule)
+        yield RpcEngine(
+            stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.section(PipelineConfig).schedule
+        )

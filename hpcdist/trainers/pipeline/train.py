@@ -35,6 +35,7 @@ from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.pipeline.engines import Engine
 from hpcdist.trainers.pipeline.schedules import ideal_bubble
+from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.setup import StageSetup, build_whole_model, open_stage
 from hpcdist.trainers.pipeline.stage_checkpoint import stage_shard
 from hpcdist.trainers.pipeline.stages import Stage
@@ -116,7 +117,7 @@ def _train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> str:
 
 def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
     """Return the configured number of micro-batches; for `auto` that of the checkpoint, or else the fastest."""
-    number = cfg.pipeline.micro_batches
+    number = cfg.section(PipelineConfig).micro_batches
     if isinstance(number, int):
         return number
     if setup.saved is not None:

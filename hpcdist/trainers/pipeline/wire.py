@@ -15,7 +15,7 @@ from torch.distributed import rpc
 
 from hpcdist.errors import PeerLost
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_target
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_target
 
 #: Seconds to wait for a tensor before the sender is called to check that it is alive.
 CHECK_INTERVAL_S = 1.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from hpcdist.rank.rpc import remote, rpc_target
+from hpcdist.rank.network.rpc import remote, rpc_target
 from hpcdist.trainers.rl.environments import Floats
 from hpcdist.trainers.rl.policy import Policy
 

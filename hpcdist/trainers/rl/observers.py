@@ -13,11 +13,12 @@ from torch.distributed import rpc
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group, rpc_target
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group, rpc_target
 from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.inference import request_inference
 from hpcdist.trainers.rl.policy import Actor
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
+from hpcdist.trainers.rl.schema import RlConfig
 
 
 class Observer:
@@ -25,7 +26,7 @@ class Observer:
 
     def __init__(self, ctx: Context, cfg: Config, problem: Problem) -> None:
         self._ctx, self._cfg = ctx, cfg
-        self.collector = Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=ctx.role_index)
+        self.collector = Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=ctx.role_index)
 
     def collect(self, number: int, weights: dict[str, Tensor]) -> Rollout:
         """Collect a rollout.
@@ -34,7 +35,7 @@ class Observer:
             number: of the rollout; its random numbers follow from it.
             weights: `Policy.actor_state`; with `rl.inference: remote` only `log_std`, if there is one.
         """
-        rl, began = self._cfg.rl, time.perf_counter()
+        rl, began = self._cfg.section(RlConfig), time.perf_counter()
         if rl.inference == "local":
             rollout = self.collector.collect(
                 number, rl.rollout_steps, Actor(weights, rl.activation), weights.get("log_std")
@@ -90,7 +91,7 @@ class ObserverGroup:
 
     def request(self, number: int, weights: dict[str, Tensor]) -> None:
         """Request rollout `number` from every observer with these weights, without waiting."""
-        if self._cfg.rl.inference == "remote":
+        if self._cfg.section(RlConfig).inference == "remote":
             weights = {name: value for name, value in weights.items() if name == "log_std"}
         self._pending = [
             rpc.rpc_async(name, _collect, (number, weights), timeout=call_timeout_s(self._cfg)) for name in self._names

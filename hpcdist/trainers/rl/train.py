@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass, field
 import gymnasium
 import torch
 
-from hpcdist.config.schema import Config, RlConfig
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
-from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.run.folder import write_atomic
@@ -38,6 +38,7 @@ from hpcdist.trainers.rl.observers import ObserverGroup, serve_rollouts
 from hpcdist.trainers.rl.policy import Actor, Policy
 from hpcdist.trainers.rl.ppo import learn
 from hpcdist.trainers.rl.rollouts import Rollout, random_numbers
+from hpcdist.trainers.rl.schema import RlConfig
 
 log = logging.getLogger(__name__)
 #: Valid values of `checkpoint.best`.
@@ -58,11 +59,12 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     if (best := cfg.checkpoint.best) not in EVAL_METRICS:
         raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
-    problem = Problem.of(cfg.rl.env, cfg.rl.env_options, cfg.rl.max_episode_steps)
+    rl = cfg.section(RlConfig)
+    problem = Problem.of(rl.env, rl.env_options, rl.max_episode_steps)
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
-    policy = build_policy(problem, cfg.rl).to(ctx.device)
+    policy = build_policy(problem, rl).to(ctx.device)
     saved = ctx.restore()
     inference = InferenceServer(policy, ctx.device, ctx.roles.count("observer"))
     with rpc_group(ctx, target=inference) as group:
@@ -86,17 +88,18 @@ def _train_policy(
     ctx: Context, cfg: Config, problem: Problem, policy: Policy, saved: Restored | None, group: RpcGroup
 ) -> None:
     """Train as the agent."""
+    rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
     if saved is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, cfg.rl.updates_per_epoch, cfg.stop)
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop)
     meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
     history = History(**saved.trainer["history"]) if saved else History()
     observers = ObserverGroup(group, cfg, pending)
-    test_envs = make_environments(problem, cfg.rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
+    test_envs = make_environments(problem, rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
     began = time.perf_counter()
 
     def train_epoch() -> Iterator[None]:
@@ -104,7 +107,7 @@ def _train_policy(
             if not observers.has_pending:
                 observers.request(position.step, policy.actor_state())
             rollout = observers.take()
-            if cfg.rl.mode == "async":
+            if rl.mode == "async":
                 observers.request(position.step + 1, policy.actor_state())
             set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
             losses, num_losses = learn(policy, optimizer, rollout, cfg, ctx.device)
@@ -183,7 +186,7 @@ def _train_policy(
     )
     if reason:
         ctx.end_reason = f"{reason}, {history.env_steps} environment steps"
-        if cfg.rl.record:
+        if rl.record:
             _record(ctx, cfg, problem, policy, history)
         ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
 

@@ -37,12 +37,13 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import lr_factor
-from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.trainers.rnn.learner import Flight, Learner
+from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Columns, Tokenizer, load_corpus
 from hpcdist.trainers.rnn.vocabulary import VocabularyShard, row_bounds
 from hpcdist.trainers.rnn.vocabulary_checkpoint import check_vocab_size, load_server, server_shard, shards_of_rows
@@ -54,13 +55,14 @@ TRAINER, SERVER = "trainer", "server"
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
+    rnn = cfg.section(RnnConfig)
     ctx.roles.require(trainer=None, server=None)
     ranks = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(ranks)
     trainers = dist.new_group(ranks)
     wire, device_maps = _wire_device(ctx)
     # Rank 0 alone reads the text, so all have the same. Servers need the size of the vocabulary.
-    corpus = load_corpus(cfg.rnn, cfg.seed) if ctx.is_main else None
+    corpus = load_corpus(rnn, cfg.seed) if ctx.is_main else None
     vocab_size: list[Any] = [corpus and corpus.tokenizer.size]
     dist.broadcast_object_list(vocab_size)
     options: dict[str, Any] = {
@@ -97,7 +99,7 @@ def _wire_device(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] 
 
 
 def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> VocabularyServer:
-    rnn = cfg.rnn
+    rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
         first_rows(start, stop, rnn.embedding, cfg.seed, ENCODER),
@@ -116,7 +118,7 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device)
 def _build_learner(
     ctx: Context, cfg: Config, vocab_size: int, wire: torch.device, trainers: dist.ProcessGroup
 ) -> Learner:
-    rnn = cfg.rnn
+    rnn = cfg.section(RnnConfig)
     names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
     client = VocabularyClient(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
     lstm = build_lstm(rnn.embedding, rnn.hidden, rnn.layers, rnn.dropout)
@@ -134,8 +136,8 @@ def _train_lstm(
     group: RpcGroup,
 ) -> str:
     """Train as one of the trainers; return the reason of the end, empty if stopped before."""
-    part = ctx.role_index, ctx.roles.count(TRAINER)
-    columns, held_out = (Columns(stream, cfg.rnn.batch_size, cfg.rnn.bptt, part) for stream in streams)
+    rnn, part = cfg.section(RnnConfig), (ctx.role_index, ctx.roles.count(TRAINER))
+    columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
     if saved is not None:
         check_vocab_size(saved, vocab_size)
         learner.lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in saved.model.items()})
@@ -145,7 +147,7 @@ def _train_lstm(
         learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
     position = TrainingPosition.resume(saved.trainer["position"] if saved else None, len(columns), cfg.stop)
     meter = Meter(local["meter"] if local else None)
-    max_in_flight = 2 if cfg.rnn.mode == "async" else 1
+    max_in_flight = 2 if rnn.mode == "async" else 1
     in_flight: deque[Flight] = deque()
 
     def train_epoch() -> Iterator[None]:
@@ -218,7 +220,7 @@ def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, flo
 
 def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -> None:
     """Build the whole model on rank 0, write a text sampled from it, and export it."""
-    rnn = cfg.rnn
+    rnn = cfg.section(RnnConfig)
     model = LanguageModel(
         vocab_size=tokenizer.size,
         embedding=rnn.embedding,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hpcdist.config.schema import OptimConfig
 from hpcdist.errors import PeerLost
+from hpcdist.rank.network.rpc import remote, rpc_target
 from hpcdist.rank.optimizer import build_optimizer, set_lr
-from hpcdist.rank.rpc import remote, rpc_target
 from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
 
 T = TypeVar("T")
