@@ -20,7 +20,7 @@ from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import Standing, close_if_dead, job_of, stand
-from hpcdist.slurm.queue import JobRef, JobWatch, Look
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -55,7 +55,7 @@ class RunWatch:
         self._run = run
         self._job: JobRef | None = None
         self._watch: JobWatch | None = None
-        self._first_lost: Look | None = None
+        self._first_lost: JobSnapshot | None = None
 
     def now(self) -> Standing:
         """Return the current status. A Slurm run counts as lost after two different answers of Slurm that agree."""

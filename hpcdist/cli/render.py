@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from hpcdist.config.loading import redacted
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.folder import Attempt, RunDir, State
 from hpcdist.supervisor.plan import Plan, rank_command
@@ -166,7 +166,9 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, the next commands and, on the last line, the status with its reason."""
     metrics = last_beat(run, state).get("metrics", {})
-    is_benchmark = config.trainer.target == "comm"  # its last metrics are those of the largest message only
+    trainer = find_trainer(config.trainer.target)
+    # The last metrics of a benchmark are those of the largest message only.
+    is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
         table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
         for key, value in sorted(metrics.items()):

@@ -18,8 +18,8 @@ from hpcdist.run.folder import ENDED, RunDir, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.status import job_of, look_now, stand
-from hpcdist.slurm import queue
-from hpcdist.slurm.queue import Look, SlurmAwayError
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
 
 #: Ranks that `status` shows in a line each.
 MAX_SHOWN_RANKS = 32
@@ -88,7 +88,7 @@ def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: 
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
-def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
+def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
     """Return the states of the runs' jobs by run folder, from one call of squeue, and why it failed if it did."""
     jobs = {}
     for run in runs:
@@ -96,14 +96,14 @@ def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
             if (job := job_of(run)) and run.read_state().status not in ENDED:
                 jobs[run.path] = job
     try:
-        known = queue.ask_many([job.id for job in jobs.values()])
-    except SlurmAwayError as error:
-        return {path: Look(away=str(error), installed=error.installed) for path in jobs}, str(error)
+        known = job_snapshot.ask_many([job.id for job in jobs.values()])
+    except SlurmUnavailableError as error:
+        return {path: JobSnapshot(away=str(error), installed=error.installed) for path in jobs}, str(error)
     looks = {}
     for path, job in jobs.items():
         facts = known.get(job.id)
         # An unknown job may belong to another cluster, or have ended a while ago.
-        looks[path] = Look(facts=facts) if facts and job.name in ("", facts.name) else queue.look_at(job)
+        looks[path] = JobSnapshot(facts=facts) if facts and job.name in ("", facts.name) else job_snapshot.look_at(job)
     return looks, ""
 
 

@@ -166,7 +166,7 @@ def submit_sweep(
         flags: Flags of sbatch for this submission alone.
         check: Checks a submission of this config before anything is written; raises UserMistake.
     """
-    from hpcdist.slurm.components import is_het
+    from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
     from hpcdist.supervisor import sweep_cells
 
