@@ -135,12 +135,12 @@ def _caught_signals() -> Iterator[list[str]]:
 
 def _close_parent_run(choice: Choice) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.parent import Parent
+    from hpcdist.tracking.parent_run import ParentRun
     from hpcdist.tracking.uri import choose_uri
 
     config = choice.cell.config
     try:
-        parent = Parent.of(choice.run, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+        parent = ParentRun.of(choice.run, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
         if parent is not None:
             parent.refresh()
     except TrackingError as error:

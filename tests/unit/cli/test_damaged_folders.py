@@ -28,9 +28,9 @@ from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_snapshot import SlurmUnavailableError
 from hpcdist.slurm.submit.checks import longest_save
 from hpcdist.supervisor.pending_config import newest_step
-from hpcdist.tracking import artifacts, labels
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Tail
+from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.shipping_state import ShippingState
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
@@ -157,15 +157,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """All that shipping reads."""
-    state, config = run.read_state(), labels.read_config(run)
-    labels.params(config)
-    labels.fixed_tags(run, config)
-    labels.job_tags(run)
-    labels.state_tags(state)
+    state, config = run.read_state(), run_metadata.read_config(run)
+    run_metadata.params(config)
+    run_metadata.fixed_tags(run, config)
+    run_metadata.job_tags(run)
+    run_metadata.state_tags(state)
     sweep_of(run)
-    progress = Progress.load(run.journal / "shipped.json")
+    progress = ShippingState.load(run.journal / "shipped.json")
     progress.offsets = {}
-    tail = Tail(run.journal, progress)
+    tail = JournalTail(run.journal, progress)
     tail.new_points(tail.next_chunks(1, over=True))
     list(artifacts.documents(run))
     list(artifacts.preflight(run))
