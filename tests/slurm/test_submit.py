@@ -13,7 +13,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.run.folder import read_json
-from hpcdist.slurm.current_job import parse_time
+from hpcdist.slurm.command_output import parse_time
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +153,11 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
         ),
         (
             "cluster.account=nobody",
-            "cluster.account=nobody: Slurm would not take this job:"
+            "cluster.account=nobody: Slurm rejects this job:"
             " Invalid account or account/partition combination specified; yours are devcluster, root",
         ),
         ("cluster.qos=nope", "cluster.qos=nope: no such QOS: there are normal"),
-        ("cluster.constraint=none", "Slurm would not take this job: Invalid feature specification"),
+        ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
         ("cluster.sbatch.mail-typo=FAIL", "cluster.sbatch.mail-typo=FAIL: sbatch has no such flag"),
         ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
     ],

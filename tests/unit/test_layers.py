@@ -30,7 +30,7 @@ rank.roles rank.topology
 config.redaction config.document
 config.schema
 config
-slurm.job_components slurm.extra_flags
+slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
 containers
 preflight devcluster
@@ -63,7 +63,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config.schema.run", "trainers.rl.schema"): "to be removed",
     ("config.schema.run", "trainers.rnn.schema"): "to be removed",
     ("machine.compiler", "config.schema"): "to be removed",
-    ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
