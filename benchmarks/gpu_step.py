@@ -49,10 +49,10 @@ from hpcdist.config.schema import (
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context, seed_everything
 from hpcdist.rank.device import place
-from hpcdist.rank.heartbeat import Heartbeat
-from hpcdist.rank.process_group import process_groups
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.network.process_group import process_groups
 from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
@@ -115,7 +115,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
         try:
-            from hpcdist.rank.system_metrics import NodeMonitor
+            from hpcdist.rank.telemetry.system_metrics import NodeMonitor
         except ModuleNotFoundError:
             print("psutil is not installed: no system metrics", file=sys.stderr)
         else:
@@ -171,9 +171,9 @@ class SyncCounter:
             return
         frames = [frame for frame in traceback.extract_stack() if f"{os.sep}hpcdist{os.sep}" in frame.filename]
         names = {frame.name for frame in frames}
-        if "_train_epoch" not in names or frames[-1].name == "_epoch_indices":
+        if "train_epoch" not in names or frames[-1].name == "epoch_indices":
             return
-        part = next((name for name in ("_log", "_save", "_step", "batches") if name in names), "loop")
+        part = next((name for name in ("interval_metrics", "save", "train_step", "batches") if name in names), "loop")
         self.places[f"{part}: {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
 
 

@@ -63,7 +63,7 @@ class Life:
         monkeypatch.setattr(following, "Event", lambda: self)
 
     def wait(self, timeout_s: float) -> None:
-        assert timeout_s == following.POLL_EVERY_S
+        assert timeout_s == following.LOOK_EVERY_S
         next(self._deeds, lambda: pytest.fail("the run is over"))()
 
 

@@ -190,7 +190,7 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
     )
     with pytest.raises(ConfigError) as caught:
         check_config(config, tmp_path)
-    assert [line.partition(" holds a secret, which the batch script")[0] for line in caught.value.problems] == [
+    assert [line.partition(" holds a secret, which other users")[0] for line in caught.value.problems] == [
         "cluster.srun.export",
         "cluster.setup",
         "container.extra_args",
@@ -200,4 +200,4 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
         check(config, {}, tmp_path, missing_data="", force=True)
     assert len(caught.value.problems) == 3
     assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
-    assert "give it as a variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
+    assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
