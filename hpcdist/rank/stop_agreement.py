@@ -53,8 +53,8 @@ class StopAgreement:
         """Whether this rank's own flag is set."""
         return self._flag.is_set
 
-    def ask(self) -> None:
-        """Set this rank's own flag."""
+    def request_stop(self) -> None:
+        """Set the flag of this rank, as a stop signal does."""
         self._flag.is_set = True
 
     def agree_in(self, group: dist.ProcessGroup | None) -> None:

@@ -34,7 +34,7 @@ _MOST = 200  #: those that have not ended included
 _WHOLE_UP_TO = 64
 
 
-def tell_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
+def dump_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
     """From now on SIGUSR1 makes this rank tell what it is doing."""
     wake, waker = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(waker, False)
@@ -47,7 +47,7 @@ def tell_on_signal(attempt: Attempt, rank: int, world_size: int) -> None:
     ).start()
 
 
-def record_collectives(attempt: Attempt, env: MutableMapping[str, str]) -> None:
+def enable_flight_recorders(attempt: Attempt, env: MutableMapping[str, str]) -> None:
     """Switch the flight recorders on, and let torch's own dumps at a timeout of NCCL go where the run is.
 
     Not every version records by default. What somebody has set already stays, under the older names, too.
