@@ -80,7 +80,7 @@ def test_a_gate_without_the_key_is_not_believed() -> None:
     with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
         prove(ours, KEY, b"token")
     ours.close()
-    with theirs, pytest.raises(ConnectionError, match="closed before a proof"):
+    with theirs, pytest.raises(ConnectionError, match="closed before the proof"):
         check_proof(theirs, KEY, b"token")
 
 

@@ -30,7 +30,7 @@ rank.roles rank.topology
 config.redaction config.document
 config.schema
 config
-slurm.components slurm.extra_flags
+slurm.job_components slurm.extra_flags
 run
 containers
 preflight devcluster
@@ -49,21 +49,8 @@ cli
 
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("bench.measurement_plan", "trainers.comm.schema"): "to be removed",
-    ("bench.rpc_calls", "trainers.comm.schema"): "to be removed",
-    ("config.loading", "models"): "to be removed",
-    ("config.schema", "trainers.comm.schema"): "to be removed",
-    ("config.schema", "trainers.hybrid.schema"): "to be removed",
-    ("config.schema", "trainers.pipeline.schema"): "to be removed",
-    ("config.schema", "trainers.rl.schema"): "to be removed",
-    ("config.schema", "trainers.rnn.schema"): "to be removed",
-    ("config.schema.run", "trainers.comm.schema"): "to be removed",
-    ("config.schema.run", "trainers.hybrid.schema"): "to be removed",
-    ("config.schema.run", "trainers.pipeline.schema"): "to be removed",
-    ("config.schema.run", "trainers.rl.schema"): "to be removed",
-    ("config.schema.run", "trainers.rnn.schema"): "to be removed",
-    ("machine.compiler", "config.schema"): "to be removed",
-    ("slurm.job.own_batch_script", "slurm.submit.checks"): "to be removed",
+    ("config.schema.declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer",
+    ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
@@ -141,7 +128,7 @@ def f():
     from ..i import j
     importlib.import_module("k.l")
 """
-    found = imports_of(source, "hpcdist.slurm.queue")
+    found = imports_of(source, "hpcdist.slurm.job_snapshot")
     assert found >= {"a.b", "c", "c.d", "e", "hpcdist.slurm.h", "hpcdist.i", "hpcdist.i.j", "k.l"}
 
 
@@ -177,7 +164,7 @@ def test_omegaconf_is_used_by_config_alone() -> None:
 
 
 def test_submitit_is_used_by_the_submission_alone() -> None:
-    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.no_numpy"}
+    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.submitit_entry"}
 
 
 def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
@@ -187,7 +174,8 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
     assert found == {"containers.images.probe"}, "which is piped into a container and runs there"
-    modules = [module for module in IMPORTS if within(module, *NO_TORCH)]
+    declarations = [module for module in IMPORTS if within(module, "trainers") and module.count(".") <= 1]
+    modules = [*(module for module in IMPORTS if within(module, *NO_TORCH)), *declarations]
     code = (
         "import importlib, sys\n"
         f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"

@@ -12,8 +12,8 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.folder import RunDir, State, read_json
-from hpcdist.slurm.job import own_batch_script
-from hpcdist.slurm.job.own_batch_script import cluster_of, run_in_job
+from hpcdist.slurm.job import in_job
+from hpcdist.slurm.job.in_job import cluster_of, run_in_job
 
 JOB = {
     "SLURM_JOB_ID": "41",
@@ -56,7 +56,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
         found.append(RunDir.open(Path(run_dir)))
         return State(status="finished")
 
-    monkeypatch.setattr(own_batch_script, "supervise", supervise)
+    monkeypatch.setattr(in_job, "supervise", supervise)
     return found
 
 
