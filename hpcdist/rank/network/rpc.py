@@ -68,8 +68,9 @@ def remote(function: Callable[P, T]) -> Callable[P, T]:
 class RpcGroup:
     """All ranks of a run by their RPC names, `role:index`."""
 
-    def __init__(self, ctx: Context, timeout_s: float) -> None:
+    def __init__(self, ctx: Context, timeout_s: float, target: object = None) -> None:
         self._ctx = ctx
+        self.target = target
         self._timeout_s = timeout_s
         self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
@@ -154,6 +155,20 @@ class RpcGroup:
                 raise PeerLost(f"{name} belongs to {token!r}, this is {self.token!r}")
 
 
+def rpc_target(kind: type[T]) -> T:
+    """Return the object that this rank passed to `rpc_group`, for use in a `@remote` function.
+
+    Args:
+        kind: class of the object.
+
+    Raises HpcdistError if this rank passed no object of this class.
+    """
+    target = _current().target
+    if not isinstance(target, kind):
+        raise HpcdistError(f"{_current().place} has no {kind.__name__} for calls from other ranks")
+    return target
+
+
 _group: RpcGroup | None = None
 _starts = itertools.count()
 
@@ -184,6 +199,7 @@ def rpc_group(
     timeout_s: float = 60.0,
     num_threads: int = 16,
     device_maps: dict[str, dict[Any, Any]] | None = None,
+    target: object = None,
 ) -> Iterator[RpcGroup]:
     """Start RPC on every rank, check every pair, and shut RPC down on all ranks after the block.
 
@@ -196,9 +212,10 @@ def rpc_group(
         num_threads: number of calls that this rank answers at the same time.
         device_maps: by RPC name, a map from this rank's GPU to that rank's GPU; tensors on mapped GPUs are sent
             directly.
+        target: the object that calls from other ranks use (`rpc_target`) while the group is open.
     """
     global _group
-    group = RpcGroup(ctx, timeout_s)
+    group = RpcGroup(ctx, timeout_s, target)
     _group = group
     sign_messages(ctx.attempt.read_key())
     options = rpc.TensorPipeRpcBackendOptions(

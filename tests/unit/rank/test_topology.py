@@ -372,7 +372,7 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
             STEP | {"SLURM_STEP_NODELIST": "n[1-2]"},
             "SLURM_STEP_NODELIST names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1",
         ),
-        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 (SLURM_PROCID=1"),
+        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
         (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
         (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
@@ -452,7 +452,7 @@ def test_no_world_of_one_in_a_job_of_several_tasks(env: Env, named: str) -> None
     with pytest.raises(TopologyError, match="the Slurm job has several tasks") as caught:
         Topology.from_env(env)
     assert named in str(caught.value)
-    assert "but this process is not an srun task; put srun before the command or use `hpcdist submit`" in str(caught.value)
+    assert "but this process is not an srun task; put srun before the command or use" in str(caught.value)
 
 
 @pytest.mark.parametrize(
