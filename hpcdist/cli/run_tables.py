@@ -18,8 +18,9 @@ from hpcdist.run.folder import ENDED, RunDir, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
 from hpcdist.run.status import job_of, look_now, stand
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 #: Ranks that `status` shows in a line each.
 MAX_SHOWN_RANKS = 32
@@ -41,11 +42,11 @@ class RunRow:
 def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[RunRow], list[str]]:
     """Return a row for each run, the newest last, and notes on runs that cannot be read."""
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
-    looks, problem = _looks(runs)
+    snapshots, problem = _job_snapshots(runs)
     rows, notes = [], []
     for run in runs:
         try:
-            now = stand(run, looks.get(run.path))
+            now = stand(run, snapshots.get(run.path))
             row = RunRow(
                 run=f"{run.experiment}/{run.name}",
                 folder=str(run.path),
@@ -88,7 +89,7 @@ def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: 
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
-def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
+def _job_snapshots(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
     """Return the states of the runs' jobs by run folder, from one call of squeue, and why it failed if it did."""
     jobs = {}
     for run in runs:
@@ -96,15 +97,17 @@ def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
             if (job := job_of(run)) and run.read_state().status not in ENDED:
                 jobs[run.path] = job
     try:
-        known = job_snapshot.ask_many([job.id for job in jobs.values()])
-    except SlurmUnavailableError as error:
-        return {path: JobSnapshot(away=str(error), installed=error.installed) for path in jobs}, str(error)
-    looks = {}
+        known = client.query_jobs([job.id for job in jobs.values()])
+    except SlurmError as error:
+        return {path: JobSnapshot(error=str(error), installed=error.installed) for path in jobs}, str(error)
+    snapshots = {}
     for path, job in jobs.items():
         facts = known.get(job.id)
         # An unknown job may belong to another cluster, or have ended a while ago.
-        looks[path] = JobSnapshot(facts=facts) if facts and job.name in ("", facts.name) else job_snapshot.look_at(job)
-    return looks, ""
+        snapshots[path] = (
+            JobSnapshot(info=facts) if facts and job.name in ("", facts.name) else job_snapshot.take_snapshot(job)
+        )
+    return snapshots, ""
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
@@ -114,8 +117,8 @@ def read_status(run: RunDir) -> dict[str, Any]:
     state = now.state
     slurm = None
     if look is not None:
-        unknown = f"not available: {look.away}" if look.away else "the job is no longer known"
-        slurm = look.facts.describe(time.time()) if look.facts else unknown
+        unknown = f"not available: {look.error}" if look.error else "the job is no longer known"
+        slurm = look.info.describe(time.time()) if look.info else unknown
     held = holder(run)
     attempt = run.attempt(state.attempt) if state.attempt else None
     ranks = []

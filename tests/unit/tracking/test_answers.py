@@ -32,8 +32,14 @@ Answer = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
 BAD: dict[str, tuple[Answer, str]] = {
     "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The response is an HTML page: check that this is"),
-    "wrong types": (("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'), r"the response is not MLflow's \(ParseError"),
-    "wrong fields": (("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'), r"the response is not MLflow's \(ParseError"),
+    "wrong types": (
+        ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
+        r"is not MLflow's \(ParseError",
+    ),
+    "wrong fields": (
+        ("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'),
+        r"is not MLflow's \(ParseError",
+    ),
     "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
     "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
     "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
