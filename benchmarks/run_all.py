@@ -218,8 +218,8 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
     lines = [
         "# Benchmark results",
         "",
-        "`benchmarks/run_all.py` (`make bench`) writes this page, except for the notes at the end. Compare ratios within one",
-        "run: absolute times depend on the load of the shared machine.",
+        "`benchmarks/run_all.py` (`make bench`) writes this page, except for the notes at the end. Compare ratios within",
+        "one run: absolute times depend on the load of the shared machine.",
         "",
         *machine_facts(),
         "- GPU figures: none; `benchmarks/gpu.sh` was not run, because this machine has no GPU",
