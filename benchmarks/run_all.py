@@ -218,7 +218,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
     lines = [
         "# Benchmark results",
         "",
-        "`benchmarks/run_all.py` (`make bench`) writes this page, except for the notes at the end. Compare ratios within",
+        "`benchmarks/run_all.py` (`make bench`) writes this page except the notes at the end. Compare ratios within",
         "one run: absolute times depend on the load of the shared machine.",
         "",
         *machine_facts(),

@@ -115,7 +115,7 @@ LOOKUPS = [
     ("stop agreement", "stop_agreement"),
     ("straggler rule", "supervisor/stragglers"),
     ("PPO update", "rl/ppo"),
-    ("parameter-server exchange", "hybrid/exchange"),
+    ("parameter-server exchange", "hybrid/table_server"),
 ]
 
 
