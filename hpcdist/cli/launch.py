@@ -73,13 +73,13 @@ def send(
         flags: of sbatch, for this submission alone.
     """
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.job_components import table
+    from hpcdist.slurm.job_components import rank_table_lines
     from hpcdist.slurm.submit import checks, submission
     from hpcdist.slurm.submit.batch_script import render
     from hpcdist.supervisor import start
 
-    config, note = submission.settle_het(config)
-    who = [*filter(None, [note]), *table(config)]
+    config, note = submission.resolve_het(config)
+    who = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
         checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
@@ -116,9 +116,9 @@ def supervise_here(run: RunDir, config: Config, *, detach: bool) -> int:
 def ask_slurm(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print what is doubtful, and when it would start; raises for what is wrong."""
     from hpcdist.data.download import missing
-    from hpcdist.slurm.submit.checks import check
+    from hpcdist.slurm.submit.checks import check_submission
 
-    doubts, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
+    doubts, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
     print("\n".join([*(f"note: {doubt}" for doubt in doubts), estimate]))
 
 
