@@ -182,7 +182,7 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
     assert "\n#SBATCH --partition=main\n" in output
     assert "\n# srun --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 " in output
     assert output.endswith(
-        "\n# rank  role         device  where\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
+        "\n# rank  role         device  place\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
     )
     assert not slurm_runs.run_dir(name).path.exists()
 

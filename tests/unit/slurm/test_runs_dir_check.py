@@ -51,7 +51,7 @@ def test_a_folder_that_no_other_machine_sees() -> None:
         " set runs_dir (or HPCDIST_RUNS_DIR) to a folder on a shared file system"
     ]
     (line,), _ = runs_dir_problems(Path("/scratch"), "tmpfs", {"n1"}, "login")
-    assert line.startswith("runs_dir=/scratch: tmpfs is in this machine's memory, so the nodes ")
+    assert line.startswith("runs_dir=/scratch: tmpfs is in this machine's memory, and the nodes ")
 
 
 def test_a_disk_that_this_machine_may_export_is_a_doubt() -> None:
