@@ -2,7 +2,7 @@
 
     python -m hpcdist.containers.pid1 ATTEMPT COMMAND …
 
-What ties it to the step is a named pipe that `containers/contained.sh` made and holds open, `rank-RRRRR.line`
+What ties it to the step is a named pipe that `containers/node_wrapper.sh` made and holds open, `rank-RRRRR.line`
 in the attempt's folder. The names of signals come through it, for the rank. Its end means that the step is gone,
 however that came about; then this process ends, and the kernel ends all others in the container. The rank writes its
 log by itself, and its exit code is left in `rank-RRRRR.exit`: neither depends on podman's or docker's helpers, which

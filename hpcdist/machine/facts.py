@@ -10,7 +10,6 @@ import ctypes.util
 import fcntl
 import os
 import resource
-import shutil
 import socket
 import struct
 import subprocess
@@ -94,6 +93,11 @@ def versions() -> dict[str, str]:
     return facts
 
 
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver; nvidia-smi is asked where /proc does not show it, as on WSL."""
+    return versions().get("driver", "") or (_nvidia_smi("--query-gpu=driver_version") or "").partition("\n")[0].strip()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU as nvidia-smi shows it; None where it does not tell, as of MIG slices."""
@@ -109,22 +113,31 @@ class Gpu:
 
 def gpus() -> list[Gpu]:
     """The GPUs that this process may use by the rights it has; none without nvidia-smi or a driver that works."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the latter before driver 535
         fields = f"index,uuid,name,memory.used,memory.total,ecc.errors.uncorrected.volatile.total,{reasons}"
-        try:
-            listing = _nvidia_smi(f"--query-gpu={fields}")
-            if listing:
-                return parse_gpus(listing, _nvidia_smi("--query-compute-apps=gpu_uuid,pid"))
-        except (OSError, subprocess.TimeoutExpired):
+        listing = _nvidia_smi(f"--query-gpu={fields}")
+        if listing is None:
             break
+        if listing:
+            return parse_gpus(listing, _nvidia_smi("--query-compute-apps=gpu_uuid,pid") or "")
     return []
 
 
-def _nvidia_smi(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+def count_gpus() -> int:
+    """Return the number of this machine's GPUs, whatever CUDA_VISIBLE_DEVICES selects."""
+    return sum(line.strip().isdigit() for line in (_nvidia_smi("--query-gpu=index") or "").splitlines())
+
+
+def _nvidia_smi(query: str) -> str | None:
+    """Return the output of a query: empty if it fails, None if nvidia-smi is missing or does not answer in time.
+
+    nvidia-smi is installed with the driver, while pynvml may be missing from the Python that runs the preflight probe.
+    """
+    try:
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -172,7 +185,7 @@ def gpu_device_files() -> int:
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 

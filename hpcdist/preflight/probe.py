@@ -167,7 +167,7 @@ def look_at_machine(env: Mapping[str, str]) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus],
         "visible_gpus": machine.visible_gpus(len(gpus), env),
         "gpu_device_files": machine.gpu_device_files(),
-        "cores": machine.cores(),
+        "cores": machine.num_cores(),
         "interfaces": machine.interfaces(),
         "infiniband": machine.infiniband(),
         "locked_memory": machine.locked_memory(),

@@ -186,7 +186,7 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
 
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
-    assert found == {"containers.images.probe"}, "which is piped into a container and runs there"
+    assert found == {"containers.images.self_test"}, "which is piped into a container and runs there"
     modules = [module for module in IMPORTS if within(module, *NO_TORCH)]
     code = (
         "import importlib, sys\n"

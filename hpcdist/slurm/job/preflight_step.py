@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.containers.runtimes import Box, outer_env
+from hpcdist.containers.runtimes import outer_env
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.machine.check import Check
 from hpcdist.machine.timed_command import last_line, run_within
@@ -65,7 +66,7 @@ class Preflight:
         nodes: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],
-        box: Box | None,
+        box: ContainerSpec | None,
         het: bool,
     ) -> None:
         self._run = run

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcdist.config.loading import secret_keys
 from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.containers import request as containing
+from hpcdist.containers.rank_container import container_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
@@ -61,7 +61,7 @@ def check(
     further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
     certain += flags.refused("sbatch", {**further, **submission}, own=submission)
     certain += flags.refused("srun", config.cluster.srun)
-    certain += containing.problems(config, cwd or Path.cwd(), os.environ)
+    certain += container_problems(config, cwd or Path.cwd(), os.environ)
     found = Findings()
     partitions = site.ask_partitions()
     chosen = []

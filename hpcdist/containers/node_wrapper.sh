@@ -1,11 +1,11 @@
 #!/bin/sh
 # The node's side of a container: what only the node knows is added to the runtime's command line here.
 #
-#   contained.sh rank ATTEMPT NAMES podman|docker run FLAGS… IMAGE COMMAND…   a rank, from a Slurm task
-#   contained.sh once NAMES RUNTIME run|start FLAGS… IMAGE COMMAND…           the same for what ends by itself
-#   contained.sh plain RUNTIME FLAGS… IMAGE COMMAND…                          a runtime that takes all from its caller
-#   contained.sh remove podman|docker LABEL                                   whatever was left behind
-#   contained.sh in FOLDER COMMAND…                                           inside: enroot's command script
+#   node_wrapper.sh rank ATTEMPT NAMES podman|docker run FLAGS… IMAGE COMMAND…   a rank, from a Slurm task
+#   node_wrapper.sh once NAMES RUNTIME run|start FLAGS… IMAGE COMMAND…           the same for what ends by itself
+#   node_wrapper.sh plain RUNTIME FLAGS… IMAGE COMMAND…                          a runtime that takes all from its caller
+#   node_wrapper.sh remove podman|docker LABEL                                   whatever was left behind
+#   node_wrapper.sh in FOLDER COMMAND…                                           inside: enroot's command script
 #
 # NAMES are patterns, 'SLURM_*|NCCL_*': variables whose names match are passed, by name, so that no value ever
 # stands in a command line.
