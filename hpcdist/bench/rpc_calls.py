@@ -16,7 +16,7 @@ from hpcdist.bench.results import Place, Rpc
 from hpcdist.config.schema import CommConfig
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import remote, rpc_group
+from hpcdist.rank.network.rpc import remote, rpc_group
 from hpcdist.trainers.comm.schema import parse_bytes
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.errors import PreflightError
-from hpcdist.rank import nccl_log
-from hpcdist.rank.process_group import Groups, deadline
+from hpcdist.rank.network.process_group import Groups, deadline
+from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import Attempt, write_json
 

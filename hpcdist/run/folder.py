@@ -160,7 +160,7 @@ class Attempt:
 
     @property
     def key(self) -> Path:
-        """32 random bytes that prove that a process belongs to this attempt (`rank/store_gate.py`)."""
+        """32 random bytes that prove that a process belongs to this attempt (`rank/network/store_gate.py`)."""
         return self.path / "key"
 
     def read_key(self) -> bytes:
@@ -189,7 +189,7 @@ class Attempt:
         return self.path / f"rank-{rank:05d}.stacks.txt"
 
     def flight(self, rank: int) -> Path:
-        """The last collectives of a rank that was asked for them (`rank/flight_recorder.py`)."""
+        """The last collectives of a rank that was asked for them (`rank/telemetry/flight_recorder.py`)."""
         return self.path / f"rank-{rank:05d}.flight.json"
 
     def node_stacks(self, node: str) -> Path:

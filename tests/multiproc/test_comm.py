@@ -18,15 +18,15 @@ from hpcdist.bench.correctness import Variety, check
 from hpcdist.bench.data_movement import AllToAll, Barrier, Broadcast
 from hpcdist.bench.groups import WORLD, Team, Words, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.measurement_plan import points
 from hpcdist.bench.operation import Works
 from hpcdist.bench.operations import OPERATIONS, AllReduce
 from hpcdist.bench.patterns import REDUCTIONS
-from hpcdist.bench.plan import points
 from hpcdist.bench.results import Checked, read_results
 from hpcdist.bench.ring import Ring
 from hpcdist.config.schema import CommConfig, Config, TrainerConfig
 from hpcdist.errors import CommError
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import train
 

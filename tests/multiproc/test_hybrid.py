@@ -21,7 +21,7 @@ from hpcdist_runs import Runs, assert_same, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import train
@@ -240,7 +240,7 @@ def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None
     model = runs.run_dir(control).model
     code = (
         "import sys, torch, mlflow\n"
-        "from hpcdist.checkpoint.saver import load_weights\n"
+        "from hpcdist.checkpoint.weights import load_weights\n"
         "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
         "assert {name: tuple(value.shape) for name, value in weights.items()} == "
         "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"

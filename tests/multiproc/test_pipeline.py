@@ -15,11 +15,11 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.pipeline import train, tuning
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire

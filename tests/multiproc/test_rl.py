@@ -14,7 +14,8 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs, assert_same, finish
 from spawn import Rank, spawn_ranks
 
-from hpcdist.checkpoint.saver import CheckpointStore, load_weights
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RlConfig, StopConfig
 from hpcdist.rank.context import seed_everything
 from hpcdist.rank.optimizer import build_optimizer

@@ -23,7 +23,7 @@ from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, StopConfig, TrackingConfig
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.run.folder import RunDir

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
-from hpcdist.checkpoint.saver import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.run.folder import read_json
 from hpcdist.supervisor.hang.node import py_spy
 

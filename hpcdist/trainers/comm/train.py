@@ -25,9 +25,21 @@ from hpcdist.bench import output_files, pairs, rpc_calls
 from hpcdist.bench.correctness import check
 from hpcdist.bench.groups import WORLD, Words, choose_backend, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.measurement_plan import (
+    BYTES,
+    DEPTH,
+    Calls,
+    Check,
+    Hiding,
+    Measurement,
+    Point,
+    Round,
+    Series,
+    elements,
+    points,
+)
 from hpcdist.bench.overlap import measure_overlap
 from hpcdist.bench.patterns import DTYPES
-from hpcdist.bench.plan import BYTES, DEPTH, Calls, Check, Hiding, Measurement, Point, Round, Series, elements, points
 from hpcdist.bench.results import ARTIFACT, Pair, Place, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError

@@ -37,8 +37,8 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part

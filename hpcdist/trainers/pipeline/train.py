@@ -37,8 +37,8 @@ from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor
-from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire, device_maps
 from hpcdist.trainers.pipeline.schedules import ideal_bubble

@@ -30,9 +30,9 @@ from torch.distributed import rpc
 from hpcdist.config.schema import Config, RlConfig
 from hpcdist.errors import ConfigError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
-from hpcdist.rank.step_timing import StepTimer
+from hpcdist.rank.telemetry.step_timing import StepTimer
 from hpcdist.rank.training_position import Position
 from hpcdist.run.folder import write_atomic
 from hpcdist.trainers.rl.environments import Environments, Floats, Problem, make_environments

@@ -40,8 +40,8 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import lr_factor
-from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.trainers.rnn.learner import Flight, Learner

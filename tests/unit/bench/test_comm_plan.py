@@ -10,10 +10,10 @@ import torch
 from hpcdist.bench import rpc_calls
 from hpcdist.bench.groups import cuts
 from hpcdist.bench.measurement import Timing
+from hpcdist.bench.measurement_plan import Check, Measurement, elements, points, sizes
 from hpcdist.bench.operations import OPERATIONS
 from hpcdist.bench.pairs import FEW, rounds, tournament
 from hpcdist.bench.patterns import DTYPES, NEVER, REDUCTIONS, contribution, message, reduced
-from hpcdist.bench.plan import Check, Measurement, elements, points, sizes
 from hpcdist.trainers.comm.schema import COMM_DTYPES, COMM_OPERATIONS, CommConfig, parse_bytes
 
 

@@ -128,4 +128,4 @@ def test_podman_can_lock_memory_where_its_caller_may(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     monkeypatch.setattr(local_container, "STATUS", status)
     assert host_container("podman", "hpcdist", DIGEST, "ada", {}).ulimits == (("memlock=-1",) if may else ("host",))
-    assert host_container("docker", "hpcdist", DIGEST, "ada", {}).locks_memory
+    assert host_container("docker", "hpcdist", DIGEST, "ada", {}).ulimits == ("memlock=-1",)

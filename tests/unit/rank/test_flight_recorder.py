@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.rank.flight_recorder import record_collectives, write_records
+from hpcdist.rank.telemetry.flight_recorder import record_collectives, write_records
 from hpcdist.run.folder import Attempt, RunDir, read_json
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.rank import heartbeat
-from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.telemetry import heartbeat
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.run.folder import Attempt, RunDir, read_json
 
 

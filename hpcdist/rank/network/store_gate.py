@@ -1,0 +1,306 @@
+"""The way to the ranks' store: only who knows the attempt's key gets through.
+
+A `TCPStore` serves everyone who connects. So its own port is on loopback, and the kernel drops all packets to it but
+those from ports that this process holds. Each rank has a relay, to which the clients of its store connect:
+
+    TCPStore client ── relay (rank k, loopback) ── gate (rank 0, rendezvous address) ── TCPStore's daemon (loopback)
+                       own process only             proof of the key, both ways          the gate's ports only
+
+The relay is what torch's C++ threads connect to, so copies of the store (`store.clone()`) need nothing more. Bytes are
+neither encrypted nor signed after the proof: who can alter packets between the nodes can alter the store.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import resource
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it at run time
+
+from hpcdist.errors import RendezvousError
+from hpcdist.rank.network import own_sockets
+
+log = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+#: How long a proof may take. A rank gives it at once, but its process may wait for a processor.
+PROOF_S = 20.0
+#: Connections that have not proved anything yet; beyond it the oldest goes.
+NUM_PENDING = 128
+_NUM_BYTES = 32
+_CHUNK_BYTES = 1 << 16
+#: Ports in the filter of the store's listening socket. An accepted connection keeps the filter that it was made with,
+#: so only those under way matter; the kernel limits a filter to some 1,200 ports (net.core.optmem_max).
+_NUM_RECENT = 64
+#: What is read from one end and not taken by the other.
+_MAX_WAITING_BYTES = 1 << 20
+
+
+def sign(key: bytes, *parts: bytes) -> bytes:
+    """32 bytes that only who knows the key can make of these parts."""
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def prove(sock: socket.socket, key: bytes, token: bytes) -> None:
+    """Prove to a gate that this process knows the key, and have it prove the same. Raises RendezvousError if not."""
+    theirs = _receive(sock)
+    ours = secrets.token_bytes(_NUM_BYTES)
+    sock.sendall(ours + sign(key, b"rank", token, theirs, ours))
+    if not hmac.compare_digest(_receive(sock), sign(key, b"gate", token, theirs, ours)):
+        raise RendezvousError("it does not know this attempt's key")
+
+
+def check_proof(sock: socket.socket, key: bytes, token: bytes) -> bool:
+    """The gate's side of `prove`: whether the other end knows the key. Says nothing to one that does not."""
+    ours = secrets.token_bytes(_NUM_BYTES)
+    sock.sendall(ours)
+    theirs = _receive(sock)
+    if not hmac.compare_digest(_receive(sock), sign(key, b"rank", token, ours, theirs)):
+        return False
+    sock.sendall(sign(key, b"gate", token, ours, theirs))
+    return True
+
+
+def _receive(sock: socket.socket) -> bytes:
+    received = b""
+    while len(received) < _NUM_BYTES:
+        if not (more := sock.recv(_NUM_BYTES - len(received))):
+            raise ConnectionError("the connection was closed before a proof")
+        received += more
+    return received
+
+
+class _Splicer(threading.Thread):
+    """Copies bytes between pairs of sockets in one thread. A pair ends with either of its ends."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hpcdist-store", daemon=True)
+        # Rank 0 takes three descriptors for each client of the store, and strangers take some for a moment.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, bytearray] = {}
+        self._other: dict[socket.socket, socket.socket] = {}
+        self._new: list[tuple[socket.socket, socket.socket]] = []
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def add(self, one: socket.socket, other: socket.socket) -> None:
+        self._new.append((one, other))
+        self._wake.send(b"\0")
+
+    def run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock is self._woken:
+                    self._take_new()
+                elif sock in self._other:  # else it went with its other end
+                    self._serve(sock)
+
+    def _take_new(self) -> None:
+        num_new = len(self._woken.recv(_CHUNK_BYTES))
+        for one, other in [self._new.pop(0) for _ in range(num_new)]:
+            for sock, its_other in ((one, other), (other, one)):
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._other[sock], self._waiting[sock] = its_other, bytearray()
+                self._selector.register(sock, selectors.EVENT_READ)
+
+    def _serve(self, sock: socket.socket) -> None:
+        other = self._other[sock]
+        try:
+            if self._waiting[sock]:
+                self._send(sock)
+            if len(self._waiting[other]) < _MAX_WAITING_BYTES:
+                with suppress(BlockingIOError):
+                    if not (data := sock.recv(_CHUNK_BYTES)):
+                        raise ConnectionError
+                    self._waiting[other] += data
+                    self._send(other)
+        except OSError:
+            self._end(sock, other)
+            return
+        self._settle(sock)
+        self._settle(other)
+
+    def _send(self, sock: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            del self._waiting[sock][: sock.send(self._waiting[sock])]
+
+    def _settle(self, sock: socket.socket) -> None:
+        """Wait for what this socket can go on with."""
+        reads = len(self._waiting[self._other[sock]]) < _MAX_WAITING_BYTES
+        events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(self._waiting[sock])
+        if self._selector.get_key(sock).events != events:
+            self._selector.modify(sock, events)
+
+    def _end(self, *pair: socket.socket) -> None:
+        for sock in pair:
+            self._selector.unregister(sock)
+            del self._other[sock], self._waiting[sock]
+            sock.close()
+
+
+class _Doorman(threading.Thread):
+    """Accepts connections on a listening socket; those that `open_way` finds another end for are spliced.
+
+    Args:
+        open_way: takes an accepted connection and its peer, returns the socket that it leads to; None refuses it.
+            Called in a thread, with a deadline.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        splicer: _Splicer,
+        open_way: Callable[[socket.socket, own_sockets.Address], socket.socket | None],
+    ) -> None:
+        super().__init__(name="hpcdist-gate", daemon=True)
+        self._listener = listener
+        self._splicer = splicer
+        self._open_way = open_way
+        self._pending: OrderedDict[int, socket.socket] = OrderedDict()
+        self._lock = threading.Lock()
+        self._refused = 0
+
+    def run(self) -> None:
+        while True:
+            try:
+                sock, raw = self._listener.accept()
+            except OSError:  # the peer has gone, or no descriptor is left
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                if len(self._pending) >= NUM_PENDING:
+                    _, oldest = self._pending.popitem(last=False)
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                self._pending[id(sock)] = sock
+            threading.Thread(target=self._admit, args=(sock, (raw[0], raw[1])), daemon=True).start()
+
+    def _admit(self, sock: socket.socket, peer: own_sockets.Address) -> None:
+        sock.settimeout(PROOF_S)
+        try:
+            way = self._open_way(sock, peer)
+        except OSError:
+            way = None
+        with self._lock:
+            self._pending.pop(id(sock), None)
+        if way is None:
+            sock.close()
+            self._refused += 1
+            if self._refused == 1:  # who wants to fill the log can
+                port = self._listener.getsockname()[1]
+                log.warning("refused a connection to port %d from %s:%d without this attempt's key", port, *peer)
+        else:
+            self._splicer.add(sock, way)
+
+
+class _Daemon:
+    """torch's store, on a port of loopback that only this process reaches."""
+
+    def __init__(self, world_size: int, timeout: timedelta) -> None:
+        for _ in range(5):
+            with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+                self.address = listener.getsockname()[:2]
+                self._listener = listener.dup()
+                # The store's own client connects from a port that nobody knows before.
+                self.store = TCPStore(
+                    LOOPBACK,
+                    self.address[1],
+                    world_size,
+                    is_master=True,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )
+            self._recent: deque[tuple[int, socket.socket]] = deque(maxlen=_NUM_RECENT)
+            self._lock = threading.Lock()
+            own_sockets.attach(self._listener, own_sockets.NOTHING)
+            strangers = own_sockets.connections_to(self.address[1])
+            with own_sockets.tcp_sockets() as found:
+                strangers -= {own.local for own in found if own.peer == self.address}
+            if not strangers:
+                return
+            log.warning("another process connected to the store while it was opened: opening another one")
+        raise RendezvousError("another process of this machine connects to every port that rank 0 opens")
+
+    def connect(self) -> socket.socket:
+        """A new connection to the store."""
+        sock = socket.socket()
+        sock.bind((LOOPBACK, 0))
+        with self._lock:
+            self._recent.append((sock.getsockname()[1], sock))
+            held = [port for port, one in self._recent if one.fileno() >= 0]
+            own_sockets.attach(self._listener, own_sockets.only_from(LOOPBACK, held))
+            sock.connect(self.address)
+        return sock
+
+
+class StoreServer:
+    """Rank 0's side: the store and the gate in front of it.
+
+    Args:
+        beyond_here: whether ranks are on other machines, too.
+
+    Raises RendezvousError where the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        address: own_sockets.Address,
+        key: bytes,
+        token: str,
+        *,
+        world_size: int,
+        timeout: timedelta,
+        beyond_here: bool = False,
+    ) -> None:
+        self._key, self._token = key, token.encode()
+        host, port = address
+        try:
+            family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            here = str(resolved[0])
+            if beyond_here and here.startswith("127."):
+                # The name of this node leads to itself, as on Debian; others look it up elsewhere.
+                here = ""
+            listener = socket.create_server((here, port), family=family, backlog=1024)
+        except OSError as error:
+            raise RendezvousError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
+        self._daemon = _Daemon(world_size, timeout)
+        splicer = _Splicer()
+        splicer.start()
+        _Doorman(listener, splicer, self._admit).start()
+
+    def connect(self) -> socket.socket:
+        """Rank 0's own way to the store."""
+        return self._daemon.connect()
+
+    def _admit(self, sock: socket.socket, _: own_sockets.Address) -> socket.socket | None:
+        return self._daemon.connect() if check_proof(sock, self._key, self._token) else None
+
+
+def open_relay(connect: Callable[[], socket.socket]) -> int:
+    """Listen on loopback for connections of this process's own, each handed on to `connect()`; returns the port."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    local = listener.getsockname()[:2]
+
+    def open_way(_: socket.socket, peer: own_sockets.Address) -> socket.socket | None:
+        return connect() if own_sockets.is_own_connection(peer, local) else None
+
+    splicer = _Splicer()
+    splicer.start()
+    _Doorman(listener, splicer, open_way).start()
+    return int(local[1])

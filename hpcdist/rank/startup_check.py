@@ -1,0 +1,106 @@
+"""What the start of a rank comes down to, tried: import torch, compute, find the others, add something up with them.
+
+    python -P -m hpcdist.rank.startup_check DEVICE BACKEND RANK RANKS FILE
+
+Prints one line of JSON after each stage, so that whoever waits in vain sees how far a rank came: `stage`, `seconds`,
+and what was found. `hpcdist doctor` starts it, and judges.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+#: Ranks of one machine find each other at once, or never.
+MEET_S = 20.0
+_SIDE = 256
+
+
+def main(arguments: list[str]) -> int:
+    device, backend, *numbers, meeting = arguments
+    rank, ranks = map(int, numbers)
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "torch": _import_torch,
+        "torchvision": _import_torchvision,
+        "compute": lambda: _compute(device, rank),
+        "meet": lambda: _meet(device, backend, rank, ranks, meeting),
+        "all-reduce": lambda: _all_reduce(device, rank, ranks),
+    }
+    for stage, run in stages.items():
+        begun = time.perf_counter()
+        try:
+            found = run()
+        except Exception as error:  # whatever goes wrong in torch is what is to be found out
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+        print(json.dumps({"stage": stage, "seconds": time.perf_counter() - begun, **found}), flush=True)
+        if "error" in found and stage != "torchvision":
+            return 1
+    return 0
+
+
+def _import_torch() -> dict[str, Any]:
+    import torch
+
+    return {"version": torch.__version__, "cuda": torch.version.cuda or ""}
+
+
+def _import_torchvision() -> dict[str, Any]:
+    """Built for another torch it breaks when it is imported."""
+    import torchvision
+
+    return {"version": torchvision.__version__}
+
+
+def _compute(device: str, rank: int) -> dict[str, Any]:
+    """A product of ones: exact in every precision."""
+    import torch
+
+    place = torch.device("cpu")
+    found: dict[str, Any] = {}
+    if device == "cuda":
+        place = torch.device("cuda", rank)
+        torch.cuda.set_device(place)
+        version = torch.cuda.nccl.version()
+        found = {"name": torch.cuda.get_device_name(place), "nccl": ".".join(map(str, version))}
+    ones = torch.ones(_SIDE, _SIDE, device=place)
+    product = ones @ ones
+    wrong = int((product != _SIDE).sum())
+    if wrong:
+        raise ArithmeticError(f"{wrong} of {_SIDE**2} numbers of a matrix product are wrong")
+    return found
+
+
+def _meet(device: str, backend: str, rank: int, ranks: int, meeting: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=MEET_S),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+    )
+    return {}
+
+
+def _all_reduce(device: str, rank: int, ranks: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    values = torch.full((2**18,), float(rank + 1), device=torch.device(device, rank) if device == "cuda" else "cpu")
+    dist.all_reduce(values)
+    wrong = int((values != ranks * (ranks + 1) / 2).sum())
+    if wrong:
+        raise ArithmeticError(f"{wrong} of {values.numel()} sums are wrong")
+    dist.destroy_process_group()
+    return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

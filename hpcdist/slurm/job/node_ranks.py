@@ -1,0 +1,55 @@
+"""One node's part: which ranks of a run live here, and killing them.
+
+    python -m hpcdist.slurm.job.node_ranks RUN look|kill
+
+Prints the node's name and the numbers of the ranks that live, those that have survived SIGKILL after `kill`. It needs
+no help of Slurm's: ranks whose slurmstepd was killed are out of its reach.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpcdist.supervisor.hang.processes import find_ranks
+
+#: A process that is killed is gone within this time, unless it waits for a device or a file system.
+KILL_S = 5.0
+_LOOK_EVERY_S = 0.05
+
+
+def main(argv: Sequence[str]) -> None:
+    folder, action = argv
+    node = os.environ.get("SLURMD_NODENAME", "")
+    run = Path(folder)
+    ranks = kill_ranks(run, node) if action == "kill" else [process.rank for process in find_ranks(run, None, node)]
+    print(node or socket.gethostname(), *sorted(ranks), flush=True)
+
+
+def kill_ranks(run: Path, node: str) -> list[int]:
+    """Kill the ranks of a run on this node, with what they have started; returns the ranks that survive."""
+    until = time.monotonic() + KILL_S
+    while (found := find_ranks(run, None, node)) and time.monotonic() < until:
+        for process in found:
+            for pid in (process.pid, *process.children):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_EVERY_S)
+    return [process.rank for process in found]
+
+
+def parse_answers(text: str, nodes: Iterable[str]) -> Mapping[str, list[int]]:
+    """The ranks on each of `nodes` that has answered."""
+    wanted = set(nodes)
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: [int(rank) for rank in row[1:]] for row in rows if row and row[0] in wanted}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

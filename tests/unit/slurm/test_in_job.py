@@ -1,0 +1,142 @@
+"""A run in a job of the user's own script; a script stands in for scontrol, and nothing is supervised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
+from hpcdist.errors import ConfigError, RunFolderError
+from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.slurm.job import in_job
+from hpcdist.slurm.job.in_job import cluster_of, run_in_job
+
+JOB = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_JOB_ACCOUNT": "ada",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_CPUS_PER_TASK": "8",
+    "SLURM_GPUS_PER_NODE": "a100:4",
+    "SLURM_MEM_PER_NODE": "64000",
+}
+OF_JOB = ClusterConfig(
+    partition="gpu",
+    account="ada",
+    nodes=2,
+    tasks_per_node=4,
+    cpus_per_task=8,
+    gpus_per_node=4,
+    mem="64000",
+    time_min=90,
+)
+
+
+@pytest.fixture
+def config(runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=41 Requeue=1 Restarts=0 TimeLimit=01:30:00\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{{experiment: exp, runs_dir: {runs_dir}, cluster: {{signal_lead_s: 30}}}}\n")
+    return load_config(path)
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
+    found: list[RunDir] = []
+
+    def supervise(run_dir: str) -> State:
+        found.append(RunDir.open(Path(run_dir)))
+        return State(status="finished")
+
+    monkeypatch.setattr(in_job, "supervise", supervise)
+    return found
+
+
+def test_the_first_start_makes_a_run_of_what_the_job_has(
+    config: Config, supervised: list[RunDir], tmp_path: Path
+) -> None:
+    assert run_in_job(config, JOB, tmp_path).status == "finished"
+    (run,) = supervised
+    assert run.name == "ddp-job41"
+    assert read_json(run.path / "slurm.json") == {"job_id": "41"}
+    assert load_config(run.config).cluster == replace(OF_JOB, signal_lead_s=30)
+    assert (read_json(run.environment) or {})["launcher"] == "slurm"
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_a_requeued_job_finds_its_run_again(
+    config: Config, supervised: list[RunDir], tmp_path: Path, name: str
+) -> None:
+    config = replace(config, name=name)
+    run_in_job(config, JOB, tmp_path)
+    (supervised[0].path / "checkpoints" / "step-00000001").mkdir()
+    run_in_job(config, JOB, tmp_path)
+    assert supervised[0].path == supervised[1].path
+    assert (supervised[1].path / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+    config = replace(config, name="mine")
+    run_in_job(config, JOB, tmp_path)
+    with pytest.raises(
+        RunFolderError, match=r"/mine exists already: .* \(or leave `name` out: then each job has a run"
+    ):
+        run_in_job(config, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
+    assert len(supervised) == 1
+
+
+def test_what_a_killed_start_has_left_is_made_again(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+    RunDir.create(Path(config.runs_dir) / "exp" / "ddp-job41")
+    run_in_job(config, JOB, tmp_path)
+    assert supervised[0].config.is_file()
+
+
+def test_a_job_that_slurm_will_not_queue_again_is_told_so(
+    config: Config, supervised: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_in_job(config, JOB, tmp_path)
+    assert caplog.messages == []
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=41 Requeue=0\n")
+    run_in_job(config, JOB, tmp_path)
+    (message,) = caplog.messages
+    assert message.startswith("Slurm will not requeue this job: without `#SBATCH --requeue` it saves at the time limit")
+
+
+def test_outside_of_a_job(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_ID is not set: .*: `sbatch slurm/run\.sbatch CONFIG`, or "):
+        run_in_job(config, {}, tmp_path)
+    assert not Path(config.runs_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "changes"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "8(x2)"}, {"tasks_per_node": 2}),
+        ({"SLURM_TASKS_PER_NODE": "3(x2)"}, {"tasks_per_node": 3}),
+        ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_ON_NODE": "2"}, {"gpus_per_node": 2}),
+        ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "3"}, {"gpus_per_node": 3}),
+    ],
+)
+def test_what_the_job_has(env: dict[str, str], changes: dict[str, Any]) -> None:
+    expected = replace(ClusterConfig(nodes=2, max_requeues=3), **changes)
+    assert cluster_of(ClusterConfig(max_requeues=3), {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
+
+
+def test_nodes_with_different_numbers_of_tasks() -> None:
+    with pytest.raises(ConfigError, match=r"^2,1 tasks per node: ask for as many on each, with `#SBATCH --ntasks-per-"):
+        cluster_of(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
+
+
+@pytest.mark.parametrize(("size", "het"), [("", False), ("2", True)])
+def test_roles_share_what_the_script_has_asked_for(size: str, het: bool) -> None:
+    """Components are the script's to make: with one allocation the ranks are placed in it."""
+    asked = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
+    assert cluster_of(asked, JOB | {"SLURM_HET_SIZE": size}, 90).het is het

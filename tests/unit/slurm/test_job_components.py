@@ -1,0 +1,304 @@
+"""What roles ask of Slurm, and where their ranks are placed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
+from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.slurm.job_components import (
+    JobComponent,
+    allocations,
+    components,
+    hosts_by_rank,
+    is_het,
+    merged,
+    place,
+    table,
+)
+
+
+def config(counts: dict[str, int], requests: dict[str, dict[str, Any]] | None = None, **cluster: Any) -> Config:
+    roles = {role: RoleRequest(**request) for role, request in (requests or {}).items()}
+    return Config(roles=counts, cluster=ClusterConfig(roles=roles, **cluster))
+
+
+def part(*roles: str, **changes: Any) -> JobComponent:
+    values: dict[str, Any] = {
+        "nodes": 1,
+        "tasks_per_node": 1,
+        "gpus_per_node": 0,
+        "cpus_per_task": 1,
+        "mem": None,
+        "partition": None,
+        "constraint": None,
+    }
+    return JobComponent(roles=roles, **values | changes)
+
+
+HYBRID = {"master": 1, "trainer": 4, "parameter_server": 3}
+
+
+def test_without_roles_there_is_one_component() -> None:
+    assert components(config({}, nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G")) == (
+        part("trainer", nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G"),
+    )
+
+
+def test_roles_that_ask_for_nothing_share_the_nodes() -> None:
+    asked = config(HYBRID, nodes=2, tasks_per_node=4)
+    assert components(asked) == (part(*HYBRID, nodes=2, tasks_per_node=4),)
+    assert not is_het(asked)
+
+
+def test_a_role_with_an_entry_has_nodes_of_its_own_and_takes_the_rest_from_the_section() -> None:
+    asked = config(
+        HYBRID,
+        {"trainer": {"gpus_per_node": 2, "partition": "gpu", "mem": "64G", "nodes": 2, "sbatch": {"gpu-freq": "high"}}},
+        tasks_per_node=4,
+        cpus_per_task=3,
+        partition="cpu",
+        constraint="new",
+    )
+    rest: dict[str, Any] = {"cpus_per_task": 3, "constraint": "new"}
+    gpus: dict[str, Any] = {"gpus_per_node": 2, "mem": "64G", "partition": "gpu", "sbatch": {"gpu-freq": "high"}}
+    assert components(asked) == (
+        part("master", partition="cpu", **rest),
+        part("trainer", nodes=2, tasks_per_node=2, **gpus, **rest),
+        part("parameter_server", tasks_per_node=3, partition="cpu", **rest),
+    )
+    assert is_het(asked)
+
+
+def test_neighbours_without_an_entry_share_a_component() -> None:
+    asked = config({"master": 1, "helper": 3, "trainer": 2}, {"trainer": {"gpus_per_node": 1}}, tasks_per_node=2)
+    assert components(asked) == (
+        part("master", "helper", nodes=2, tasks_per_node=2),
+        part("trainer", tasks_per_node=2, gpus_per_node=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "shape"),
+    [
+        ({}, (2, 3)),
+        ({"nodes": 6}, (6, 1)),
+        ({"tasks_per_node": 2}, (3, 2)),
+        ({"tasks_per_node": 12}, (1, 6)),
+        ({"nodes": 1, "tasks_per_node": 6}, (1, 6)),
+    ],
+)
+def test_what_is_not_said_follows_from_the_count(request_: dict[str, int], shape: tuple[int, int]) -> None:
+    asked = config({"a": 1, "b": 6}, {"b": {"cpus_per_task": 2, **request_}}, tasks_per_node=3)
+    found = components(asked)[1]
+    assert (found.nodes, found.tasks_per_node) == shape
+
+
+@pytest.mark.parametrize(
+    ("counts", "requests", "cluster", "message"),
+    [
+        (
+            {"server": 1, "worker": 4},
+            {},
+            {"nodes": 2, "tasks_per_node": 2},
+            "roles add up to 5 ranks (server 1, worker 4), but cluster.nodes=2 × cluster.tasks_per_node=2 is 4: change"
+            " one of them, or give roles nodes of their own under cluster.roles",
+        ),
+        (
+            {"server": 1, "worker": 4},
+            {"worker": {"nodes": 3, "tasks_per_node": 2}},
+            {},
+            "cluster.roles.worker: nodes=3 × tasks_per_node=2 is 6, but roles.worker is 4",
+        ),
+        (
+            {"server": 1, "worker": 4},
+            {"worker": {"nodes": 3}},
+            {},
+            "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be shared out evenly over them",
+        ),
+        (
+            {"server": 1, "worker": 5},
+            {"worker": {"tasks_per_node": 2}},
+            {},
+            "cluster.roles.worker.tasks_per_node=2: roles.worker is 5 ranks, which fill no whole number of nodes; set"
+            " cluster.roles.worker.nodes",
+        ),
+        (
+            {"master": 1, "server": 4, "worker": 1},
+            {"worker": {"gpus_per_node": 1}},
+            {"tasks_per_node": 2},
+            "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, which fill no whole number of nodes; set"
+            " cluster.roles.master.nodes",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit(
+    counts: dict[str, int], requests: dict[str, dict[str, Any]], cluster: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        components(config(counts, requests, **cluster))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("request_", "het", "expected"),
+    [
+        ({"gpus_per_node": 1}, None, True),
+        ({"cpus_per_task": 2}, None, True),
+        ({"mem": "1G"}, None, True),
+        ({"partition": "gpu"}, None, True),
+        ({"constraint": "a100"}, None, True),
+        ({"sbatch": {"gres": "x"}}, None, True),
+        ({"nodes": 1}, None, False),  # they differ in numbers alone
+        ({"nodes": 1}, True, True),
+        ({"gpus_per_node": 1}, False, False),
+    ],
+)
+def test_a_heterogeneous_job_is_for_different_hardware(
+    request_: dict[str, Any], het: bool | None, expected: bool
+) -> None:
+    assert is_het(config({"server": 1, "worker": 2}, {"worker": request_}, het=het)) == expected
+
+
+def test_one_allocation_has_the_sum_of_nodes_and_the_most_of_the_rest() -> None:
+    asked = config(
+        {"server": 1, "worker": 4},
+        {
+            "server": {"cpus_per_task": 8, "mem": "900M", "constraint": "cpu"},
+            "worker": {"nodes": 2, "gpus_per_node": 2, "mem": "2G", "constraint": "a100"},
+        },
+        het=False,
+        partition="main",
+    )
+    assert allocations(asked) == (
+        part(
+            *("server", "worker"),
+            nodes=3,
+            tasks_per_node=2,
+            gpus_per_node=2,
+            cpus_per_task=8,
+            mem="2G",
+            partition="main",
+            constraint="[cpu*1&a100*2]",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("memories", "most"),
+    [((None, None), None), ((None, "1G"), "1G"), (("1T", "1000G"), "1T"), (("5000", "4G"), "5000"), (("1G", "0"), "0")],
+)
+def test_the_most_memory(memories: tuple[str | None, str | None], most: str | None) -> None:
+    assert merged([part("a", mem=memories[0]), part("b", mem=memories[1])]).mem == most
+
+
+def test_kinds_of_nodes_are_counted() -> None:
+    assert merged([part("a", constraint="x"), part("b", constraint="x")]).constraint == "x"
+    assert merged([part("a"), part("b", constraint="x", nodes=3)]).constraint == "[x*3]"
+    three = [part("a", constraint="x"), part("b", constraint="y"), part("c", constraint="x", nodes=2)]
+    assert merged(three).constraint == "[x*3&y*1]"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            {"partition": "gpu"},
+            "cluster.roles: partition differs between roles, which only a heterogeneous job can give (cluster.het)",
+        ),
+        (
+            {"sbatch": {"gres": "x"}},
+            "cluster.roles: sbatch differs between roles, which only a heterogeneous job can give (cluster.het)",
+        ),
+        (
+            {"constraint": "a|b"},
+            "cluster.roles: constraint 'a|b' needs a heterogeneous job; without one name one feature",
+        ),
+        ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
+    ],
+)
+def test_what_one_allocation_cannot_give(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        allocations(config({"server": 1, "worker": 2}, {"worker": request_}, het=False, mem="1G"))
+
+
+def test_memory_that_slurm_would_hand_on_must_be_said() -> None:
+    with pytest.raises(ConfigError, match=r"^cluster\.roles\.worker\.mem must be set, since server sets it, too$"):
+        allocations(config({"server": 1, "worker": 2}, {"server": {"mem": "64G"}, "worker": {}}))
+
+
+TWO = [part("server"), part("worker", nodes=2, tasks_per_node=2)]
+KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "a", "n3": "b", "n4": "b"}.items()}
+
+
+def test_nodes_are_shared_out_in_their_order() -> None:
+    assert place(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
+    alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
+    assert place(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
+
+
+def test_features_come_before_the_order() -> None:
+    wants = [part("server"), part("worker", constraint="b", nodes=2)]
+    assert place(wants, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
+    assert place(wants[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
+    assert place(
+        [part("server", constraint="b"), part("worker", constraint="a", nodes=2)], ["n1", "n2", "n3"], KINDS
+    ) == [
+        ("n3",),
+        ("n1", "n2"),
+    ]
+
+
+def test_too_few_nodes_of_a_kind() -> None:
+    wants = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
+    with pytest.raises(HpcdistError) as caught:
+        place(wants, ["n1", "n2"], KINDS)
+    assert str(caught.value) == "worker and helper need 2 nodes × 1, b but of n1, n2 only 1 are left for that"
+
+
+def test_ranks_fill_one_node_after_the_other() -> None:
+    assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
+
+
+# --- the table
+
+ASKED = config(
+    {"server": 1, "worker": 4},
+    {"worker": {"nodes": 2, "gpus_per_node": 2, "constraint": "a100"}},
+    partition="main",
+)
+
+
+def test_the_table_before_the_nodes_are_known() -> None:
+    assert table(ASKED) == [
+        "rank  role        device  where",
+        "0     server:0    cpu     component 0: 1 node × 1, partition main",
+        "1-4   worker:0-3  cuda    component 1: 2 nodes × 2, 2 GPUs each, partition main, a100",
+    ]
+    placed = Config(roles=ASKED.roles, cluster=ClusterConfig(roles={"worker": RoleRequest(nodes=2)}))
+    assert [line.split("cpu")[1].strip() for line in table(placed)[1:]] == ["1 node × 1", "2 nodes × 2"]
+
+
+def test_the_table_with_hosts() -> None:
+    assert table(ASKED, [("n3",), ("n1", "n2")]) == [
+        "rank  role        device  where",
+        "0     server:0    cpu     n3",
+        "1-2   worker:0-1  cuda    n1",
+        "3-4   worker:2-3  cuda    n2",
+    ]
+
+
+def test_the_table_of_a_large_world() -> None:
+    asked = config({"server": 1, "worker": 4096}, {"worker": {"nodes": 512, "gpus_per_node": 8}})
+    assert table(asked, [("n1",), tuple(f"n{number}" for number in range(2, 514))])[1:] == [
+        "0       server:0       cpu     n1",
+        "1-4096  worker:0-4095  cuda    n2 … n513 (512 nodes × 8, 8 GPUs each)",
+    ]
+
+
+def test_a_config_that_names_devices_has_the_last_word_in_the_table() -> None:
+    asked = Config(cluster=ClusterConfig(gpus_per_node=4), launch=LaunchConfig(device="cpu"))
+    assert table(asked)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]

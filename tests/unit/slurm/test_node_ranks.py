@@ -1,0 +1,58 @@
+"""What a node does about ranks that Slurm cannot reach: find them and kill them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from still_ranks import still_ranks
+
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.slurm.job import node_ranks
+from hpcdist.slurm.job.node_ranks import kill_ranks, main, parse_answers
+
+
+@pytest.fixture
+def attempt(runs_dir: Path) -> Attempt:
+    return RunDir.create(runs_dir / "exp" / "run").new_attempt()
+
+
+def test_ranks_are_found_and_killed_with_what_they_have_started(
+    attempt: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    run = attempt.path.parent.parent
+    with still_ranks(attempt, tmp_path, 2) as ranks:
+        started = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
+        assert len(started) == 3, "two ranks, and a process that rank 1 has forked"
+        main([str(run), "look"])
+        main([str(run.parent), "look"])
+        assert capsys.readouterr().out == "n1 0 1\nn1\n"
+        assert ranks.running == [0, 1], "nothing was killed"
+        monkeypatch.setattr(node_ranks, "KILL_S", 30.0)
+        main([str(run), "kill"])
+        assert capsys.readouterr().out == "n1\n"
+        ranks.wait(30)
+        assert set(ranks.exits.values()) == {-9}
+        assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in started)
+
+
+def test_ranks_that_survive_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as processes that wait for a file system; here: none dies of what it gets."""
+    monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
+    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node: [Survivor()])
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    assert kill_ranks(tmp_path, "n1") == [3]
+    assert set(killed) == {7, 8}
+
+
+class Survivor:
+    pid, rank, children = 7, 3, (8,)
+
+
+def test_only_answers_of_the_jobs_nodes_count() -> None:
+    said = "srun: something\nn2 0 5\n\nn9 1\nn1\n"
+    assert parse_answers(said, ["n1", "n2", "n3"]) == {"n1": [], "n2": [0, 5]}

@@ -1,0 +1,153 @@
+"""Requests against partitions: each mistake is one line with key, value and fix."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig
+from hpcdist.slurm.partitions import NodeGroup, Partition
+from hpcdist.slurm.submit import partition_limits
+from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, chosen_of
+
+BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
+SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
+GPU = Partition(name="gpu", facts={"Default": "YES", "State": "UP"}, nodes=(BIG, SMALL))
+FITTING: dict[str, Any] = {"nodes": 2, "tasks_per_node": 4, "cpus_per_task": 8, "gpus_per_node": 4, "mem": "200G"}
+
+
+def found(partition: Partition = GPU, **cluster: Any) -> Findings:
+    findings = Findings()
+    check_partitions(ClusterConfig(**cluster), [partition], findings)
+    return findings
+
+
+def of(**facts: str) -> Partition:
+    return replace(GPU, facts={**GPU.facts, **facts})
+
+
+def test_a_request_that_fits() -> None:
+    assert found(**FITTING) == Findings()
+    assert found(nodes=4) == Findings()
+
+
+@pytest.mark.parametrize(
+    ("facts", "cluster", "line"),
+    [
+        ({}, {"nodes": 5}, "cluster.nodes=5: partition gpu has 4: lower it or choose another"),
+        (
+            {"MaxNodes": "2"},
+            {"nodes": 3},
+            "cluster.nodes=3: partition gpu allows 2 to a job: lower it or choose another",
+        ),
+        ({"MinNodes": "2"}, {}, "cluster.nodes=1: partition gpu wants at least 2: raise it or choose another"),
+        (
+            {"MaxTime": "00:30:00"},
+            {},
+            "cluster.time_min=60: partition gpu allows 30: lower it; a run that needs longer saves, requeues itself"
+            " and goes on",
+        ),
+        (
+            {},
+            {"tasks_per_node": 13, "cpus_per_task": 5},
+            "cluster.tasks_per_node=13 × cluster.cpus_per_task=5: partition gpu offers at most 64 cores on a node:"
+            " lower it or choose another",
+        ),
+        (
+            {"MaxCPUsPerNode": "8"},
+            {"cpus_per_task": 9},
+            "cluster.tasks_per_node=1 × cluster.cpus_per_task=9: partition gpu offers at most 8 cores on a node:"
+            " lower it or choose another",
+        ),
+        (
+            {},
+            {"gpus_per_node": 5},
+            "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs on a node: lower it or choose another",
+        ),
+        (
+            {"MaxMemPerNode": "1000"},
+            {"mem": "2G"},
+            "cluster.mem=2G: partition gpu offers at most 1000 MiB on a node: lower it or choose another",
+        ),
+        ({}, {"mem": "lots"}, "cluster.mem=lots is no memory size: write 64G, or MiB without a unit"),
+        (
+            {},
+            {"nodes": 3, "gpus_per_node": 1},
+            "cluster.nodes=3: 2 nodes of partition gpu have what is asked of each: lower one",
+        ),
+        ({"State": "DRAIN"}, {}, "cluster.partition=gpu takes no jobs at present (state DRAIN): choose another"),
+        ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: it takes ada"),
+        ({"DenyQos": "long"}, {"qos": "long"}, "cluster.qos=long may not use partition gpu: choose another"),
+    ],
+)
+def test_a_mistake_is_one_line(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
+    assert found(of(**facts), **cluster) == Findings(wrong=[line])
+
+
+@pytest.mark.parametrize(
+    ("partition", "cluster", "line"),
+    [
+        (of(State="DOWN"), {}, "cluster.partition=gpu starts no jobs at present (state DOWN): the run will wait"),
+        (
+            replace(GPU, nodes=(replace(BIG, usable=False), SMALL)),
+            {"nodes": 3},
+            "only 2 of the 4 nodes of gpu that fit are up at present: the run will wait",
+        ),
+        (
+            of(DefMemPerCPU="100"),
+            {"cpus_per_task": 2},
+            "cluster.mem is not set, and partition gpu then gives 200 MiB a node: that is little",
+        ),
+    ],
+)
+def test_a_doubt_is_one_line(partition: Partition, cluster: dict[str, Any], line: str) -> None:
+    assert found(partition, **cluster) == Findings(doubts=[line])
+
+
+def test_all_mistakes_at_once() -> None:
+    assert len(found(of(MaxTime="00:30:00"), nodes=9, gpus_per_node=9, mem="900G", cpus_per_task=99).wrong) == 5
+
+
+def test_a_partition_without_nodes_that_sinfo_shows_is_left_to_slurm() -> None:
+    assert found(replace(GPU, nodes=()), **FITTING) == Findings()
+
+
+def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(partition_limits, "_own_groups", lambda: ["users"])
+    assert found(of(AllowGroups="users,staff")) == Findings()
+    (line,) = found(of(AllowGroups="staff")).wrong
+    assert line == "cluster.partition=gpu is for groups staff, and you are in none of them: choose another"
+    assert found(of(RootOnly="YES")).wrong == ["cluster.partition=gpu is for root alone: choose another"]
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert found(of(AllowGroups="staff", RootOnly="YES")) == Findings()
+
+
+def test_the_groups_of_whoever_runs_this_are_found() -> None:
+    assert partition_limits._own_groups()
+
+
+def test_the_partitions_that_are_meant() -> None:
+    findings = Findings()
+    other = replace(GPU, name="other", facts={})
+    assert chosen_of(ClusterConfig(), [other, GPU], findings) == [GPU]
+    assert chosen_of(ClusterConfig(partition="other,gpu"), [other, GPU], findings) == [other, GPU]
+    assert findings == Findings()
+    assert chosen_of(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
+    assert chosen_of(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
+    assert findings.wrong == [
+        "cluster.partition=ohter: no such partition, did you mean 'other'? there are gpu, other",
+        "cluster.partition=cpu-long: no such partition, there are gpu, other",
+    ]
+
+
+def test_one_of_several_partitions_is_enough() -> None:
+    tight = of(MaxTime="00:30:00", MaxNodes="1")
+    findings = Findings()
+    check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)
+    assert findings == Findings()
+    check_partitions(ClusterConfig(nodes=2), [tight, of(MaxNodes="1")], findings)
+    assert findings.wrong == ["cluster.nodes=2: partition gpu allows 1 to a job: lower it or choose another"]

@@ -1,0 +1,102 @@
+"""What Slurm's commands say of a cluster, read; scripts stand in for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist.slurm import partitions
+from hpcdist.slurm.partitions import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
+
+PARTITIONS = (
+    "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"
+    " MaxTime=1-00:00:00 State=UP\n"
+    "PartitionName=empty AllowGroups=staff AllowAccounts=ALL DenyQos=NONE MaxNodes=UNLIMITED State=DOWN\n"
+)
+NODES = "gpu|2|64|256000|gpu:a100:4(S:0-1)|mixed|n[1-2]\ngpu|1|16+|64000+|(null)|drained*|n3\nnot a line\n"
+
+
+def test_partitions_and_their_nodes() -> None:
+    gpu, empty = parse_partitions(PARTITIONS, NODES)
+    assert gpu.nodes == (
+        NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]"),
+        NodeGroup(partition="gpu", num_nodes=1, cpus=16, memory_mb=64000, gpus=0, usable=False, names="n3"),
+    )
+    assert (gpu.limit("MaxNodes"), empty.limit("MaxNodes"), empty.limit("MaxMemPerNode")) == (4, None, None)
+    assert (gpu.allowed("Accounts"), gpu.allowed("Groups"), empty.allowed("Groups")) == (
+        ("ada", "bob"),
+        None,
+        ("staff",),
+    )
+    assert (gpu.denied("Qos"), empty.denied("Qos"), gpu.denied("Accounts")) == (("long",), (), ())
+    assert (empty.name, empty.nodes) == ("empty", ())
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("gpu:2", 2),
+        ("gpu:4(S:0-1)", 4),
+        ("gpu:a100:2,gpu:v100:3(S:1)", 5),
+        ("gpu:a100:no_consume:4", 4),
+        ("shard:8,gpu:1g.5gb:7", 7),
+        ("license:3", 0),
+    ],
+)
+def test_gpus_of_a_node(gres: str, count: int) -> None:
+    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|{gres}|idle|n1")
+    assert partition.nodes[0].gpus == count
+
+
+@pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "idle~", "planned", "reserved"])
+def test_nodes_that_take_jobs(state: str) -> None:
+    assert usable(state)
+
+
+@pytest.mark.parametrize("state", ["down", "drained", "draining", "idle*", "fail", "down*"])
+def test_nodes_that_take_none(state: str) -> None:
+    assert not usable(state)
+
+
+def usable(state: str) -> bool:
+    (partition,) = parse_partitions("PartitionName=p", f"p|1|1|1|(null)|{state}|n1")
+    return partition.nodes[0].usable
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes"),
+    [
+        ("2000", 2000),
+        ("64G", 65536),
+        ("64gb", 65536),
+        ("1T", 1048576),
+        ("2048K", 2),
+        ("0", 0),
+        ("lots", None),
+        ("", None),
+    ],
+)
+def test_memory_as_sbatch_takes_it(text: str, megabytes: float | None) -> None:
+    assert parse_memory_mb(text) == megabytes
+
+
+def test_a_slurm_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ask_partitions() is None
+    for name, body in (("scontrol", "echo PartitionName=p"), ("sinfo", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    assert ask("scontrol") == "PartitionName=p\n"
+    assert ask_partitions() is None
+    monkeypatch.setattr(partitions, "PATIENCE_S", 0.01)
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nread -r line\n")
+    assert ask("/bin/sleep", "60") is None
+
+
+def test_lines_and_numbers_of_another_form_are_left_out() -> None:
+    (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
+    assert partition.nodes == ()
+    assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
+    assert parse_memory_mb("9" * 5000) is None

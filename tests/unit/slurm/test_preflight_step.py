@@ -1,0 +1,284 @@
+"""The preflight of a job, with a stand-in for srun and a judge that says what the test wants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
+from hpcdist.containers.spec import ContainerSpec
+from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.machine.check import Check
+from hpcdist.preflight.probe import Request
+from hpcdist.run.folder import RunDir, read_json
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job import preflight_step
+from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
+from hpcdist.slurm.job.srun import preflight_command
+from hpcdist.slurm.job_components import components
+
+NODES = ("n1", "n2", "n3")
+WELL = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
+DISK = Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs", node="n3")
+
+
+class FakeJob:
+    """A job in a partition that can do without the nodes named `spare`."""
+
+    partition = "main"
+
+    def __init__(self, spare: str = "") -> None:
+        self.spare = spare
+
+    def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+        assert not idle_only, "the job can wait for a node that is busy now"
+        return set(nodes) <= set(self.spare.split())
+
+
+class Scene:
+    """A run of three nodes whose srun prints what `said` and `errors` have."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.run = RunDir.create(folder / "exp" / "first")
+        self.attempt = self.run.new_attempt()
+        srun = folder / "srun"
+        srun.write_text(
+            f'#!/bin/sh\ncd {folder}\necho "$@" >> calls\necho "$HPCDIST_PREFLIGHT_TOKEN" >> tokens\n'
+            "cat errors >&2\nexec cat said\n"
+        )
+        srun.chmod(0o755)
+        self.say(*NODES)
+        self.patch = monkeypatch
+        self.asked: list[Request] = []
+        self.judge([WELL])
+
+    def say(self, *nodes: str, errors: str = "") -> None:
+        lines = [f'{task}: hpcdist-preflight {node} 0/1 {{"node": "{node}"}}\n' for task, node in enumerate(nodes)]
+        (self.folder / "said").write_text("".join(lines))
+        (self.folder / "errors").write_text(errors)
+
+    def judge(self, checks: list[Check]) -> None:
+        def fake(request: Request, answers: Any) -> list[Check]:
+            self.asked.append(request)
+            return checks
+
+        self.patch.setattr(preflight_step, "judge", fake)
+
+    def look(self, spare: str = "", *, het: bool = False, nodes: Sequence[str] = NODES, **settings: Any) -> Preflight:
+        found = Preflight(
+            self.run,
+            Config(cluster=ClusterConfig(nodes=3, cpus_per_task=4), preflight=PreflightConfig(**settings)),
+            cast(CurrentJob, FakeJob(spare)),
+            [nodes],
+            env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
+            box=None,
+            het=het,
+        )
+        self.preflight = found
+        found.look(self.attempt)
+        return found
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Scene:
+    caplog.set_level(logging.INFO, logger="hpcdist")
+    return Scene(tmp_path, monkeypatch)
+
+
+def test_where_all_is_well_one_line_says_so_once_in_a_life(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    found = scene.look()
+    found.look(scene.run.new_attempt())
+    assert len(scene.calls) == 1
+    (line,) = caplog.messages
+    assert line.startswith("preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them (")
+    assert line.endswith(" s with srun)")
+    left = read_json(scene.attempt.preflight) or {}
+    assert (left["mode"], left["nodes"], left["answers"]["n2"]) == ("quick", list(NODES), {"node": "n2"})
+    assert [check["level"] for check in left["checks"]] == ["ok"]
+    text = (scene.attempt.path / "preflight.txt").read_text()
+    assert text.startswith("preflight of 3 nodes (n1, n2, n3), ")
+    assert text.endswith("\nok       preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them\n")
+    (request,) = scene.asked
+    assert (request.nodes, request.tasks_per_node, request.checkpoint_bytes) == (NODES, 1, None)
+    assert not Path(request.witness).parent.exists(), "the witness stays behind"
+
+
+def test_nothing_is_looked_at_on_one_node_or_where_it_is_off(scene: Scene) -> None:
+    scene.look(nodes=("n1",))
+    scene.look(mode="off")
+    assert scene.calls == []
+
+
+def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.judge([Check(name="clock", level="warning", text="2 s ahead", fix="start chronyd", node="n2"), WELL])
+    scene.look()
+    assert caplog.messages[0] == "preflight: warning: n2: clock: 2 s ahead; start chronyd"
+    assert caplog.messages[1].startswith("preflight: 3 nodes alike")
+
+
+@pytest.mark.parametrize(
+    ("settings", "spare", "het", "failures", "said", "avoid"),
+    [
+        ({}, "n3", False, [DISK], "", []),
+        ({"on_failure": "exclude"}, "n3", False, [DISK], "", ["n3"]),
+        (
+            {"on_failure": "exclude"},
+            "",
+            False,
+            [DISK],
+            "; partition main has no other node like n3 to go on with",
+            [],
+        ),
+        (
+            {"on_failure": "exclude"},
+            "n3",
+            True,
+            [DISK],
+            "; a heterogeneous job cannot be queued again without n3",
+            [],
+        ),
+        (
+            {"on_failure": "exclude"},
+            "n2 n3",
+            False,
+            [DISK, Check(name="disk", level="failure", text="full", node="n2")],
+            " (and 1 more in {text}); other nodes would be no better: none is excluded",
+            [],
+        ),
+    ],
+    ids=["stop", "exclude", "no spare node", "heterogeneous", "most nodes"],
+)
+def test_what_follows_from_a_failure(
+    scene: Scene, settings: dict[str, Any], spare: str, het: bool, failures: list[Check], said: str, avoid: list[str]
+) -> None:
+    scene.judge(failures)
+    with pytest.raises(PreflightError) as caught:
+        scene.look(spare, het=het, **settings)
+    said = said.format(text=scene.attempt.path / "preflight.txt")
+    assert str(caught.value) == f"preflight: n3: disk: 0 MB are free in /c; remove old runs{said}"
+    assert (scene.preflight.failed, scene.preflight.avoid) == (True, avoid)
+
+
+def test_the_first_failure_ends_the_run_and_the_others_stand_in_the_log(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.judge([DISK, Check(name="clock", level="failure", text="400 s ahead", node="n2"), WELL])
+    with pytest.raises(PreflightError):
+        scene.look()
+    assert caplog.messages == ["preflight: failure: n2: clock: 400 s ahead"]
+
+
+def test_a_slurm_that_does_not_answer_excludes_no_node(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object, **__: object) -> bool:
+        raise HpcdistError("sinfo: timed out")
+
+    monkeypatch.setattr(FakeJob, "replaceable", away)
+    scene.judge([DISK])
+    error = r"; Slurm does not say whether there are other nodes like n3 \(sinfo: timed out\)$"
+    with pytest.raises(PreflightError, match=error):
+        scene.look(on_failure="exclude")
+    assert (scene.preflight.failed, scene.preflight.avoid) == (True, [])
+
+
+def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
+    scene.judge([Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs")])
+    with pytest.raises(PreflightError, match=r"^preflight: disk: 0 MB .*; other nodes would be no better: none is"):
+        scene.look("n1 n2 n3", on_failure="exclude")
+    assert scene.preflight.avoid == []
+
+
+def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
+    scene.judge([DISK])
+    scene.say("n1")
+    scene.attempt.ask("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
+    scene.look()
+    assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
+
+
+def test_a_node_without_an_answer_is_asked_twice_and_its_error_is_told(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.say("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.preflight\n1: fine\n")
+    scene.judge([Check(name="answer", level="failure", text="did not answer", node="n3")])
+    error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.preflight$"
+    with pytest.raises(PreflightError, match=error):
+        scene.look()
+    assert len(scene.calls) == 2
+    tokens = set((scene.folder / "tokens").read_text().split())
+    assert len(tokens) == 2, "probes of the second step must not meet those of the first"
+    assert not any(token in line for token in tokens for line in scene.calls), "others can read command lines"
+
+
+def test_where_the_step_itself_fails_the_ranks_are_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.say(errors="srun: error: Unable to create step\n")
+    scene.look()
+    assert caplog.messages[0] == (
+        "preflight: warning: probe: no node gave an answer in 2 steps: srun: error: Unable to create step;"
+        " the ranks are started all the same"
+    )
+
+
+def test_a_step_that_does_not_end_is_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scene.folder / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
+    for name, script in {"squeue": "echo 7.0 preflight; echo 7.1 mine", "scancel": 'echo "$@" > cancelled'}.items():
+        (scene.folder / name).write_text(f"#!/bin/sh\ncd {scene.folder}\n{script}\n")
+        (scene.folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scene.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(preflight_step, "STEP_S", {"quick": -29.9})
+    monkeypatch.setattr(preflight_step, "ROUNDS", 1)
+    scene.look()
+    assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"
+
+
+def test_the_newest_complete_checkpoint_tells_how_much_room_the_next_one_takes(scene: Scene) -> None:
+    for name, complete in (("step-00000009", True), ("step-00000010", True), ("step-00000011", False)):
+        folder = scene.run.checkpoints / name
+        (folder / "shards").mkdir(parents=True)
+        (folder / "shards" / "model.pt").write_bytes(bytes(int(name[-2:])))
+        if complete:
+            (folder / "manifest.json").write_text("{}")
+    assert newest_checkpoint_bytes(scene.run) == 10 + 2
+
+
+def test_loader_processes_are_counted_where_there_are_any() -> None:
+    assert loaders(DataConfig(name="mnist", num_workers=3)) == 0
+    assert loaders(DataConfig(name="image_folder", num_workers=3)) == 3
+    assert loaders(DataConfig(name="image_folder", num_workers=3, preload="always")) == 0
+    assert loaders(DataConfig(name="cifar10", num_workers=3, preload="never")) == 3
+
+
+# --- the step's command line
+
+
+def test_the_step_has_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
+    config = Config(cluster=ClusterConfig(nodes=3, tasks_per_node=2, cpus_per_task=4, gpus_per_node=2))
+    assert preflight_command(config, components(config), [NODES], ["probe"], het=False) == [
+        *("srun", "--job-name=preflight", "--overlap", "--label", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
+        *("--cpus-per-task=8", "--gpus-per-node=2", "--input=none"),
+        *("sh", "-c", "trap '' USR2; exec \"$@\"", "sh", "probe"),
+    ]
+
+
+def test_the_step_of_a_heterogeneous_job_stands_in_containers_with_gpus_where_asked_for() -> None:
+    config = Config(
+        roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
+    )
+    box = ContainerSpec(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus="all")
+    words = preflight_command(config, components(config), [("n1",), ("n2", "n3")], ["probe"], box, het=True)
+    first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
+    assert first[0] == "--het-group=0"
+    assert second[0] == "--het-group=1"
+    assert ("--nodes=1" in first, "--nv" in first) == (True, False)
+    assert ("--nodes=2" in second, "--gpus-per-node=1" in second, "--nv" in second) == (True, True, True)
+    assert first[-1] == second[-1] == "probe"
