@@ -22,15 +22,15 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
         found: an unfinished run of this config, to go on with.
     """
     from hpcdist.cli.render import show_plan
-    from hpcdist.machine import compiler
+    from hpcdist.machine.compiler import require_compiler
     from hpcdist.machine.own_image import image_facts
     from hpcdist.supervisor import start
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import choose_uri
 
     plan = make_plan(config, Machine.inspect(os.environ))
-    if not config.trainer.script:
-        compiler.check(config, plan.device, os.environ)
+    if config.model.compile and not config.trainer.script:
+        require_compiler(plan.device, {**os.environ, **config.launch.env})
     uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)

@@ -20,8 +20,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from hpcdist.machine.time_limit import start
-from hpcdist.preflight.peers import Peer, tournament
-from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Gone, Link, Mute, Stranger, connected, starved_us
+from hpcdist.network import tournament
+from hpcdist.preflight.peers import Peer
+from hpcdist.preflight.protocol import (
+    FAST_BYTES_S,
+    STALL_S,
+    ClosedPeerError,
+    Link,
+    Message,
+    SilentPeerError,
+    UnknownPeerError,
+    connected,
+    run_queue_wait_us,
+)
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
@@ -30,7 +41,7 @@ GRACE_S = 4.0
 CONNECT_S = 3.5
 RETRY_S = 0.1
 #: Between two looks into the shared folder.
-LOOK_AROUND_S = 0.5
+MARKS_INTERVAL_S = 0.5
 LARGE_BYTES = 2**14
 #: All rounds together; pairs whose turn does not come in time are not measured.
 ROUNDS_S = {"quick": 6.0, "full": 20.0}
@@ -99,7 +110,7 @@ class Mesh:
         self._leaving = asyncio.Event()
         self._ephemeral = 0
         #: Connections that were closed since they were not of a probe of this job.
-        self.num_strangers = 0
+        self.num_foreign = 0
         #: Connections in their handshake, the oldest first.
         self._unknown: dict[Link, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +147,7 @@ class Mesh:
             self._ephemeral = sock.getsockname()[1]
             self._listening.append(sock)
             self._start(self._accept(sock))
-        self._start(self._look_around())
+        self._start(self._watch_marks())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -155,13 +166,13 @@ class Mesh:
                 continue
             if len(self._unknown) >= MAX_UNKNOWN:
                 oldest = next(iter(self._unknown))
-                self.num_strangers += 1
+                self.num_foreign += 1
                 self._unknown.pop(oldest).cancel()
             self._unknown[link] = self._start(self._serve(link))
             # Accepting does not wait while connections are queued: let the others run, this one's handshake included.
             await asyncio.sleep(0)
 
-    async def _look_around(self) -> None:
+    async def _watch_marks(self) -> None:
         """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
         with contextlib.suppress(OSError):  # told by the look at the file systems
             await asyncio.wrap_future(start(self._mark))
@@ -169,44 +180,44 @@ class Mesh:
                 names = set(await asyncio.wrap_future(start(self._marks)))
                 for peer in waiting:
                     if peer.name in names:
-                        self._heard_of(peer)
-                await asyncio.sleep(LOOK_AROUND_S)
+                        self._seen(peer)
+                await asyncio.sleep(MARKS_INTERVAL_S)
 
-    def _heard_of(self, peer: Peer) -> None:
+    def _seen(self, peer: Peer) -> None:
         peer.alive_at = min(peer.alive_at, time.monotonic())
 
     async def _serve(self, link: Link) -> None:
         """Answer one connection until it ends."""
         with contextlib.suppress(OSError, EOFError), contextlib.closing(link):
             try:
-                hello = await link.greet(self._token, self._hello(), connecting=False)
-            except Stranger as error:
-                self.num_strangers += not isinstance(error, Gone)
+                hello = await link.handshake(self._token, self._hello(), connecting=False)
+            except UnknownPeerError as error:
+                self.num_foreign += not isinstance(error, ClosedPeerError)
                 return
             finally:
                 self._unknown.pop(link, None)
             peer = self.peers.get(hello["node"])
             if peer is None:
                 return  # perhaps this node itself, led astray by a name
-            self._heard_of(peer)
+            self._seen(peer)
             while True:
-                what, number, _ = await link.hear()
-                if what is Ask.REACHED:
+                what, number, _ = await link.receive_frame()
+                if what is Message.REACHED:
                     # All of them: nobody's rounds begin while this node still waits for someone.
                     await self._all_tried.wait()
                     number = int(peer.reached)
-                elif what is Ask.ROUND:
+                elif what is Message.ROUND:
                     number = await self._arrived(number)
-                elif what is Ask.PUSH:
-                    await link.drop(number)
-                elif what is Ask.LEAVE:
+                elif what is Message.PUSH:
+                    await link.discard(number)
+                elif what is Message.LEAVE:
                     await self._leaving.wait()
-                elif what is Ask.TIME:
-                    number = starved_us()
-                await link.tell(what, number)
-                if what is Ask.PULL:
+                elif what is Message.TIME:
+                    number = run_queue_wait_us()
+                await link.send_frame(what, number)
+                if what is Message.PULL:
                     await link.send(number)
-                elif what is Ask.DONE:
+                elif what is Message.DONE:
                     peer.done.set()
 
     def _hello(self) -> dict[str, Any]:
@@ -223,7 +234,7 @@ class Mesh:
             tried = time.monotonic()
             status, peer.detail, link = await self._connect(peer)
             if link is not None:
-                self._heard_of(peer)
+                self._seen(peer)
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
             unheard = known == float("inf")
@@ -251,10 +262,10 @@ class Mesh:
         except OSError as error:
             return (*_failure(error), None)
         try:
-            hello = await link.greet(self._token, self._hello(), connecting=True)
+            hello = await link.handshake(self._token, self._hello(), connecting=True)
             if hello["node"] != peer.name:
-                raise Stranger(f"{hello['node']}, to which the name {peer.name} leads")
-        except (Stranger, OSError) as error:
+                raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} leads")
+        except (UnknownPeerError, OSError) as error:
             link.close()
             return (*_failure(error), None)
         peer.port = hello["ephemeral"]
@@ -271,9 +282,9 @@ class Mesh:
         """Whether something larger than any packet comes through; `stalled` where only that does not."""
 
         async def large() -> None:
-            await link.tell(Ask.PUSH, LARGE_BYTES)
+            await link.send_frame(Message.PUSH, LARGE_BYTES)
             await link.send(LARGE_BYTES)
-            await link.hear()
+            await link.receive_frame()
 
         sending = asyncio.create_task(large())
         done, _ = await asyncio.wait({sending}, timeout=STALL_S)
@@ -294,7 +305,7 @@ class Mesh:
         try:
             async with asyncio.timeout(max(0.0, self._until - time.monotonic()) + GRACE_S + CONNECT_S):
                 _, peer.offset_s = await peer.link.ping(3)
-                reached, _ = await peer.link.ask(Ask.REACHED)
+                reached, _ = await peer.link.request(Message.REACHED)
                 peer.mutual = reached == 1
         except (TimeoutError, OSError, EOFError):
             peer.link = None  # it has broken down since, and its own answer tells why
@@ -322,10 +333,10 @@ class Mesh:
         link, peer.link = peer.link, None
         assert link is not None, "mutual"
         try:
-            present, _ = await link.ask(Ask.ROUND, number)
+            present, _ = await link.request(Message.ROUND, number)
             if present:
                 await self._measure(peer, link)
-                await link.ask(Ask.DONE)
+                await link.request(Message.DONE)
             peer.link = link
         except (TimeoutError, OSError, EOFError):
             pass  # it has broken down since, or takes too long: not measured
@@ -337,7 +348,7 @@ class Mesh:
             peer.latency_s = min(peer.latency_s, again)
         limits = BURST_S[self._mode], BURST_BYTES[self._mode]
         best = []
-        for what in (Ask.PUSH, Ask.PULL):
+        for what in (Message.PUSH, Message.PULL):
             found = max([await link.burst(what, *limits) for _ in range(2)])
             if found < FAST_BYTES_S:
                 found = max([found, *[await link.burst(what, *limits) for _ in range(2)]])
@@ -349,13 +360,13 @@ class Mesh:
         if peer.link is not None:
             with contextlib.suppress(TimeoutError, OSError, EOFError):
                 async with asyncio.timeout(ROUNDS_S[self._mode]):
-                    await peer.link.ask(Ask.LEAVE)
+                    await peer.link.request(Message.LEAVE)
 
 
 def _failure(error: Exception) -> tuple[str, str]:
-    if isinstance(error, Mute):
+    if isinstance(error, SilentPeerError):
         return "mute", str(error)
-    if isinstance(error, Stranger):
+    if isinstance(error, UnknownPeerError):
         return "stranger", str(error)
     if isinstance(error, TimeoutError):
         return "silent", ""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcdist.preflight.wire import Link
+from hpcdist.preflight.protocol import Link
 
 
 @dataclass
@@ -49,22 +49,3 @@ class Peer:
         if self.ephemeral != "ok":
             found["ephemeral"] = self.ephemeral
         return found | ({"stalled": True} if self.stalled else {})
-
-
-def tournament(num_nodes: int, num_rounds: int) -> list[list[int | None]]:
-    """Who meets whom: for each round a partner by node, None for who sits it out. Rounds are spread evenly.
-
-    The circle method: in round r of m the nodes i and r - i (modulo m) meet, and who would meet itself meets the last.
-    """
-    circle = num_nodes if num_nodes % 2 else num_nodes - 1
-    wanted = min(num_rounds, circle)
-    rounds = []
-    for turn in (step * circle // wanted for step in range(wanted)):
-        partners: list[int | None] = [(turn - node) % circle for node in range(circle)]
-        alone = next(node for node in range(circle) if partners[node] == node)
-        partners[alone] = None
-        if circle < num_nodes:
-            partners[alone] = circle
-            partners.append(alone)
-        rounds.append(partners)
-    return rounds

@@ -1,8 +1,8 @@
-"""What every node of a run executes before its ranks start: `python -P -m hpcdist.preflight.probe REQUEST`.
+"""The preflight probe, which runs on every node before the ranks: `python -P -m hpcdist.preflight.probe REQUEST`.
 
-It looks at its machine, its file systems and its way to the other nodes, and prints an answer. It judges nothing: what
-is wrong shows in the answers of all nodes side by side (judge.py). The standard library alone, so that it starts at
-once and also where torch is what is broken.
+It examines its machine, its file systems and its connections to the other nodes, and prints the facts. node_checks.py
+compares the facts of all nodes. The probe uses the standard library alone, because it must start quickly and also
+work on a node where installed packages such as torch are broken.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ def look_at_network(request: Request, node: str) -> dict[str, Any]:
         "addresses": sorted(mesh.addresses),
         "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
     }
-    if mesh.num_strangers:
-        found["strangers"] = mesh.num_strangers
+    if mesh.num_foreign:
+        found["strangers"] = mesh.num_foreign
     if mesh.port_problem:
         found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
     return found

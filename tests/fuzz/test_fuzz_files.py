@@ -19,7 +19,7 @@ from hpcdist.checkpoint.checkpoint_folder import read_manifest
 from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
 from hpcdist.preflight.probe import answer_lines, read_answers
-from hpcdist.preflight.wire import Link, Stranger
+from hpcdist.preflight.protocol import Link, UnknownPeerError
 from hpcdist.run.folder import RunDir, read_json, write_json
 from hpcdist.run.lease import holder
 from hpcdist.run.status import job_of, look_now, stand
@@ -175,8 +175,8 @@ def test_hellos_of_strangers(data: bytes, connecting: bool) -> None:
         with ours, theirs:
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(Stranger):
-                await LocalLink(ours).greet("token", {"node": "n1"}, connecting=connecting)
+            with pytest.raises(UnknownPeerError):
+                await LocalLink(ours).handshake("token", {"node": "n1"}, connecting=connecting)
 
     asyncio.run(greet())
 

@@ -22,7 +22,7 @@ PACKAGE = Path(hpcdist.__file__).parent
 LAYERS = """
 errors
 logs
-files
+files network
 machine
 slurm
 rank.variables
@@ -49,26 +49,13 @@ cli
 
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("bench.measurement_plan", "trainers.comm.schema"): "to be removed",
-    ("bench.rpc_calls", "trainers.comm.schema"): "to be removed",
-    ("config.loading", "models"): "to be removed",
-    ("config.schema", "trainers.comm.schema"): "to be removed",
-    ("config.schema", "trainers.hybrid.schema"): "to be removed",
-    ("config.schema", "trainers.pipeline.schema"): "to be removed",
-    ("config.schema", "trainers.rl.schema"): "to be removed",
-    ("config.schema", "trainers.rnn.schema"): "to be removed",
-    ("config.schema.run", "trainers.comm.schema"): "to be removed",
-    ("config.schema.run", "trainers.hybrid.schema"): "to be removed",
-    ("config.schema.run", "trainers.pipeline.schema"): "to be removed",
-    ("config.schema.run", "trainers.rl.schema"): "to be removed",
-    ("config.schema.run", "trainers.rnn.schema"): "to be removed",
-    ("machine.compiler", "config.schema"): "to be removed",
+    ("config.schema.declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer",
     ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
-errors logs files machine slurm config run containers preflight devcluster tracking supervisor diagnostics cli
+errors logs files network machine slurm config run containers preflight devcluster tracking supervisor diagnostics cli
 rank.variables rank.roles rank.topology
 bench.results bench.report bench.compare bench.bottleneck bench.plots
 """.split()  # noqa: SIM905
@@ -187,7 +174,8 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
     assert found == {"containers.images.self_test"}, "which is piped into a container and runs there"
-    modules = [module for module in IMPORTS if within(module, *NO_TORCH)]
+    declarations = [module for module in IMPORTS if within(module, "trainers") and module.count(".") <= 1]
+    modules = [*(module for module in IMPORTS if within(module, *NO_TORCH)), *declarations]
     code = (
         "import importlib, sys\n"
         f"for name in {modules}: importlib.import_module(f'hpcdist.{{name}}')\n"
@@ -242,6 +230,7 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
         "supervisor.local_launcher",
         "preflight",
         "devcluster",
+        "network",
     ],
 )
 def test_packages_that_need_the_standard_library_alone(package: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
-from hpcdist.diagnostics.doctor import live_nodes, run_report
+from hpcdist.diagnostics.doctor import job_nodes, run_report
 from hpcdist.diagnostics.doctor.run_report import attempts, node_states, preflight, run_sections
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
@@ -35,7 +35,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the run job 7 and sets what Slurm says of it, and of its nodes."""
 
     def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
-        write_json(run.path / "slurm.json", {"job_id": "7"})
+        write_json(run.path / "slurm_checks.json", {"job_id": "7"})
         facts = JobInfo(id="7", state=state, nodes=nodes)
         look = JobSnapshot(away=away) if away else JobSnapshot(facts=facts)
         monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
@@ -101,7 +101,7 @@ def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> 
     for node in ("n1", "n2", "n1", "n4"):
         fail(run, node)
     first, *shown = attempts(run)
-    assert (first.text, len(shown)) == ("1 earlier ones failed, too", 5)
+    assert (first.text, len(shown)) == ("1 earlier ones failed as well", 5)
     assert "suspect" not in {check.name for check in shown}, "nodes fail here and there"
 
 
@@ -115,7 +115,7 @@ def test_what_the_preflight_found(run: RunDir) -> None:
     assert (head.level, head.text, found) == ("note", "1 finding before attempt 1, 0 min ago, on 2 nodes", disk)
     write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(fine)]})
     (head,) = preflight(run)
-    assert (head.level, head.text) == ("ok", "all was well before attempt 1, 0 min ago, on 2 nodes")
+    assert (head.level, head.text) == ("ok", "no problems before attempt 1, 0 min ago, on 2 nodes")
 
 
 # --- nodes, by Slurm
@@ -138,7 +138,7 @@ def test_states_of_nodes() -> None:
     assert three.text == "down* (does not answer), since 2026-11-20 14:50, 'Not responding' by slurm"
     assert {two.level, three.level} == {"warning"}
     (unknown,) = node_states(SINFO, ["n9"])
-    assert (unknown.level, unknown.text) == ("warning", "Slurm knows no such node any more")
+    assert (unknown.level, unknown.text) == ("warning", "Slurm has no node of this name any more")
     many = "".join(f"m{number}|idle|Unknown|Unknown|none\n" for number in range(40))
     assert node_states(many, [f"m{number}" for number in range(40)])[-1].text == "24 idle"
 
@@ -167,8 +167,8 @@ class Srun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command, self.token = "", False, [""], ""
-        monkeypatch.setattr(live_nodes.subprocess, "run", self)
-        monkeypatch.setattr(live_nodes, "read_answers", lambda text: self.answers)
+        monkeypatch.setattr(job_nodes.subprocess, "run", self)
+        monkeypatch.setattr(job_nodes, "read_answers", lambda text: self.answers)
         monkeypatch.setattr(run_report.shutil, "which", lambda name: name)
 
     def __call__(
@@ -199,7 +199,7 @@ def test_nodes_are_asked_beside_the_ranks(
         judged.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(live_nodes, "judge", judge)
+    monkeypatch.setattr(job_nodes, "judge", judge)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = looked(run, config)["Nodes, looked at"]
     assert (slow.level, beside.level) == ("warning", "note")

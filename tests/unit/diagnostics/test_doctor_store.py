@@ -14,7 +14,7 @@ import pytest
 from hpcdist_runs import closed_port
 
 from hpcdist.diagnostics.doctor import mlflow_store as module
-from hpcdist.diagnostics.doctor.mlflow_store import Store, revisions, store
+from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, revisions, store_checks
 from hpcdist.machine.check import Check
 from hpcdist.tracking.uri import redact_uri, sqlite_path
 
@@ -24,8 +24,8 @@ BEFORE = revisions()[HEAD]
 
 def looked(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
     """The last finding: the first is about the client."""
-    found = Store(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
-    client, *checks = store(found, env or {}, file_system)
+    found = MlflowStore(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
+    client, *checks = store_checks(found, env or {}, file_system)
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]
 
@@ -53,7 +53,7 @@ def test_the_revisions_are_those_of_the_installed_mlflow(tmp_path: Path) -> None
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     check = looked(f"sqlite:///{tmp_path}/mlflow.db")
-    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db is made by the first run")
+    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,8 +86,8 @@ def test_an_empty_database_and_one_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_database_on_another_machines_file_system(tmp_path: Path) -> None:
-    found = Store(uri="", shown="", database=tmp_path / "mlflow.db")
-    _, shared, _ = store(found, {}, "nfs4")
+    found = MlflowStore(uri="", shown="", database=tmp_path / "mlflow.db")
+    _, shared, _ = store_checks(found, {}, "nfs4")
     assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_is_not_there() -> None:
 def test_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(module, "SERVER_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         check = looked(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)

@@ -35,7 +35,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the run job 7 and sets what Slurm says of it."""
 
     def says(state: str, **facts: Any) -> None:
-        write_json(run.path / "slurm.json", {"job_id": "7"})
+        write_json(run.path / "slurm_checks.json", {"job_id": "7"})
         look = JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
         monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
 

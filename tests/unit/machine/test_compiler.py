@@ -1,4 +1,4 @@
-"""torch.compile without what it needs is refused before it starts."""
+"""A run with torch.compile is refused before it starts if the compiler or the headers are missing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
-from hpcdist.machine import compiler
-
-COMPILED = load_config("ddp_digits", ["model.compile=true"])
+from hpcdist.machine.compiler import require_compiler
 
 
 @pytest.fixture
@@ -26,12 +23,8 @@ def install(machine: Path, *names: str) -> None:
         (machine / name).touch(mode=0o755)
 
 
-def test_who_does_not_compile_needs_nothing(machine: Path) -> None:
-    compiler.check(load_config("ddp_digits", []), "cpu", {"PATH": str(machine)})
-
-
 @pytest.mark.parametrize(
-    ("device", "there", "missing"),
+    ("device", "installed", "missing"),
     [
         ("cpu", (), "a C++ compiler (g++) and Python's headers (Python.h)"),
         ("cpu", ("gcc", "Python.h"), "a C++ compiler (g++)"),
@@ -39,21 +32,21 @@ def test_who_does_not_compile_needs_nothing(machine: Path) -> None:
         ("cuda", ("g++", "Python.h"), "a C compiler (gcc)"),
     ],
 )
-def test_what_is_missing_is_named(machine: Path, device: str, there: tuple[str, ...], missing: str) -> None:
-    install(machine, *there)
+def test_missing_parts_are_named(machine: Path, device: str, installed: tuple[str, ...], missing: str) -> None:
+    install(machine, *installed)
     with pytest.raises(ConfigError) as raised:
-        compiler.check(COMPILED, device, {"PATH": str(machine)})
+        require_compiler(device, {"PATH": str(machine)})
     assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "g++"), ("cuda", "clang")])
-def test_where_all_is_there_nothing_is_said(machine: Path, device: str, name: str) -> None:
+def test_complete_installation_is_accepted(machine: Path, device: str, name: str) -> None:
     install(machine, name, "Python.h")
-    compiler.check(COMPILED, device, {"PATH": str(machine)})
+    require_compiler(device, {"PATH": str(machine)})
 
 
-def test_the_users_own_compiler_counts(machine: Path) -> None:
+def test_compiler_of_the_environment_is_used(machine: Path) -> None:
     install(machine, "mine", "Python.h")
-    compiler.check(COMPILED, "cpu", {"PATH": str(machine), "CXX": "mine -O1"})
+    require_compiler("cpu", {"PATH": str(machine), "CXX": "mine -O1"})
     with pytest.raises(ConfigError):
-        compiler.check(COMPILED, "cpu", {"PATH": str(machine), "CXX": "absent"})
+        require_compiler("cpu", {"PATH": str(machine), "CXX": "absent"})

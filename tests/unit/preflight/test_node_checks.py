@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from preflight_scene import findings, healthy, request, sentences
 
-from hpcdist.preflight.judge import ORDER
+from hpcdist.preflight.node_checks import ORDER
 
 GPU = {
     "index": 0,

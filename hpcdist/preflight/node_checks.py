@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist.machine.check import LEVELS, Check, Level
 from hpcdist.machine.cuda_drivers import driver_problem
-from hpcdist.preflight.links import judge_network, listed
+from hpcdist.preflight.network_checks import check_network, listed
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -36,7 +36,7 @@ SLOW_LOOKUP_S = 1.0
 LOCKED_BYTES = 2**30
 
 
-def judge(request: Request, answers: Answers) -> list[Check]:
+def check_nodes(request: Request, answers: Answers) -> list[Check]:
     """All findings, the worst first and causes before what follows from them.
 
     A node without an answer is a failure. What most nodes have in common is said once, without a `node`; what is one
@@ -54,12 +54,12 @@ def judge(request: Request, answers: Answers) -> list[Check]:
         if node not in answers
     ]
     ours = {node: answers[node] for node in request.nodes if node in answers}
-    found += judge_versions(request, ours)
+    found += check_versions(request, ours)
     for node, answer in ours.items():
         for look in (_run_folder, _names, _driver, _gpus, _disk, _infiniband, _interface, _memory, _cores):
             found += [replace(check, node=node) for check in look(request, node, answer)]
     found += _unlike_others(request, ours)
-    found += judge_network(request, ours)
+    found += check_network(request, ours)
     return in_order(said_once(found, len(request.nodes)))
 
 
@@ -87,7 +87,7 @@ def said_once(checks: Iterable[Check], num_nodes: int) -> list[Check]:
     return found
 
 
-def judge_versions(request: Request, answers: Answers) -> Iterator[Check]:
+def check_versions(request: Request, answers: Answers) -> Iterator[Check]:
     """Whoever has other versions than most nodes have; where there is no majority, than the first node has."""
     for key, level in _version_levels(request):
         by_node = {

@@ -39,15 +39,15 @@ _MAGIC = b"hpf2"  # another number for another form of what follows
 _BUFFER = memoryview(bytearray(2**20))
 
 
-class Stranger(Exception):
+class UnknownPeerError(Exception):
     """What answers is no probe of this job; the message says what it is instead."""
 
 
-class Mute(Stranger):
+class SilentPeerError(UnknownPeerError):
     """What accepts a connection and then says nothing: perhaps a probe that gets no processor."""
 
 
-class Gone(Stranger):
+class ClosedPeerError(UnknownPeerError):
     """What closes the connection before its hello is complete, as a probe does that tests whether a port is open."""
 
 
@@ -73,7 +73,7 @@ async def connected(address: str, port: int, limit_s: float) -> socket.socket:
     return sock
 
 
-def starved_us() -> int:
+def run_queue_wait_us() -> int:
     """Microseconds that this thread has been ready to run without a processor; 0 where the kernel does not count."""
     try:
         with open("/proc/thread-self/schedstat") as file:
@@ -82,7 +82,7 @@ def starved_us() -> int:
         return 0
 
 
-class Ask(IntEnum):
+class Message(IntEnum):
     """What one probe wants of another; each is answered by a frame of the same kind."""
 
     TIME = 0  #: the other's clock, and how long it has been starved (`starved_us`)
@@ -111,21 +111,21 @@ class Link:
     def close(self) -> None:
         self._sock.close()
 
-    async def greet(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
+    async def handshake(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
         """Exchange hellos with the other side, each proving that it holds the token; returns the other side's.
 
         Args:
             connecting: whether this side has made the connection; the other side proves the opposite, so that an answer
                 cannot be this side's own message sent back.
 
-        Raises Stranger where the other side is no probe of this job, or OSError where the connection breaks.
+        Raises UnknownPeerError where the other side is no probe of this job, or OSError where the connection breaks.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             async with asyncio.timeout(HELLO_S):
                 await self._loop.sock_sendall(self._sock, _MAGIC + nonce)
                 if await self._exactly(len(_MAGIC)) != _MAGIC:
-                    raise Stranger("another program")
+                    raise UnknownPeerError("another program")
                 theirs = await self._exactly(_NONCE_BYTES)
                 nonces = nonce + theirs if connecting else theirs + nonce
                 text = json.dumps(hello).encode()
@@ -134,32 +134,32 @@ class Link:
                 await self._loop.sock_sendall(self._sock, _HEAD.pack(len(text), proof) + text)
                 length, proof = _HEAD.unpack(await self._exactly(_HEAD.size))
                 if length > MAX_HELLO_BYTES:
-                    raise Stranger("another program")
+                    raise UnknownPeerError("another program")
                 text = await self._exactly(length)
         except TimeoutError as error:
-            raise Mute("a program that accepts connections and says nothing") from error
+            raise SilentPeerError("a program that accepts connections and says nothing") from error
         except (ConnectionError, EOFError) as error:
-            raise Gone("a program that closes the connection") from error
+            raise ClosedPeerError("a program that closes the connection") from error
         if not hmac.compare_digest(proof, _proof(token, not connecting, nonces, text)):
-            raise Stranger("a probe of another job")
+            raise UnknownPeerError("a probe of another job")
         found: dict[str, Any] = json.loads(text)
         return found
 
-    async def ask(self, what: Ask, number: int = 0) -> tuple[int, float]:
+    async def request(self, what: Message, number: int = 0) -> tuple[int, float]:
         """The answer's number and time. Raises OSError or EOFError where the connection breaks."""
-        await self.tell(what, number)
-        answered, number, moment = await self.hear()
+        await self.send_frame(what, number)
+        answered, number, moment = await self.receive_frame()
         if answered is not what:
             raise ConnectionError(f"{answered.name} instead of {what.name}")
         return number, moment
 
-    async def tell(self, what: Ask, number: int = 0) -> None:
+    async def send_frame(self, what: Message, number: int = 0) -> None:
         await self._loop.sock_sendall(self._sock, _FRAME.pack(what, number, time.time()))
 
-    async def hear(self) -> tuple[Ask, int, float]:
+    async def receive_frame(self) -> tuple[Message, int, float]:
         what, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
         try:
-            return Ask(what), number, moment
+            return Message(what), number, moment
         except ValueError as error:
             raise ConnectionError(f"{what} is nothing that a probe says") from error
 
@@ -169,7 +169,7 @@ class Link:
             await self._loop.sock_sendall(self._sock, _BUFFER[:part])
             count -= part
 
-    async def drop(self, count: int) -> None:
+    async def discard(self, count: int) -> None:
         """Take bytes and forget them."""
         while count > 0:
             received = await self._loop.sock_recv_into(self._sock, _BUFFER[: min(count, len(_BUFFER))])
@@ -182,34 +182,34 @@ class Link:
         best, offset = float("inf"), 0.0
         for _ in range(count):
             sent, began = time.time(), time.perf_counter()
-            _, theirs = await self.ask(Ask.TIME)
+            _, theirs = await self.request(Message.TIME)
             trip = time.perf_counter() - began
             if trip < best:
                 best, offset = trip, theirs - (sent + trip / 2)
         return best, offset
 
-    async def burst(self, what: Ask, limit_s: float, limit_bytes: int) -> float:
+    async def burst(self, what: Message, limit_s: float, limit_bytes: int) -> float:
         """Bytes per second in one direction, by transfers that grow and are acknowledged each.
 
         Time in which either side waited for a processor is not the network's: up to `MAX_STARVED` of the whole does not
         count, as far as that makes the difference between slow and `FAST_BYTES_S`.
         Raises TimeoutError when a transfer takes more than `STALL_S`.
         """
-        starved = -starved_us() - (await self.ask(Ask.TIME))[0]
+        starved = -run_queue_wait_us() - (await self.request(Message.TIME))[0]
         size, times = FIRST_BYTES, [0.0]
         while sum(times) <= limit_s and size <= limit_bytes:
             began = time.perf_counter()
             async with asyncio.timeout(STALL_S):
-                if what is Ask.PUSH:
-                    await self.tell(what, size)
+                if what is Message.PUSH:
+                    await self.send_frame(what, size)
                     await self.send(size)
-                    await self.hear()
+                    await self.receive_frame()
                 else:
-                    await self.ask(what, size)
-                    await self.drop(size)
+                    await self.request(what, size)
+                    await self.discard(size)
             times.append(time.perf_counter() - began)
             size *= 2
-        starved += starved_us() + (await self.ask(Ask.TIME))[0]
+        starved += run_queue_wait_us() + (await self.request(Message.TIME))[0]
         # The last two: a limit on a rate often lets the first bytes through at full speed.
         sent = size // 2 + (size // 4 if len(times) > 2 else 0)
         rate = sent / (times[-1] + times[-2])

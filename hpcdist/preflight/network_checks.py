@@ -30,7 +30,7 @@ FATAL_SKEW_S = 30.0
 _SHOWN = 4
 
 
-def judge_network(request: Request, answers: Answers) -> list[Check]:
+def check_network(request: Request, answers: Answers) -> list[Check]:
     """Findings about the network, and at last one of level `ok` with what was measured."""
     blocked = list(_blocked(request, answers))
     return [
