@@ -34,9 +34,9 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         stages=tuple({"stage": s, "seconds": 0.1, "version": "2.15", "cuda": ""} for s in stages), code=0
     )
     monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
-    monkeypatch.setattr(machine_report.slurm, "ask_slurm", lambda: slurm_checks.Answers(missing=slurm_checks.NEEDED))
+    monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
     monkeypatch.setattr(machine_report.facts, "gpu_device_files", lambda: 0)
-    monkeypatch.setattr(machine_report.resource_limits, "in_container", lambda: False)
+    monkeypatch.setattr(machine_report, "in_container", lambda: False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hpcdist", "doctor", *arguments])

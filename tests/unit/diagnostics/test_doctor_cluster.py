@@ -167,16 +167,16 @@ def test_partitions_that_nobody_tells() -> None:
 def test_what_a_stock_cluster_makes_of_the_end_of_a_job() -> None:
     told = [check.sentence() for check in job_end_checks(answers(KillWait="30 sec"))]
     assert told == [
-        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); ahead of its time limit a run saves by"
-        " itself (cluster.signal_lead_s)",
-        "preemption: decided by partition; SIGTERM announces it, which is enough for hpcdist (no"
-        " preempt_send_user_signal)",
-        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm puts the run"
-        " back into the queue",
+        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); a run saves a checkpoint before its time"
+        " limit (cluster.signal_lead_s)",
+        "preemption: decided by partition; SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal"
+        " is not set)",
+        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm requeues the"
+        " run",
         "preemption: jobs in high are never preempted",
-        "lost node: Slurm notices it within 15 s (SlurmdTimeout)",
-        "clean-up: processes are found by linuxproc when a job ends; one that cannot be killed for 60 s drains its node"
-        " (UnkillableStepTimeout)",
+        "lost node: Slurm detects it within 15 s (SlurmdTimeout)",
+        "clean-up: Slurm finds a job's processes by linuxproc; a process that cannot be killed within 60 s drains its"
+        " node (UnkillableStepTimeout)",
         "sweeps: up to 1000 runs in one array (MaxArraySize)",
     ]
     assert job_end_checks(SlurmFacts()) == []
@@ -198,10 +198,10 @@ def test_too_little_time_to_save_is_told_with_its_parts() -> None:
 
 def test_modes_of_preemption() -> None:
     gone = preempted(PreemptMode="CANCEL")
-    assert (gone.level, "does not put the run back" in gone.text) == ("note", True)
+    assert (gone.level, "does not requeue the run" in gone.text) == ("note", True)
     assert gone.fix.startswith("`hpcdist resume RUN`")
     stopped = preempted(PreemptMode="GANG,SUSPEND")
-    assert (stopped.level, "stopped where they are" in stopped.text) == ("note", True)
+    assert (stopped.level, "suspends the processes" in stopped.text) == ("note", True)
     assert "launch.hang_timeout_s" in stopped.fix
     off = job_end_checks(answers(PreemptType="preempt/none"))[1]
     assert off.text == "off: no job ends because of another one"
