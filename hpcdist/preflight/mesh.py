@@ -1,12 +1,12 @@
-"""TCP between the nodes of a run: who reaches whom, how fast, and how far the clocks are apart.
+"""TCP connections between the nodes of a run: reachability, latency, bandwidth and clock offsets.
 
-Every node listens on the ranks' port and connects to the others on it, in both directions, since firewalls have one.
-Nodes do not start at the same moment, so a refused connection says nothing until the peer is known to listen: it has
-connected itself, or its mark lies in the shared folder. From then on it has `GRACE_S`. Pairs that work in both
+Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only.
+Nodes start at different times, so a refused connection counts only once the peer is known to listen: it has connected
+itself, or its mark file is in the shared folder. From then on it has `GRACE_S`. Pairs that are connected in both
 directions are measured in the rounds of a tournament, in which a node takes part in one transfer at a time.
 
-Up to `ALL_PAIRS` nodes connect to all others. Where there are more, each connects to fewer than that many, chosen
-evenly. Each measures with seven at most. So a node's time and output do not grow with the run.
+Up to `ALL_PAIRS` nodes connect to all others. In larger runs each node connects to fewer than that many, chosen evenly.
+Each measures at most seven pairs, so a node's time and output do not grow with the run.
 """
 
 from __future__ import annotations
@@ -36,42 +36,41 @@ from hpcdist.preflight.protocol import (
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
-#: What a node that listens has got to be reached. A lost first packet is sent again after one and three seconds.
+#: Time to connect to a node that listens. TCP repeats a lost first packet after one and three seconds.
 GRACE_S = 4.0
 CONNECT_S = 3.5
 RETRY_S = 0.1
-#: Between two looks into the shared folder.
+#: Interval of reading the mark files in the shared folder.
 MARKS_INTERVAL_S = 0.5
 LARGE_BYTES = 2**14
-#: All rounds together; pairs whose turn does not come in time are not measured.
+#: Limit for all rounds; pairs of later rounds are not measured.
 ROUNDS_S = {"quick": 6.0, "full": 20.0}
-#: One burst in one direction: it grows until it has taken this long, or is this large.
+#: One burst in one direction grows until it takes this long or is this large.
 BURST_S = {"quick": 0.04, "full": 0.2}
 BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
-#: What takes longer, or is slower than `FAST_BYTES_S`, is measured again before anyone believes it: noise makes slow,
-#: never fast.
+#: A higher latency, or a bandwidth below `FAST_BYTES_S`, is measured again, because noise only makes results worse.
 SUSPECT_LATENCY_S = 2e-3
 
 
-#: Connections that have not proved to be a probe of this job; beyond that many the oldest is closed. Up to `ALL_PAIRS`
+#: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS`
 #: nodes connect at the same moment.
 MAX_UNKNOWN = 2 * ALL_PAIRS
-#: After an error of accept(), such as having no file descriptor left.
+#: Pause after an error of accept(), such as too many open files.
 ACCEPT_AGAIN_S = 0.05
 
 
 class Mesh:
-    """One node's end of it.
+    """One node's connections to the others.
 
     Args:
         nodes: names of all nodes; `node` is this one's.
         port: where all listen.
-        token: what every probe of this job proves to know in its hello.
-        resolve: address of a name; raises OSError where there is none.
+        token: shared secret, which every probe of this job proves to know in its handshake.
+        resolve: returns the address of a name; raises OSError if there is none.
         bind: address to listen on, None for all interfaces.
-        mark: tells others that this node listens; called in a thread.
-        marks: names of nodes that have done so; called in a thread, again and again.
-        deadline_s: how long nodes are waited for of which nothing is known.
+        mark: creates this node's mark file; called in a thread.
+        marks: returns the nodes with a mark file; called repeatedly in a thread.
+        deadline_s: limit of waiting for nodes that have not started.
     """
 
     def __init__(
@@ -100,24 +99,24 @@ class Mesh:
             more = tournament(len(nodes), ALL_PAIRS - MEASURED_ROUNDS - 1)
             everyone = {partners[self._me] for partners in (*self._rounds, *more)}
         self.peers = {nodes[i]: Peer(nodes[i]) for i in range(len(nodes)) if i in everyone and i != self._me}
-        #: What keeps this node from listening; empty where nothing does.
+        #: Error of listening on the port; empty without one.
         self.port_problem = ""
-        #: This node's addresses on the ways to the others.
+        #: This node's addresses on its connections.
         self.addresses: set[str] = set()
         self._round = -1
         self._in_round = asyncio.Condition()
         self._all_tried = asyncio.Event()
         self._leaving = asyncio.Event()
         self._ephemeral = 0
-        #: Connections that were closed since they were not of a probe of this job.
+        #: Number of connections from other programs.
         self.num_foreign = 0
-        #: Connections in their handshake, the oldest first.
+        #: Connections in their handshake, oldest first.
         self._unknown: dict[Link, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[socket.socket] = []
 
     async def run(self) -> None:
-        """Everything, until all is known or given up."""
+        """Connect to all peers and measure; return when all results are known or have timed out."""
         try:
             await self._listen()
             await asyncio.gather(*map(self._reach, self.peers.values()))
@@ -161,7 +160,7 @@ class Mesh:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listening)
                 link = Link(sock)
             except OSError:
-                # The connection is gone already, or no file descriptor is free: neither ends the listening.
+                # The connection has closed, or no file descriptor is free: keep listening in both cases.
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             if len(self._unknown) >= MAX_UNKNOWN:
@@ -169,12 +168,12 @@ class Mesh:
                 self.num_foreign += 1
                 self._unknown.pop(oldest).cancel()
             self._unknown[link] = self._start(self._serve(link))
-            # Accepting does not wait while connections are queued: let the others run, this one's handshake included.
+            # sock_accept does not suspend while connections are queued: let other tasks run.
             await asyncio.sleep(0)
 
     async def _watch_marks(self) -> None:
-        """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
-        with contextlib.suppress(OSError):  # told by the look at the file systems
+        """Read the mark files: the only sign of a node that is blocked in both directions."""
+        with contextlib.suppress(OSError):  # reported by the check of the file systems
             await asyncio.wrap_future(start(self._mark))
             while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:
                 names = set(await asyncio.wrap_future(start(self._marks)))
@@ -198,12 +197,12 @@ class Mesh:
                 self._unknown.pop(link, None)
             peer = self.peers.get(hello["node"])
             if peer is None:
-                return  # perhaps this node itself, led astray by a name
+                return  # perhaps this node itself, through a wrong name
             self._seen(peer)
             while True:
                 what, number, _ = await link.receive_frame()
                 if what is Message.REACHED:
-                    # All of them: nobody's rounds begin while this node still waits for someone.
+                    # Rounds must not begin while this node still connects to others.
                     await self._all_tried.wait()
                     number = int(peer.reached)
                 elif what is Message.ROUND:
@@ -224,7 +223,7 @@ class Mesh:
         return {"node": self._nodes[self._me], "ephemeral": self._ephemeral}
 
     async def _arrived(self, number: int) -> int:
-        """Wait for this node to come to a round; 1 if it is there, 0 if it has gone on without the one who asks."""
+        """Wait until this node reaches a round; return 1 if it takes part, 0 if it has already passed the round."""
         async with self._in_round:
             await self._in_round.wait_for(lambda: self._round >= number)
         return int(self._round == number)
@@ -238,11 +237,11 @@ class Mesh:
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
             unheard = known == float("inf")
-            # What began before the peer did says nothing, unless somebody else has answered.
-            telling = unheard or tried > known or status in ("stranger", "mute")
-            hopeless = telling and time.monotonic() > min(known + GRACE_S, self._until)
-            if link is not None or hopeless:
-                # A refusal only means something from a node that is there.
+            # A failure before the peer's start does not count, unless another program has answered.
+            counts = unheard or tried > known or status in ("stranger", "mute")
+            give_up = counts and time.monotonic() > min(known + GRACE_S, self._until)
+            if link is not None or give_up:
+                # A refusal from a node that never started is an absent node.
                 peer.status = "absent" if status == "refused" and unheard else status
                 break
             await asyncio.sleep(RETRY_S)
@@ -252,7 +251,7 @@ class Mesh:
                 peer.reached, peer.link = True, link
 
     async def _connect(self, peer: Peer) -> tuple[str, str, Link | None]:
-        """Status, detail, and the link where the status is `ok`."""
+        """Return status, detail, and the link if the status is `ok`."""
         try:
             address = await self._resolve(peer.name)
         except OSError as error:
@@ -264,7 +263,7 @@ class Mesh:
         try:
             hello = await link.handshake(self._token, self._hello(), connecting=True)
             if hello["node"] != peer.name:
-                raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} leads")
+                raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} resolves")
         except (UnknownPeerError, OSError) as error:
             link.close()
             return (*_failure(error), None)
@@ -279,7 +278,7 @@ class Mesh:
         return "ok"
 
     async def _carries(self, peer: Peer, link: Link) -> bool:
-        """Whether something larger than any packet comes through; `stalled` where only that does not."""
+        """Return whether a message larger than any packet arrives; set `stalled` if only small ones do."""
 
         async def large() -> None:
             await link.send_frame(Message.PUSH, LARGE_BYTES)
@@ -289,7 +288,7 @@ class Mesh:
         sending = asyncio.create_task(large())
         done, _ = await asyncio.wait({sending}, timeout=STALL_S)
         if not done:
-            # A peer that gets no processor is as silent. But then it answers nothing, and small messages after large.
+            # A peer without CPU time is silent as well, but then it does not answer small messages either.
             status, _, other = await self._connect(peer)
             if other is not None:
                 other.close()
@@ -299,7 +298,7 @@ class Mesh:
         return bool(done) and sending.exception() is None
 
     async def _agree(self, peer: Peer) -> None:
-        """With a peer that was reached: how its clock stands, and whether it has reached this node too."""
+        """Exchange clocks with a connected peer, and whether it has reached this node."""
         if peer.link is None:
             return
         try:
@@ -308,7 +307,7 @@ class Mesh:
                 reached, _ = await peer.link.request(Message.REACHED)
                 peer.mutual = reached == 1
         except (TimeoutError, OSError, EOFError):
-            peer.link = None  # it has broken down since, and its own answer tells why
+            peer.link = None  # the connection has broken since; the peer's own answer has the reason
 
     async def _play(self) -> None:
         for number, partners in enumerate(self._rounds):
@@ -339,7 +338,7 @@ class Mesh:
                 await link.request(Message.DONE)
             peer.link = link
         except (TimeoutError, OSError, EOFError):
-            pass  # it has broken down since, or takes too long: not measured
+            pass  # the connection has broken, or is too slow: not measured
 
     async def _measure(self, peer: Peer, link: Link) -> None:
         peer.latency_s, peer.offset_s = await link.ping(20)
@@ -356,7 +355,7 @@ class Mesh:
         peer.sent_bytes_s, peer.received_bytes_s = best
 
     async def _part(self, peer: Peer) -> None:
-        """Stay until the peer needs this node no more."""
+        """Wait until the peer needs this node no longer."""
         if peer.link is not None:
             with contextlib.suppress(TimeoutError, OSError, EOFError):
                 async with asyncio.timeout(ROUNDS_S[self._mode]):

@@ -1,4 +1,4 @@
-"""The other nodes as one of them sees them, and the order in which nodes are measured."""
+"""The state that a node keeps about each other node."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from hpcdist.preflight.protocol import Link
 
 @dataclass
 class Peer:
-    """Another node as this one sees it."""
+    """Another node, seen from this one."""
 
     name: str
-    #: `ok`, or why it cannot be reached: `refused`, `silent` (packets vanish), `unreachable`, `stranger`,
-    #: `mute` (connects, and says nothing), `unresolved`, `absent` (nobody has heard of it).
+    #: `ok`, or the reason for no connection: `refused`, `silent` (packets are dropped), `unreachable`, `stranger`
+    #: (another program), `mute` (accepts connections without an answer), `unresolved`, `absent` (never started).
     status: str = "absent"
     detail: str = ""
-    #: Whether a port of the ephemeral range can be reached as well, in the same words.
+    #: The same for a port of the ephemeral range.
     ephemeral: str = "ok"
-    #: A round trip of a few bytes; bandwidths from this node and to it; the peer's clock minus this node's.
+    #: Round trip of a few bytes; bandwidth from and to this node; the peer's clock minus this node's.
     latency_s: float | None = None
     sent_bytes_s: float | None = None
     received_bytes_s: float | None = None
     offset_s: float | None = None
-    #: Small messages pass, large ones do not.
+    #: Small messages arrive, large ones do not.
     stalled: bool = False
     alive_at: float = float("inf")
-    #: Its port of the ephemeral range.
+    #: The peer's port of the ephemeral range.
     port: int = 0
-    #: Whether it was reached by small and large messages; `link` may since have broken, or be in use.
+    #: Whether small and large messages arrived; `link` may have broken since, or be in use.
     reached: bool = False
     link: Link | None = None
-    #: Whether the peer has reached this node, as it says.
+    #: Whether the peer reports that it reached this node.
     mutual: bool = False
-    #: The peer has ended the round that it leads.
+    #: Set when the peer has finished the round that it leads.
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def as_answer(self) -> dict[str, Any]:
-        """What is known, without what is not."""
+        """Return the known values for the answer."""
         found: dict[str, Any] = {"status": self.status}
         if self.status != "ok":
             return found | ({"detail": self.detail} if self.detail else {})

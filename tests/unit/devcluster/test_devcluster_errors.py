@@ -100,7 +100,7 @@ def test_settings_are_read_back_unless_a_crash_has_cut_them(recorded: Layout) ->
 
 
 def test_no_cluster_there(layout: Layout) -> None:
-    with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` makes one"):
+    with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` creates one"):
         cluster.require_settings(layout)
     assert cluster.status(layout) == cluster.Status(None)
     assert not cluster.status(layout).is_up
@@ -374,7 +374,7 @@ def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) ->
 def test_faults_need_a_node_that_is_there(recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
         nodes.kill_node(recorded, "n3")
-    with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not up: `hpcdist devcluster up`"):
+    with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not running: `hpcdist devcluster up`"):
         nodes.start_node(recorded, "n1")
 
 

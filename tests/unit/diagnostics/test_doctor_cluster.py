@@ -206,7 +206,7 @@ def test_modes_of_preemption() -> None:
     off = job_end_checks(answers(PreemptType="preempt/none"))[1]
     assert off.text == "off: no job ends because of another one"
     signalled = job_end_checks(answers(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
-    assert "Slurm's user signal comes ahead of it" in signalled.text
+    assert "Slurm sends the user signal before it" in signalled.text
 
 
 def test_settings_that_get_in_the_way() -> None:

@@ -67,7 +67,7 @@ def test_what_keeps_ranks_from_what_the_machine_has() -> None:
     assert set(levels(found).values()) == {"warning"}
     told = {check.name: check.sentence() for check in found}
     assert "16 visible, but a CPU quota of 1.0 cores" in told["cores"]
-    assert "1.0 GiB by a cgroup's limit" in told["memory"]
+    assert "1.0 GiB (cgroup limit)" in told["memory"]
     assert "--ipc=host or --shm-size" in told["shared memory"]
     assert "at most 256 (ulimit)" in told["open files"]
     assert "ulimit -u" in told["processes"]
@@ -166,9 +166,9 @@ def test_gpus_that_are_not() -> None:
     found = gpu_checks(ill, 1, 3, "580.65")
     assert levels(found) == {"GPU 0": "warning", "GPU 1": "warning", "GPU 2": "warning", "visible": "note"}
     assert "2 uncorrected memory errors (ECC)" in found[0].text
-    assert found[1].text.endswith("slowed down, power brake")
+    assert found[1].text.endswith("throttled, power brake")
     assert found[2].text.endswith("97.7 GiB in use by process 41, 42")
-    assert found[3].text == "1 of 3 by CUDA_VISIBLE_DEVICES"
+    assert found[3].text == "1 of 3 according to CUDA_VISIBLE_DEVICES"
 
 
 def test_without_gpus_training_is_on_the_cpus() -> None:
@@ -344,7 +344,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert check.fix == "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
     (check,) = folder_checks(tmp_path, in_container=True)
-    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or choose another")
+    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
 
 
 def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +423,7 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     ("kind", "on_cluster", "level", "said"),
     [
         ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
-        ("", True, "ok", "of unknown type (server:/home): whether other machines see it cannot be told"),
+        ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),
         ("ext4", False, "ok", "of this machine"),
         ("ext4", True, "warning", "Slurm's nodes must see it"),
         ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
@@ -467,7 +467,7 @@ def test_a_torchvision_made_for_another_torch(monkeypatch: pytest.MonkeyPatch) -
     installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
     check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.level, check.fix) == ("failure", software.TOGETHER)
-    assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 made for 2.14.1: it would not import"
+    assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
     installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
     assert "torch" not in levels(software.software_checks(torch_required=True, cuda="", driver=""))
 

@@ -50,7 +50,7 @@ def test_a_part_that_hangs_or_breaks_is_a_finding() -> None:
     never.set()
     text = "no answer within 0.05 s"
     assert hung == ("Folder", [Check(name="Folder", level="warning", text=text, fix="is its server up?")])
-    text = "could not be looked at: OSError: [Errno 5] Input/output error"
+    text = "this section failed: OSError: [Errno 5] Input/output error"
     assert failed == ("MLflow", [Check(name="MLflow", level="warning", text=text)])
     assert well == ("Cores", [WELL])
     assert waited[0][0] == "Folder"

@@ -46,7 +46,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def looked(run: RunDir, config: Config | None = None) -> dict[str, list[Check]]:
     """Findings by title."""
-    return {section.title: section.look() for section in run_sections(run, config or load_config("ddp_digits"))}
+    return {section.title: section.run() for section in run_sections(run, config or load_config("ddp_digits"))}
 
 
 def fail(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
@@ -84,7 +84,7 @@ def test_a_run_whose_supervisor_is_gone(run: RunDir) -> None:
 def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING")
     run.new_attempt()
-    assert [check.text for check in attempts(run)] == ["1 started, none has failed"]
+    assert [check.text for check in attempts(run)] == ["1 started, none failed"]
     fail(run, "n3.site")
     assert attempts(run) == [
         Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed at step 40: was killed by SIGKILL")
@@ -199,7 +199,7 @@ def test_nodes_are_asked_beside_the_ranks(
         judged.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(job_nodes, "judge", judge)
+    monkeypatch.setattr(job_nodes, "check_nodes", judge)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
     slow, beside = looked(run, config)["Nodes, looked at"]
     assert (slow.level, beside.level) == ("warning", "note")

@@ -74,12 +74,12 @@ def test_an_outdated_schema_is_told_with_the_command_that_mends_it(tmp_path: Pat
 def test_a_schema_of_a_newer_mlflow(tmp_path: Path) -> None:
     check = looked(database(tmp_path / "mlflow.db", "feedfacecafe"))
     assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
-    assert "has the schema feedfacecafe, which this MLflow does not know" in check.text
+    assert "has the schema feedfacecafe of a newer MLflow than the installed one" in check.text
 
 
 def test_an_empty_database_and_one_that_is_none(tmp_path: Path) -> None:
     check = looked(database(tmp_path / "empty.db", ""))
-    assert (check.level, "the first run makes its tables" in check.text) == ("ok", True)
+    assert (check.level, "the first run creates its tables" in check.text) == ("ok", True)
     (tmp_path / "text.db").write_text("no database\n" * 100)
     check = looked(f"sqlite:///{tmp_path}/text.db")
     assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there() -> None:
     uri = f"http://ada:secret@127.0.0.1:{closed_port()}"
     check = looked(uri)
     assert check.level == "warning", "training goes on without it"
-    assert "cannot be reached ([Errno 111] Connection refused): training goes on" in check.text
+    assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
     assert "secret" not in check.text
 
 
@@ -169,7 +169,7 @@ def test_a_server_that_is_something_else(answering: Callable[..., str]) -> None:
     check = looked(answering(health=404))
     assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
     check = looked(answering(search=lambda _: (500, "")))
-    assert (check.level, "lists no experiments (answer 500)" in check.text) == ("warning", True)
+    assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
 
 
 def test_missing_and_refused_credentials_are_told_apart(answering: Callable[..., str]) -> None:
@@ -177,7 +177,7 @@ def test_missing_and_refused_credentials_are_told_apart(answering: Callable[...,
     uri = answering(search=lambda sent: (200, "{}") if sent == right else (401, ""))
     ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
     check = looked(uri)
-    assert (check.level, "wants a user and a password (answer 401)" in check.text) == ("warning", True)
+    assert (check.level, "requires a user and a password (answer 401)" in check.text) == ("warning", True)
     check = looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
     assert (check.level, "refuses ada (answer 401)" in check.text) == ("warning", True)
     assert looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"

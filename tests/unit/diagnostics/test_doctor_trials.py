@@ -27,7 +27,7 @@ WELL = (
 def test_two_ranks_add_up_on_this_machine() -> None:
     tried = try_ranks("cpu", "gloo", 2)
     (ranks,) = rank_checks(tried, "2 ranks, gloo")
-    assert (ranks.level, ranks.text.endswith("all-reduce right")) == ("ok", True), tried
+    assert (ranks.level, ranks.text.endswith("all-reduce correct")) == ("ok", True), tried
     torch, torchvision = torch_checks(tried)
     assert (torch.name, torch.level, torchvision.level) == ("torch", "ok", "ok")
 

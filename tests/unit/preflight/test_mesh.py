@@ -208,7 +208,7 @@ def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes)
     found = check_nodes(request, answers)
     assert [check for check in found if check.level in ("failure", "warning")] == []
     assert [(check.node, check.level, check.text) for check in found if check.name == "port"] == [
-        ("n1", "note", f"{refused:,} connections to port {request.port} were of no probe of this job, and were closed")
+        ("n1", "note", f"{refused:,} connections to port {request.port} came from other programs and were closed")
     ]
 
 
