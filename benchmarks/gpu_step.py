@@ -47,16 +47,18 @@ from hpcdist.config.schema import (
     TrackingConfig,
 )
 from hpcdist.models.image import build_model
-from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.context import Context
 from hpcdist.rank.device import place
 from hpcdist.rank.network.process_group import process_groups
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
-from hpcdist.tracking.journal import JournalWriter, read_records
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal_reader import read_records
 from hpcdist.trainers.ddp import train
 
 NUM_EPOCHS = 3

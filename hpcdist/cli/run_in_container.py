@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.cli.options import console
+from hpcdist.cli.terminal import say
 from hpcdist.config.loading import find_config, load_config, redacted_argument
 from hpcdist.config.schema import Config
 from hpcdist.containers.images.engine import RUNNERS, find_engine
@@ -24,8 +24,15 @@ from hpcdist.run.runs_dir import claim
 from hpcdist.supervisor.plan import Machine
 
 
-def run_boxed(
-    source: str, overrides: Sequence[str], config: Config, *, engine: str, image: str, again: bool | None, dry_run: bool
+def run_in_container(
+    source: str,
+    overrides: Sequence[str],
+    config: Config,
+    *,
+    engine: str,
+    image: str,
+    resume: bool | None,
+    dry_run: bool,
 ) -> int:
     """Print the engine's command line for a run and execute it; return its exit code.
 
@@ -57,13 +64,12 @@ def run_boxed(
         str(path) if is_file else source,
         *overrides,
         *folder_overrides(config, load_config("ddp_digits", [])),
-        *([] if again is None else ["--again" if again else "--new"]),
+        *([] if resume is None else ["--resume" if resume else "--new"]),
     ]
     command = [*RUNTIMES[spec.runtime](spec), *arguments]
-    terminal = console()
     if not spec.gpus and config.launch.device != "cpu":
-        terminal.print("no GPU is visible here: the container trains on CPUs", highlight=False)
-    terminal.print(shlex.join(map(redacted_argument, command)), markup=False, highlight=False, soft_wrap=True)
+        say("no GPU is visible: training on CPUs")
+    say(shlex.join(map(redacted_argument, command)))
     if dry_run:
         return 0
     claim(Path(config.runs_dir).expanduser().absolute())

@@ -173,7 +173,7 @@ def _services_stay_down() -> Iterator[None]:
         asked = subprocess.run([POLICY, "slurmctld", "start"], capture_output=True, check=False)
         if asked.returncode != DENIED:
             raise DevClusterError(
-                f"{POLICY} lets packages start their services: install {' '.join(PACKAGES)} yourself, and stop their services"
+                f"{POLICY} lets packages start services: install {' '.join(PACKAGES)} yourself, and stop them"
             )
         yield
         return

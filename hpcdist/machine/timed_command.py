@@ -14,7 +14,7 @@ KILL_DELAY_S = 1.0
 
 
 def run_within(
-    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None
+    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and return its output; end it after `limit_s` seconds.
 
@@ -24,10 +24,10 @@ def run_within(
     Raises:
         FileNotFoundError: the command does not exist.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-        )
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
         late = ""
         try:
             process.wait(limit_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hpcdist.diagnostics.doctor.slurm_checks import SlurmFacts, few
 from hpcdist.machine.check import Check
-from hpcdist.slurm.partitions import Partition, seconds
+from hpcdist.slurm.cluster_nodes import Partition
+from hpcdist.slurm.command_output import parse_seconds
 
 #: Enough to save a checkpoint of some gigabytes on an ordinary file system.
 _EASY_S = 30
@@ -25,7 +26,7 @@ def job_end_checks(found: SlurmFacts) -> list[Check]:
 
 
 def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[Check]:
-    kill_wait = seconds(settings.get("KillWait", "")) or 0
+    kill_wait = parse_seconds(settings.get("KillWait", "")) or 0
     announced = (
         "Slurm sends the user signal before it (preempt_send_user_signal)"
         if "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
@@ -38,7 +39,7 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
     modes: dict[tuple[str, int], list[str]] = {}
     for one in partitions:
         mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
-        modes.setdefault((mode, seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
+        modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
     text = (
         f"decided by {'quality of service (a QOS may have another GraceTime)' if by_qos else 'partition'}; {announced}"
     )
@@ -109,7 +110,7 @@ def _numbers(text: str) -> set[str]:
 
 
 def _lost_node(settings: dict[str, str]) -> list[Check]:
-    timeout = seconds(settings.get("SlurmdTimeout", ""))
+    timeout = parse_seconds(settings.get("SlurmdTimeout", ""))
     if timeout == 0:
         text = "Slurm never marks an unresponsive node as down (SlurmdTimeout=0)"
         fix = "hpcdist requests the requeue; the node stays `idle*` until an administrator acts"
@@ -121,7 +122,7 @@ def _lost_node(settings: dict[str, str]) -> list[Check]:
 
 def _left_processes(settings: dict[str, str]) -> list[Check]:
     tracking = settings.get("ProctrackType", "").removeprefix("proctrack/")
-    stuck = seconds(settings.get("UnkillableStepTimeout", ""))
+    stuck = parse_seconds(settings.get("UnkillableStepTimeout", ""))
     text = f"Slurm finds a job's processes by {tracking}"
     if stuck:
         text += f"; a process that cannot be killed within {stuck} s drains its node (UnkillableStepTimeout)"

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpcdist.machine.check import Check
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
-from hpcdist.slurm.partitions import NodeGroup, Partition, ask_partitions, parse_settings
+from hpcdist.slurm import client as slurm_client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 
 #: Commands that `hpcdist submit` and the supervisor need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -50,11 +51,15 @@ def read_slurm() -> SlurmFacts:
         return SlurmFacts(missing=missing)
     begun = time.monotonic()
     try:
-        settings = parse_settings(answer("scontrol", "show", "config"))
-    except SlurmUnavailableError as error:
+        settings = slurm_client.settings()
+    except SlurmError as error:
         return SlurmFacts(missing=missing, away=str(error))
     took = time.monotonic() - begun
-    return SlurmFacts(missing=missing, settings=settings, seconds=took, partitions=ask_partitions())
+    try:
+        found = slurm_client.partitions()
+    except SlurmError:
+        found = None
+    return SlurmFacts(missing=missing, settings=settings, seconds=took, partitions=found)
 
 
 class Cached:
@@ -137,14 +142,10 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
     if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
         return [Check(name="accounting", level="note", text=f"Slurm keeps none: {lost}")]
     try:
-        listed = answer(
-            "sacctmgr", "-nP", "show", "assoc", f"user={user}", f"cluster={settings.get('ClusterName', '')}",
-            "format=account",
-        )  # fmt: skip
-    except SlurmUnavailableError as error:
+        accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
+    except SlurmError as error:
         fix = "if sacct fails as well, slurmdbd or its database is down: contact the administrators"
         return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
-    accounts = sorted({line for line in listed.split() if line})
     enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
     if accounts:
         return [Check(name="accounting", level="ok", text=f"{user} may use {few(accounts)} (cluster.account)")]

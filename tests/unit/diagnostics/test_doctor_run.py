@@ -14,11 +14,12 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor import job_nodes, run_report
-from hpcdist.diagnostics.doctor.run_report import attempts, node_states, preflight, run_sections
+from hpcdist.diagnostics.doctor.run_report import attempts, node_checks, preflight, run_sections
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
 from hpcdist.run.folder import RunDir, write_json
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.cluster_nodes import parse_node_states
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
@@ -35,11 +36,11 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the run job 7 and sets what Slurm says of it, and of its nodes."""
 
     def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
-        write_json(run.path / "slurm_checks.json", {"job_id": "7"})
+        write_json(run.path / "slurm.json", {"job_id": "7"})
         facts = JobInfo(id="7", state=state, nodes=nodes)
-        look = JobSnapshot(away=away) if away else JobSnapshot(facts=facts)
-        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
-        monkeypatch.setattr(run_report, "answer", lambda *command: sinfo)
+        look = JobSnapshot(error=away) if away else JobSnapshot(info=facts)
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
+        monkeypatch.setattr(client, "node_states", lambda names: parse_node_states(sinfo))
 
     return says
 
@@ -63,7 +64,7 @@ def test_a_run_of_this_machine(run: RunDir) -> None:
     found = looked(run)
     assert list(found) == ["Run", "Attempts", "Preflight"], "its machine comes after that"
     assert found["Run"] == [
-        Check(name="state", level="warning", text="failed: so it is", fix="why: `hpcdist explain first`")
+        Check(name="state", level="warning", text="failed: so it is", fix="for the cause run `hpcdist explain first`")
     ]
 
 
@@ -72,13 +73,13 @@ def test_a_run_that_was_started_elsewhere_says_so(run: RunDir) -> None:
     run.write_state(replace(run.read_state(), status="stopped", reason="asked to"))
     state, host = looked(run)["Run"]
     assert (state.level, host.level) == ("ok", "note")
-    assert host.text.startswith("it was started on elsewhere, and this is")
+    assert host.text.startswith("the run was started on elsewhere; the sections below")
 
 
 def test_a_run_whose_supervisor_is_gone(run: RunDir) -> None:
     (state,) = looked(run)["Run"]
     assert (state.level, state.text) == ("warning", "lost")
-    assert state.fix.startswith("`hpcdist resume first` goes on")
+    assert state.fix.startswith("`hpcdist resume first` continues it")
 
 
 def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> None:
@@ -121,41 +122,41 @@ def test_what_the_preflight_found(run: RunDir) -> None:
 # --- nodes, by Slurm
 
 SINFO = """\
-n1|idle|Unknown|Unknown|none
-n1|idle|Unknown|Unknown|none
-n2|drained|2026-11-20T14:50:01|root|bad DIMM in slot 4 | see ticket
-n3|down*|2026-11-20T14:50:01|slurm|Not responding
-n4|mixed|Unknown|Unknown|none
+n1|idle|||||Unknown|Unknown|none
+n1|idle|||||Unknown|Unknown|none
+n2|drained|||||2026-11-20T14:50:01|root|bad DIMM in slot 4 | see ticket
+n3|down*|||||2026-11-20T14:50:01|slurm|Not responding
+n4|mixed|||||Unknown|Unknown|none
 """
 
 
 def test_states_of_nodes() -> None:
-    two, three, one, four = node_states(SINFO, ["n1", "n2", "n3", "n4"])
+    two, three, one, four = node_checks(parse_node_states(SINFO), ["n1", "n2", "n3", "n4"])
     assert one == Check(name="n1", level="ok", text="idle", node="n1")
     assert (four.node, four.level, four.text) == ("n4", "ok", "mixed")
     assert two.text == "drained, since 2026-11-20 14:50, 'bad DIMM in slot 4 | see ticket' by root"
     assert two.fix.endswith("`scontrol update nodename=n2 state=resume`")
     assert three.text == "down* (does not answer), since 2026-11-20 14:50, 'Not responding' by slurm"
     assert {two.level, three.level} == {"warning"}
-    (unknown,) = node_states(SINFO, ["n9"])
+    (unknown,) = node_checks(parse_node_states(SINFO), ["n9"])
     assert (unknown.level, unknown.text) == ("warning", "Slurm has no node of this name any more")
-    many = "".join(f"m{number}|idle|Unknown|Unknown|none\n" for number in range(40))
-    assert node_states(many, [f"m{number}" for number in range(40)])[-1].text == "24 idle"
+    many = "".join(f"m{number}|idle|||||Unknown|Unknown|none\n" for number in range(40))
+    assert node_checks(parse_node_states(many), [f"m{number}" for number in range(40)])[-1].text == "24 idle"
 
 
 def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("COMPLETED", nodes="n1,n4", sinfo=SINFO)
     write_json(run.path / "job.json", {"job_id": "7", "lives": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
     found = looked(run)
-    assert [check.name for check in found["Nodes, by Slurm"]] == ["n2", "n3", "n1", "n4"]
-    assert found["Nodes, looked at"][0].text.startswith("the run has no nodes at present")
+    assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
+    assert found["Node preflight"][0].text.startswith("the run has no nodes at present")
 
 
 def test_a_slurm_that_is_away(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING", away="scontrol gave no answer in 10 s")
     found = looked(run)
     assert [check.level for check in found["Run"]] == ["ok", "warning"]
-    assert found["Nodes, by Slurm"] == []
+    assert found["Nodes in Slurm"] == []
 
 
 # --- nodes, looked at
@@ -201,7 +202,7 @@ def test_nodes_are_asked_beside_the_ranks(
 
     monkeypatch.setattr(job_nodes, "check_nodes", judge)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
-    slow, beside = looked(run, config)["Nodes, looked at"]
+    slow, beside = looked(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")
     assert srun.command[:7] == [
         "srun",
@@ -222,9 +223,9 @@ def test_nodes_that_do_not_answer(run: RunDir, slurm: Callable[..., None], monke
     slurm("RUNNING", sinfo=SINFO)
     srun = Srun(monkeypatch)
     srun.errors = "srun: error: Unable to create step for job 7: Invalid job id specified\n"
-    (check,) = looked(run)["Nodes, looked at"]
+    (check,) = looked(run)["Node preflight"]
     assert (check.level, "Unable to create step" in check.text) == ("warning", True)
     srun.hangs = True
-    (check,) = looked(run)["Nodes, looked at"]
+    (check,) = looked(run)["Node preflight"]
     assert (check.level, "did not end within 60 s" in check.text) == ("warning", True)
     assert not list(run.path.glob(".doctor-*"))

@@ -51,15 +51,19 @@ def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
                 stages=stages("torch", "torchvision", "compute", error="RuntimeError: the CUDA driver is old"), code=1
             ),
             "a small matrix product fails: RuntimeError: the CUDA driver is old",
-            "`nvidia-smi` shows",
+            "see `nvidia-smi`",
         ),
-        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not end within 90 s", "NCCL_DEBUG"),
+        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not finish within 90 s", "NCCL_DEBUG"),
         (
             Trial(stages=stages("torch", "torchvision", "compute", "meet"), code=-11, errors="a\nFatal: bus error\n"),
-            "an all-reduce ended it by signal 11: Fatal: bus error",
+            "an all-reduce ended the rank with signal 11: Fatal: bus error",
             "/dev/shm",
         ),
-        (Trial(stages=(), code=127), "importing torch ended it by exit code 127: nothing more", "pip install"),
+        (
+            Trial(stages=(), code=127),
+            "importing torch ended the rank with exit code 127: no error message",
+            "pip install",
+        ),
     ],
     ids=["import", "compute", "hang", "signal", "exit"],
 )
@@ -73,12 +77,12 @@ def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -
 def test_ranks_on_gpus_tell_which_nccl_they_have() -> None:
     gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in WELL)
     (check,) = rank_checks([Trial(stages=gpu, code=0)], "1 rank, nccl")
-    assert (check.level, check.text.endswith("all-reduce right, NCCL 2.29.3")) == ("ok", True)
+    assert (check.level, check.text.endswith("all-reduce correct, NCCL 2.29.3")) == ("ok", True)
 
 
 def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
     (check,) = rank_checks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
-    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not end within 90 s")
+    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not finish within 90 s")
 
 
 def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks() -> None:

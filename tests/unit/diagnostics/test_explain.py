@@ -35,9 +35,9 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the run job 7 and sets what Slurm says of it."""
 
     def says(state: str, **facts: Any) -> None:
-        write_json(run.path / "slurm_checks.json", {"job_id": "7"})
-        look = JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
-        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
+        write_json(run.path / "slurm.json", {"job_id": "7"})
+        look = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
 
     return says
 
@@ -92,7 +92,7 @@ def test_a_run_at_work(run: RunDir) -> None:
     with hold(run):
         assert explain(run) == ["running; nothing to explain"]
         os.utime(run.attempt(1).beat(0), (0, time.time() - 100))
-        assert explain(run)[0].startswith("running; nothing to explain (but rank 0 gave its last sign of life 10")
+        assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
 
 
 def test_what_the_last_restart_was_for(run: RunDir) -> None:
@@ -154,7 +154,7 @@ def test_a_rejected_config(run: RunDir) -> None:
 def test_a_trainer_whose_module_is_missing_is_more_than_a_mistake(run: RunDir) -> None:
     error = "trainer 'mine:train' cannot be imported: ModuleNotFoundError: No module named 'einops'"
     outcome(run, 0, error, kind="rejected")
-    assert rows(run)["cause"] == "Python does not find einops where the ranks run"
+    assert rows(run)["cause"] == "the ranks' Python does not find einops"
 
 
 # --- a rank that left no word
@@ -165,7 +165,7 @@ def test_a_killed_rank_and_what_slurm_printed(run: RunDir) -> None:
     outcome(run, 0, GLOO_PEER, peer=True)
     log(run, 0, f"{GLOO_PEER}\n")
     found = rows(run)
-    assert found["cause"].startswith("something killed the rank from outside")
+    assert found["cause"].startswith("the rank was killed from outside")
     (run.attempt(1).path / "srun.log").write_text(
         "srun: error: n2: task 3: Out Of Memory\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     )

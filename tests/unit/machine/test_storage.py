@@ -59,7 +59,7 @@ def test_a_replacement_that_leaves_a_gap(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_file_that_is_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.os, "O_EXCL", 0)
-    assert storage.exclusive_problem(tmp_path) == "the same file was made twice"
+    assert storage.exclusive_problem(tmp_path) == "the same file was created twice"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
         peers = answers[node]["network"]["peers"]
         assert peers["n3"] == {"status": "refused"}
         assert peers["n5"] == {"status": "stranger", "detail": "a probe of another job"}
-        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 leads"}
+        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 resolves"}
         assert peers["n7.invalid"]["status"] == "unresolved"
         if node != "n4":
             assert peers["n4"] == {"status": "stranger", "detail": "another program"}

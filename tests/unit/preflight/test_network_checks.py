@@ -23,7 +23,7 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("status", "detail", "text"),
     [
-        ("silent", "", "port 23456 is blocked: packets to it are dropped; let all TCP ports from 20480 on pass"),
+        ("silent", "", "port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
         ("refused", "", "port 23456 is blocked: connections are refused; let"),
         ("unreachable", "No route to host", "port 23456 is blocked: No route to host; let"),
         ("stranger", "another program", "on port 23456 answers another program; see what listens there"),
