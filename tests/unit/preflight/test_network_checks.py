@@ -24,9 +24,9 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
     ("status", "detail", "text"),
     [
         ("silent", "", "port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
-        ("refused", "", "port 23456 is blocked: connections are refused; let"),
-        ("unreachable", "No route to host", "port 23456 is blocked: No route to host; let"),
-        ("stranger", "another program", "on port 23456 answers another program; see what listens there"),
+        ("refused", "", "port 23456 is blocked: connections are refused; open"),
+        ("unreachable", "No route to host", "port 23456 is blocked: No route to host; open"),
+        ("stranger", "another program", "on port 23456 answers another program; identify the program"),
     ],
 )
 @pytest.mark.parametrize("num_nodes", [3, 4, 16])
@@ -48,7 +48,7 @@ def test_a_node_that_is_too_busy_to_talk_to_all_is_not_blamed() -> None:
     break_way(answers, "n4", "n3", "mute", "a program that says nothing")
     (found,) = sentences(request(), answers)
     assert found.startswith(
-        "failure n3: port: no other node can reach it: on port 23456 answers a program that says nothing; see"
+        "failure n3: port: no other node can reach it: on port 23456 answers a program that says nothing; identify"
     )
 
 
@@ -142,7 +142,7 @@ def test_a_node_with_a_slow_link_is_named_and_not_its_partners(num_nodes: int, s
     (found,) = findings(request(num_nodes), answers)
     assert (found.level, found.node) == ("failure", slow)
     assert found.sentence().startswith(
-        f"{slow}: network: 2.5 MB/s to and from it, 1,000 MB/s between the other nodes; look at its cable, port and"
+        f"{slow}: network: 2.5 MB/s to and from it, 1,000 MB/s between the other nodes; check its cable, port and"
     )
 
 
@@ -213,7 +213,7 @@ def test_large_packets_that_get_stuck() -> None:
     [
         (
             5.0,
-            "warning {}: clock: its clock is 5.0 s ahead of the others: logs and curves",
+            "warning {}: clock: its clock is 5.0 s ahead of the others: logs and metrics",
         ),
         (-5.0, "warning {}: clock: its clock is 5.0 s behind the others: logs"),
         (40.0, "failure {}: clock: its clock is 40.0 s ahead of the others: a live run could be considered dead; see"),
