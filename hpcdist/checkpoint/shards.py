@@ -24,8 +24,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from hpcdist.checkpoint import files
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
+from hpcdist.files.atomic import fsync_folder
 from hpcdist.files.bounded_json import parse_json
-from hpcdist.run.folder import sync_folder
 
 LOOK_EVERY_S = 0.02
 
@@ -80,7 +80,7 @@ class ShardExchange:
                 retry.rename(staging / files.shard_name(rank), into / files.shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        retry.retry(lambda: sync_folder(into), into)
+        retry.retry(lambda: fsync_folder(into), into)
         return {files.shard_name(rank): record for rank, record in reports.items()}
 
     def _report(self, step: int, rank: int) -> files.FileRecord:

@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcdist.checkpoint import files
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry as file_retry
+from hpcdist.files.atomic import fsync_folder
 from hpcdist.files.retry import retry
-from hpcdist.run.folder import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class CheckpointStore:
             if file_retry.exists(final):  # only a broken one gets here
                 self._remove(final)
             file_retry.rename(temp, final)
-            retry(lambda: sync_folder(self.folder), self.folder)
+            retry(lambda: fsync_folder(self.folder), self.folder)
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)  # what cannot be removed now is a left-over for the restore
             raise

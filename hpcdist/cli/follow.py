@@ -104,10 +104,10 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
             if found.away != away and (away := found.away):
                 view.note(f"Slurm does not say how the job stands ({away})")
             if progress and found.state.attempt and found.name == "running":
-                beat = run.attempt(found.state.attempt).last_beat(0)
+                beat = run.attempt(found.state.attempt).read_beat(0)
                 if beat is not None:
                     view.progress(beat)
-            lines = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
+            lines = run.attempt(found.state.attempt).straggler_events() if found.state.attempt else []
             for new in lines[told:]:
                 view.note(new["text"])
             told = len(lines)

@@ -22,8 +22,10 @@ from rich.table import Column, Table
 from hpcdist.config.loading import redacted
 from hpcdist.config.schema import Config
 from hpcdist.errors import RunFolderError
+from hpcdist.files.atomic import read_json
 from hpcdist.rank.roles import rank_table
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json, read_record
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import ENDED, RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing, find_runs
 from hpcdist.run.status import Standing, job_of, look_now, stand
@@ -182,7 +184,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
             table.add_row(escape(key), f"{value:.6g}")
         console.print(table)
     program = _program()
-    for text in run.attempt(state.attempt).straggling() if state.attempt else []:
+    for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         console.print(f"[yellow]straggler:[/] {escape(text)}", highlight=False, soft_wrap=True)
     lines = [f"look at it: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
     if config.tracking.uri:
@@ -239,7 +241,7 @@ def show_runs(console: Console, listing: Listing, runs_dir: Path) -> None:
 
 def _beat(run: RunDir, state: State) -> dict[str, Any]:
     """Rank 0's last sign of life in the last attempt; empty before the first, and where it is damaged."""
-    return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+    return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
 
 
 def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
@@ -280,14 +282,14 @@ def show_status(console: Console, run: RunDir) -> None:
         rows["what now"] = "its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow"
     world_size = state.world_size if state.attempt else 0
     for rank in range(min(world_size, SHOWN_RANKS)):
-        beat = run.attempt(state.attempt).last_beat(rank)
+        beat = run.attempt(state.attempt).read_beat(rank)
         if beat is not None:
             total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
             ago = max(0, int(time.time() - beat["time"]))
             rows[f"rank {rank}"] = f"step {beat['step']}{total}, {ago} s ago  {escape(format_metrics(beat['metrics']))}"
     if world_size > SHOWN_RANKS:
         rows["more ranks"] = f"{world_size - SHOWN_RANKS}, see {escape(str(run.attempt(state.attempt).path))}"
-    if straggling := run.attempt(state.attempt).straggling() if state.attempt else []:
+    if straggling := run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         rows["straggler"] = escape("\n".join(straggling))
     saved = sorted(path.name for path in run.checkpoints.glob("step-*"))
     rows["checkpoints"] = ", ".join(saved) or "none yet"

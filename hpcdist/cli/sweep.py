@@ -113,7 +113,7 @@ def _run_cell(choice: Choice, plan: Plan) -> None:
 def _ended_by_signal(run: RunDir) -> bool:
     """Whether what ended the cell was meant for all of the sweep, unlike `hpcdist stop CELL`."""
     state = run.read_state()
-    request = run.attempt(state.attempt).asked() if state.attempt else None
+    request = run.attempt(state.attempt).read_request() if state.attempt else None
     return request is not None and request.by in _BY_SIGNAL
 
 

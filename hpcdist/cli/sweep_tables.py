@@ -87,6 +87,6 @@ def _last_beat(run: RunDir) -> dict[str, Any]:
         return {}
     try:
         state = run.read_state()
-        return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+        return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
     except (RunFolderError, OSError):  # reported in the cell's row
         return {}

@@ -20,9 +20,11 @@ from hpcdist.diagnostics.failure_patterns import (
     first_match,
     quote,
 )
+from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.files.ownership import stays_inside
-from hpcdist.run.folder import Attempt, RunDir, State, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import Standing, look_now, stand
 from hpcdist.slurm.job_facts import JobFacts
 
@@ -55,7 +57,7 @@ def explain(run: RunDir) -> list[str]:
     Whoever held up the others goes last.
     """
     now = stand(run, look_now(run, history=True))
-    straggling = run.attempt(now.state.attempt).straggling() if now.state.attempt else []
+    straggling = run.attempt(now.state.attempt).current_stragglers() if now.state.attempt else []
     return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
 
 

@@ -34,7 +34,8 @@ from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
-from hpcdist.run.folder import Attempt, write_atomic, write_json
+from hpcdist.files.atomic import write_atomic, write_json
+from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
 #: Collectives that a recorder keeps, as many as by torch's own default.

@@ -28,13 +28,15 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError, TrainerError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.flight_recorder import record_collectives, tell_on_signal
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import run_script
 from hpcdist.rank.signals import StopFlag
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import system_interval_s
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Any
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import LARGEST, fill
-from hpcdist.run.folder import ENDED, RunDir, State, Status, read_json, read_record, write_json
+from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record
 from hpcdist.run.lease import hold, holder, last_renewal
 from hpcdist.slurm import queue
 from hpcdist.slurm.job_facts import JobFacts

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from hpcdist.errors import UserMistake
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.ownership import require_mine
-from hpcdist.run.folder import ENDED, RunDir, Status, read_json, write_json
+from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.status import job_of, look_now, stand
 from hpcdist.run.sweep_folder import SweepDir
@@ -35,7 +36,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
         raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
-    run.ask(action, by=by, reason=f"`hpcdist {action}` by {by}")
+    run.send_request(action, by=by, reason=f"`hpcdist {action}` by {by}")
     if action == "stop":
         return f"asked {run.name} to save and stop; `hpcdist status {run.name}` shows how far it is"
     return f"asked {run.name} to end at once"

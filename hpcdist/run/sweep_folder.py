@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import fill
 from hpcdist.files.ownership import require_trusted
-from hpcdist.run.folder import ENDED, RunDir, State, Status, read_json, read_record, write_json
+from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.runs_dir import claim_experiment
 from hpcdist.run.sweep import Cell, Sweep, changes, reordered

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.restart_policy import Failure
 
 

@@ -15,8 +15,10 @@ from hpcdist.config.loading import leaves, plain_tree, redacted, run_yaml, secre
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
+from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
 from hpcdist.run import secret_file
-from hpcdist.run.folder import Attempt, RunDir, State, read_json, sync_folder, write_atomic
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.launcher import Reporter
 from hpcdist.supervisor.restart_policy import Failure
 
@@ -92,7 +94,7 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
     """
     if not retry.exists(run.next_config):
         return state
-    beat = run.attempt(state.attempt).last_beat(0) or {}
+    beat = run.attempt(state.attempt).read_beat(0) or {}
     if state.status == "finished" or beat.get("step", 0) > first_step:
         _adopt(run)
     elif state.status == "failed":
@@ -108,7 +110,7 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
 
 def _adopt(run: RunDir) -> None:
     retry.rename(run.next_config, run.config)
-    retry.retry(lambda: sync_folder(run.path), run.path)
+    retry.retry(lambda: fsync_folder(run.path), run.path)
 
 
 def _changed(run: RunDir) -> str:

@@ -18,9 +18,10 @@ from hpcdist.config.loading import run_yaml, secrets_of
 from hpcdist.config.schema import TRAINER_SECTIONS, Config
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files import retry
+from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.machine.own_image import image_facts
 from hpcdist.run import secret_file, snapshot
-from hpcdist.run.folder import RunDir, State, read_record, write_atomic, write_json
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.lease import hold
 from hpcdist.supervisor.launcher import Reporter
 from hpcdist.supervisor.local_launcher import LocalLauncher

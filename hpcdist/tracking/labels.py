@@ -9,7 +9,8 @@ from typing import Any
 from hpcdist.config.loading import plain_tree
 from hpcdist.config.schema import TRAINER_SECTIONS
 from hpcdist.errors import ConfigError, TrackingError
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import job_lives
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri

@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.files.atomic import write_json
 from hpcdist.files.lock import flock_if_possible
-from hpcdist.run.folder import RunDir, read_record, write_json
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.runs_dir import make_database
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.tail import Point

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from hpcdist.checkpoint.files import read_manifest
 from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.preflight.probe import answer_lines, read_answers
 from hpcdist.preflight.wire import Link, Stranger
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.status import job_of, look_now, stand
 from hpcdist.run.sweep_folder import SweepDir

@@ -14,7 +14,7 @@ import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
 from hpcdist.checkpoint.saver import CheckpointStore
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]

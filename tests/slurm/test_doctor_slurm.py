@@ -13,7 +13,7 @@ from slurm_runs import SlurmRuns
 
 from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster
-from hpcdist.run.folder import write_json
+from hpcdist.files.atomic import write_json
 from hpcdist.supervisor import start
 
 DRAINED = "bad DIMM in slot 4"

@@ -14,7 +14,7 @@ from hpcdist_runs import HELD, finish
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.run.folder import read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
 
 WAITING = "cluster.sbatch.begin=now+1hour"
 

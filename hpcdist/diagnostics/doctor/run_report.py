@@ -13,9 +13,11 @@ from typing import Any
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor.live_nodes import LOOK_S, look_at_nodes
 from hpcdist.diagnostics.doctor.section import Section
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import fill
 from hpcdist.machine.check import LEVELS, Check
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
 from hpcdist.slurm.job_facts import parse_time

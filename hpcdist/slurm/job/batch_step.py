@@ -16,9 +16,11 @@ from hpcdist.config.loading import load_run_config, secrets_of
 from hpcdist.containers.request import box_for
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.secret_file import kept
 from hpcdist.run.status import note_life
@@ -196,7 +198,7 @@ def _told(state: State) -> State:
 
 def _asked_by(run: RunDir, state: State) -> str | None:
     """Who has asked the last attempt to stop or end."""
-    request = run.attempt(state.attempt).asked()
+    request = run.attempt(state.attempt).read_request()
     return None if request is None else request.by
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
-from hpcdist.run.folder import RunDir, State, read_record, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.slurm.job.batch_step import supervise
 from hpcdist.slurm.nodelist import expand_tasks
 from hpcdist.slurm.own_job import Job

@@ -18,9 +18,9 @@ from hpcdist.config.loading import secret_keys
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers import request as containing
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
-from hpcdist.run.folder import read_json
 from hpcdist.slurm import extra_flags as flags
 from hpcdist.slurm import site
 from hpcdist.slurm.components import allocations, cluster_for

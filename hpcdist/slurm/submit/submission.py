@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, read_record, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.slurm.components import allocations, is_het
 from hpcdist.slurm.job.batch_step import supervise_in_job
 from hpcdist.slurm.own_job import why_no_het_jobs

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpcdist.run.folder import Attempt, read_json, write_atomic
+from hpcdist.files.atomic import read_json, write_atomic
+from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.hang.snapshot_of_rank import Look
 from hpcdist.supervisor.hang.summary import MAX_RANKS, Summary, summarize
 from hpcdist.supervisor.launcher import Ranks

@@ -20,7 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist.run.folder import Attempt, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.hang.flight_records import Calls, calls_of
 from hpcdist.supervisor.hang.frames import Frame, printed, spied
 from hpcdist.supervisor.hang.processes import CANNOT_RUN, RankProcess, facts_of, find_ranks

@@ -31,8 +31,8 @@ from hpcdist.bench.plan import BYTES, DEPTH, Calls, Check, Hiding, Measurement, 
 from hpcdist.bench.results import ARTIFACT, Pair, Place, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
+from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.context import Context
-from hpcdist.run.folder import write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from torch.distributed import rpc
 
 from hpcdist.config.schema import Config, RlConfig
 from hpcdist.errors import ConfigError, PeerLost, RemoteError
+from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.context import Context
 from hpcdist.rank.optimizer import build_optimizer, lr_factor
 from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.step_timing import StepTimer
 from hpcdist.rank.training_position import Position
-from hpcdist.run.folder import write_atomic
 from hpcdist.trainers.rl.environments import Environments, Floats, Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.trainers.rl.policy import Actor, Policy

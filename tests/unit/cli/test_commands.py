@@ -22,7 +22,8 @@ from hpcdist_runs import closed_port
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, State, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.slurm.job_facts import JobFacts
@@ -831,7 +832,7 @@ def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], within: bool) -> None:
     def stopped(run: RunDir) -> State:
         if within:  # the supervisor's own handler leaves this
-            run.attempt(1).ask("stop", by="SIGINT", reason="SIGINT to the supervisor")
+            run.attempt(1).send_request("stop", by="SIGINT", reason="SIGINT to the supervisor")
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
         return State(status="finished")
@@ -847,7 +848,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
 
 def test_stopping_one_cell_leaves_the_others(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
-        run.attempt(1).ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        run.attempt(1).send_request("stop", by="ada", reason="`hpcdist stop` by ada")
         return State(status="stopped", reason="saved")
 
     cells["seed_1"] = stopped

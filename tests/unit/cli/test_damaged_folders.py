@@ -19,8 +19,9 @@ from hpcdist.cli.render import training_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json
 from hpcdist.run.find_by_config import unfinished
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of

@@ -15,7 +15,8 @@ from rich.console import Console
 from hpcdist.cli import follow as following
 from hpcdist.cli.follow import follow, stream_log
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import queue
 from hpcdist.slurm.job_facts import JobFacts

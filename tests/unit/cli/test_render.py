@@ -20,8 +20,10 @@ from rich.console import Console
 from hpcdist.cli import render
 from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan, show_runs, show_status
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.files.atomic import write_json
 from hpcdist.rank.roles import Roles
-from hpcdist.run.folder import Attempt, RunDir, State, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.lookup import Listing
 from hpcdist.slurm import queue

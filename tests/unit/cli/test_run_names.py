@@ -15,7 +15,8 @@ from typer.main import get_command
 from hpcdist.cli.app import app, main
 from hpcdist.config.loading import load_config, run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
 from hpcdist.run.sweep_folder import SweepDir
 

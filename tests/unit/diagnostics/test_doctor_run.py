@@ -15,9 +15,10 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor import live_nodes, run_report
 from hpcdist.diagnostics.doctor.run_report import attempts, node_states, preflight, run_sections
+from hpcdist.files.atomic import write_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import queue
 from hpcdist.slurm.job_facts import JobFacts
 from hpcdist.slurm.queue import Look

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hpcdist.diagnostics.explain import explain
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import queue
 from hpcdist.slurm.job_facts import JobFacts

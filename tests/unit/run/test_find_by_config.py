@@ -13,9 +13,10 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
+from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
 from hpcdist.run.find_by_config import unfinished
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.start import create_run
 
 Make = Callable[..., RunDir]

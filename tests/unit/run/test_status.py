@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.status import close_if_dead, job_lives, job_of, note_life, stand
 from hpcdist.slurm import queue

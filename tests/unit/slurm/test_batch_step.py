@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.run.folder import RunDir, State, Status, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.slurm.job import batch_step
 from hpcdist.slurm.own_job import Job
 from hpcdist.supervisor.restart_policy import Failure
@@ -47,7 +48,7 @@ def after(
 ) -> State:
     """The state that follows an attempt which ended as `status`, stopped `by` someone."""
     if by is not None:
-        run.attempt(1).ask("stop", by=by, reason=f"asked by {by}")
+        run.attempt(1).send_request("stop", by=by, reason=f"asked by {by}")
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
     after = batch_step._after(run, cast(Job, job), state, avoid, max_requeues)
@@ -140,7 +141,7 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
     run: RunDir, status: Status, by: str | None, over: bool
 ) -> None:
     if by is not None:
-        run.attempt(1).ask("stop", by=by, reason="…")
+        run.attempt(1).send_request("stop", by=by, reason="…")
     job = cast(Job, FakeJob(1))
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
 

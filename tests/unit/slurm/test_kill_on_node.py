@@ -9,7 +9,8 @@ import psutil
 import pytest
 from still_ranks import still_ranks
 
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job import kill_on_node
 from hpcdist.slurm.job.kill_on_node import kill_ranks, main, parse_answers
 

@@ -11,7 +11,8 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.slurm.job import own_batch_script
 from hpcdist.slurm.job.own_batch_script import cluster_of, run_in_job
 

@@ -14,7 +14,9 @@ from supervisor_scene import Recorder
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job import leaked_steps, step_launcher, step_ranks
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.step_launcher import StepLauncher, nodes_of

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from still_ranks import still_ranks
 
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.hang import collect as collect_module
 from hpcdist.supervisor.hang import node
 from hpcdist.supervisor.hang.collect import collect

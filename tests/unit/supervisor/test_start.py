@@ -17,8 +17,9 @@ import pytest
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import CommConfig, Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.run import snapshot
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.supervisor import start

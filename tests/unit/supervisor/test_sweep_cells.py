@@ -11,7 +11,8 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.run.folder import RunDir, State, Status, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import hold
 from hpcdist.run.sweep import Sweep, make_sweep, parse_axes
 from hpcdist.run.sweep_folder import match

@@ -21,8 +21,8 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
+from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
-from hpcdist.run.folder import write_json
 from hpcdist.slurm import queue
 from hpcdist.slurm.job_facts import JobFacts
 from hpcdist.slurm.queue import Look
