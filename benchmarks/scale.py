@@ -35,11 +35,11 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.polling import system_interval_s, times_interval_s
+from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.batch_step import JobLog
-from hpcdist.slurm.job.step_launcher import StepLauncher
-from hpcdist.slurm.job.step_ranks import ended_tasks
+from hpcdist.slurm.job.rank_step import ended_tasks
+from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.own_job import Job
 from hpcdist.slurm.submit.batch_script import render
 from hpcdist.supervisor.restart_policy import first_failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -146,8 +146,8 @@ def be_supervisor(root: Path, num_ranks: int, seconds: float) -> None:
     config = configured(num_ranks, root / "runs")
     run = RunDir(root / "runs" / config.experiment / config.name)
     signal.signal(signal.SIGUSR1, lambda *_: Window(calls, seconds, root / "supervisor.json").open())
-    job = Job(id=os.environ["SLURM_JOB_ID"], restart_count=0, end_time=None)
-    launcher = StepLauncher(run, config, job, env=os.environ, import_path=[], cwd=root)
+    job = CurrentJob(id=os.environ["SLURM_JOB_ID"], restart_count=0, end_time=None)
+    launcher = SlurmLauncher(run, config, job, env=os.environ, import_path=[], cwd=root)
     with hold(run, job_id=os.environ["SLURM_JOB_ID"]), launcher:
         began = time.monotonic()
         state = Supervisor(run, config, launcher, JobLog(), tracking_uri=None, env=os.environ).run()

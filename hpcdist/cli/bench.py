@@ -139,7 +139,7 @@ def _require_like(name: str, config: Config, *, on_slurm: bool) -> None:
     from hpcdist.bench import compare
     from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
-    from hpcdist.slurm.components import components
+    from hpcdist.slurm.job_components import components
     from hpcdist.supervisor.plan import Machine, make_plan
 
     earlier = resolve_run(name, Path(config.runs_dir))

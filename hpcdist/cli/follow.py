@@ -17,7 +17,7 @@ from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import Standing, close_if_dead, job_of, stand
-from hpcdist.slurm.queue import JobRef, JobWatch, Look
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch
 
 LOOK_EVERY_S = 0.3
 
@@ -29,7 +29,7 @@ class RunWatch:
         self._run = run
         self._job: JobRef | None = None
         self._watch: JobWatch | None = None
-        self._first_lost: Look | None = None
+        self._first_lost: JobSnapshot | None = None
 
     def now(self) -> Standing:
         """How it stands. A run of Slurm's counts as lost only when Slurm says so twice, some seconds apart."""

@@ -73,7 +73,7 @@ def send(
         flags: of sbatch, for this submission alone.
     """
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.components import table
+    from hpcdist.slurm.job_components import table
     from hpcdist.slurm.submit import checks, submission
     from hpcdist.slurm.submit.batch_script import render
     from hpcdist.supervisor import start

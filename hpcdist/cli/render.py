@@ -29,8 +29,8 @@ from hpcdist.run.folder import ENDED, RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing, find_runs
 from hpcdist.run.status import Standing, job_of, look_now, stand
-from hpcdist.slurm import queue
-from hpcdist.slurm.queue import Look, SlurmAwayError
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import redact_uri
@@ -244,7 +244,7 @@ def _beat(run: RunDir, state: State) -> dict[str, Any]:
     return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
 
 
-def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
+def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
     """A look at the jobs of all runs that may go on, in one call; and why there is none."""
     jobs = {}
     for run in runs:
@@ -252,14 +252,14 @@ def _looks(runs: list[RunDir]) -> tuple[dict[Path, Look], str]:
             if (job := job_of(run)) and run.read_state().status not in ENDED:
                 jobs[run.path] = job
     try:
-        known = queue.ask_many([job.id for job in jobs.values()])
-    except SlurmAwayError as error:
-        return {path: Look(away=str(error), installed=error.installed) for path in jobs}, str(error)
+        known = job_snapshot.ask_many([job.id for job in jobs.values()])
+    except SlurmUnavailableError as error:
+        return {path: JobSnapshot(away=str(error), installed=error.installed) for path in jobs}, str(error)
     looks = {}
     for path, job in jobs.items():
         facts = known.get(job.id)
         # What this call does not know may be another cluster's job, or one that ended a while ago.
-        looks[path] = Look(facts=facts) if facts and job.name in ("", facts.name) else queue.look_at(job)
+        looks[path] = JobSnapshot(facts=facts) if facts and job.name in ("", facts.name) else job_snapshot.look_at(job)
     return looks, ""
 
 

@@ -217,7 +217,7 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
     """Supervise a run in the Slurm job around this process; what `slurm/run.sbatch` calls."""
     from hpcdist import logs
     from hpcdist.config.loading import load_config
-    from hpcdist.slurm.job.own_batch_script import run_in_job
+    from hpcdist.slurm.job.in_job import run_in_job
 
     logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())

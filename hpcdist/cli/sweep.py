@@ -167,7 +167,7 @@ def submit_sweep(
         flags: sbatch flags of this submission alone.
         ask: looks whether Slurm would take a job of this config, before anything is made; raises UserMistake.
     """
-    from hpcdist.slurm.components import is_het
+    from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
     from hpcdist.supervisor import sweep_cells
 

@@ -15,7 +15,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
-from hpcdist.slurm.components import components
+from hpcdist.slurm.job_components import components
 
 #: Never mounted because someone happens to stand there: the image's own programs would be hidden.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}

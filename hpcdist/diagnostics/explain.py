@@ -26,7 +26,7 @@ from hpcdist.files.ownership import stays_inside
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import Standing, look_now, stand
-from hpcdist.slurm.job_facts import JobFacts
+from hpcdist.slurm.job_info import JobInfo
 
 #: No more of a log than its end is searched, and no more logs than this.
 MAX_LINES = 20_000
@@ -106,7 +106,7 @@ def _finding(run: RunDir, now: Standing) -> Finding | None:
     return Finding(cause=state.reason or "nothing was left that says why", evidence=f"logs in {run.path}/attempts")
 
 
-def _why_waiting(facts: JobFacts | None) -> Finding | None:
+def _why_waiting(facts: JobInfo | None) -> Finding | None:
     if facts is None or not facts.reason:
         return None
     # `ReqNodeNotAvail,_UnavailableNodes:n[1-2]`

@@ -15,9 +15,9 @@ from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import LARGEST, fill
 from hpcdist.run.folder import ENDED, RunDir, State, Status, read_record
 from hpcdist.run.lease import hold, holder, last_renewal
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import JobRef, Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
 #: How a run is counted whose job came to this end without a word of its supervisor; others are failures.
 _JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
@@ -32,7 +32,7 @@ class Standing:
     state: State
     over: bool  #: nothing more will happen unless someone resumes the run
     reason: str = ""  #: why the run stands so
-    facts: JobFacts | None = None  #: of its job, where it has one that Slurm knows
+    facts: JobInfo | None = None  #: of its job, where it has one that Slurm knows
     away: str = ""  #: why Slurm could not be asked
 
     @property
@@ -61,13 +61,13 @@ def job_of(run: RunDir) -> JobRef | None:
     return JobRef(id=ref.job_id, name=ref.job_name, cluster=ref.cluster)
 
 
-def look_now(run: RunDir, *, history: bool = False) -> Look | None:
+def look_now(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
     """One look at a run's job; None for a run of this machine."""
     job = job_of(run)
-    return queue.look_at(job, history=history) if job is not None else None
+    return job_snapshot.look_at(job, history=history) if job is not None else None
 
 
-def stand(run: RunDir, look: Look | None) -> Standing:
+def stand(run: RunDir, look: JobSnapshot | None) -> Standing:
     """How a run stands, by its folder and a look at its job (None for a run without one).
 
     The look has to be the older one of the two: a job that ended before its folder was read has written all it had
@@ -109,7 +109,7 @@ def note_life(run: RunDir, env: Mapping[str, str]) -> None:
     """
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     job_id = f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
-    facts = queue.look_at(JobRef(id=job_id)).facts
+    facts = job_snapshot.look_at(JobRef(id=job_id)).facts
     if facts is None:
         return
     lives = _lives(run, job_id)
@@ -140,7 +140,7 @@ def _is_life(life: object) -> bool:
     return type(waited) in (int, float) and 0 <= waited <= LARGEST
 
 
-def dead_reason(run: RunDir, facts: JobFacts | None) -> str:
+def dead_reason(run: RunDir, facts: JobInfo | None) -> str:
     """Why a run whose job is over has ended without a word: what Slurm says."""
     if facts is not None:
         return facts.sentence() + (", its supervisor left no word" if facts.state == "COMPLETED" else "")

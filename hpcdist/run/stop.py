@@ -14,8 +14,8 @@ from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.status import job_of, look_now, stand
 from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.slurm import queue
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 #: A job that has left the queue has its supervisor at work after this time, or never.
 SUPERVISOR_WITHIN_S = 30.0
@@ -71,7 +71,7 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
     return said
 
 
-def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: Look) -> str | None:
+def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: JobSnapshot) -> str | None:
     """Take a job that waits out of the queue; None where it runs, or has just begun to."""
     job = job_of(run)
     assert job is not None
@@ -83,7 +83,7 @@ def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: Look) ->
     if now.facts is None or not now.facts.waiting:
         return None
     # One that begins to run at this moment is left to its supervisor, which saves.
-    queue.cancel(job.id, waiting_only=True)
+    job_snapshot.cancel(job.id, waiting_only=True)
     after = look_now(run)
     if after is None or not after.dead:
         return None

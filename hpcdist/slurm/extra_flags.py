@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.site import PATIENCE_S
+from hpcdist.slurm.partitions import PATIENCE_S
 
 _LENGTH = "cluster.nodes and cluster.tasks_per_node"
 #: Flags that are ours to set, and the key that steers each; empty where nothing may.

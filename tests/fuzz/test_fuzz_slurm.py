@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hpcdist.errors import TopologyError
 from hpcdist.rank.topology import Topology, port_for, ranks_on_node
-from hpcdist.slurm.job_facts import JobFacts, parse_facts, parse_sacct, parse_scontrol, parse_squeue
+from hpcdist.slurm.current_job import parse_minutes
+from hpcdist.slurm.job_info import JobInfo, parse_facts, parse_sacct, parse_scontrol, parse_squeue
 from hpcdist.slurm.nodelist import expand, expand_tasks
-from hpcdist.slurm.own_job import parse_minutes
-from hpcdist.slurm.site import parse_memory_mb, parse_partitions, parse_settings, seconds
+from hpcdist.slurm.partitions import parse_memory_mb, parse_partitions, parse_settings, seconds
 
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))
 LINES = [line for path in RECORDED for line in path.read_text().splitlines()]
@@ -40,7 +40,7 @@ def test_slurm_outputs(text: str, job: str, more: str) -> None:
     for parse in (parse_scontrol, parse_squeue, parse_sacct):
         facts = parse(text, job)
         if facts is not None:
-            assert isinstance(facts, JobFacts)
+            assert isinstance(facts, JobInfo)
             facts.describe(1e9)
     for partition in parse_partitions(text, more):
         partition.limit("MaxNodes")

@@ -13,7 +13,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.files.atomic import read_json
-from hpcdist.slurm.own_job import parse_time
+from hpcdist.slurm.current_job import parse_time
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ rank.roles rank.topology
 config.redaction config.document
 config.schema
 config
-slurm.components slurm.extra_flags
+slurm.job_components slurm.extra_flags
 run
 containers
 preflight devcluster
@@ -63,7 +63,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config.schema.run", "trainers.rl.schema"): "to be removed",
     ("config.schema.run", "trainers.rnn.schema"): "to be removed",
     ("machine.compiler", "config.schema"): "to be removed",
-    ("slurm.job.own_batch_script", "slurm.submit.checks"): "to be removed",
+    ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
@@ -141,7 +141,7 @@ def f():
     from ..i import j
     importlib.import_module("k.l")
 """
-    found = imports_of(source, "hpcdist.slurm.queue")
+    found = imports_of(source, "hpcdist.slurm.job_snapshot")
     assert found >= {"a.b", "c", "c.d", "e", "hpcdist.slurm.h", "hpcdist.i", "hpcdist.i.j", "k.l"}
 
 
@@ -177,7 +177,7 @@ def test_omegaconf_is_used_by_config_alone() -> None:
 
 
 def test_submitit_is_used_by_the_submission_alone() -> None:
-    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.no_numpy"}
+    assert users_of("submitit") <= {"slurm.submit.submission", "slurm.submit.batch_script", "slurm.job.submitit_entry"}
 
 
 def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:

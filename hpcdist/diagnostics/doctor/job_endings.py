@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcdist.diagnostics.doctor.slurm import Answers, few
 from hpcdist.machine.check import Check
-from hpcdist.slurm.site import Partition, seconds
+from hpcdist.slurm.partitions import Partition, seconds
 
 #: Enough for a checkpoint of some gigabytes on an ordinary file system; less is worth a word.
 _EASY_S = 30

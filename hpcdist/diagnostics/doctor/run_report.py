@@ -20,9 +20,9 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
-from hpcdist.slurm.job_facts import parse_time
+from hpcdist.slurm.job_info import parse_time
+from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.queue import SlurmAwayError, answer
 
 #: Attempts that have a line each; nodes of a run that have one where nothing is wrong with them.
 SHOWN_ATTEMPTS = 5
@@ -155,7 +155,7 @@ def _node_states(run: RunDir) -> list[Check]:
         return []
     try:
         said = answer("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T|%H|%u|%E")
-    except SlurmAwayError as error:
+    except SlurmUnavailableError as error:
         text = f"Slurm does not say how they are: {error}"
         return [Check(name="nodes", level="warning", text=text, fix="see `hpcdist doctor`")]
     return node_states(said, nodes)

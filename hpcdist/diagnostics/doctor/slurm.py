@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpcdist.machine.check import Check
-from hpcdist.slurm.queue import SlurmAwayError, answer
-from hpcdist.slurm.site import NodeGroup, Partition, ask_partitions, parse_settings
+from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
+from hpcdist.slurm.partitions import NodeGroup, Partition, ask_partitions, parse_settings
 
 #: What `submit` and all that follows a run need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -51,7 +51,7 @@ def ask_slurm() -> Answers:
     begun = time.monotonic()
     try:
         settings = parse_settings(answer("scontrol", "show", "config"))
-    except SlurmAwayError as error:
+    except SlurmUnavailableError as error:
         return Answers(missing=missing, away=str(error))
     took = time.monotonic() - begun
     return Answers(missing=missing, settings=settings, seconds=took, partitions=ask_partitions())
@@ -142,7 +142,7 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
             "sacctmgr", "-nP", "show", "assoc", f"user={user}", f"cluster={settings.get('ClusterName', '')}",
             "format=account",
         )  # fmt: skip
-    except SlurmAwayError as error:
+    except SlurmUnavailableError as error:
         fix = "if sacct does not answer either, slurmdbd or its database is down: tell the cluster's staff"
         return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
     accounts = sorted({line for line in listed.split() if line})

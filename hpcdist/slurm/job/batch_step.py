@@ -24,10 +24,10 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.secret_file import kept
 from hpcdist.run.status import note_life
-from hpcdist.slurm.components import table
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
-from hpcdist.slurm.job.step_launcher import StepLauncher
-from hpcdist.slurm.own_job import Job
+from hpcdist.slurm.job_components import table
 from hpcdist.supervisor.pending_config import newest_step, settle
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -104,7 +104,7 @@ def supervise(run_dir: str) -> State:
     # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
-    job = Job.here(os.environ)
+    job = CurrentJob.here(os.environ)
     with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
@@ -137,7 +137,7 @@ def _open(path: Path) -> RunDir:
     return run
 
 
-def _supervise(run: RunDir, job: Job, held: Held) -> State:
+def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     # Slurm hands on the environment of the submitting shell; what the run was given counts for more.
     config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
@@ -150,7 +150,7 @@ def _supervise(run: RunDir, job: Job, held: Held) -> State:
     if box is not None:
         # The host's packages are not the image's.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
-    launcher = StepLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
+    launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
     lead_s = config.cluster.signal_lead_s
     for line in table(config, launcher.nodes):
         log.info("%s", line)
@@ -169,7 +169,7 @@ def _supervise(run: RunDir, job: Job, held: Held) -> State:
         ).run()
 
 
-def _after(run: RunDir, job: Job, state: State, avoid: Sequence[str], max_requeues: int) -> State:
+def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
     """Queue the job again where that is how the run goes on; returns the state that everyone is to see."""
     asked_by = _asked_by(run, state)
     if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
@@ -202,7 +202,7 @@ def _asked_by(run: RunDir, state: State) -> str | None:
     return None if request is None else request.by
 
 
-def _is_over(run: RunDir, state: State, job: Job) -> bool:
+def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """Whether a run has ended by itself or by someone's wish, rather than because its allocation did."""
     if state.status not in ENDED:
         return False

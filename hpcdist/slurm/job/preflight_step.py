@@ -29,10 +29,10 @@ from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answ
 from hpcdist.rank.topology import port_for
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.components import allocations, components
+from hpcdist.slurm.current_job import CurrentJob, signal_steps, steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
+from hpcdist.slurm.job_components import allocations, components
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.own_job import Job, signal_steps, steps
 
 log = logging.getLogger(__name__)
 #: For starting the step and its containers, and for what a probe looks at, beyond the time in which nodes wait for
@@ -63,7 +63,7 @@ class Preflight:
         self,
         run: RunDir,
         config: Config,
-        job: Job,
+        job: CurrentJob,
         nodes: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],

@@ -10,8 +10,8 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
 from hpcdist.run.attempt import Attempt
-from hpcdist.slurm.components import Component, allocations, cluster_for, components, is_het
 from hpcdist.slurm.extra_flags import without_value
+from hpcdist.slurm.job_components import JobComponent, allocations, cluster_for, components, is_het
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
@@ -55,7 +55,7 @@ def _rank_words(attempt: Attempt, command: Sequence[str], box: Box | None) -> li
 
 
 def _het_command(
-    config: Config, parts: Sequence[Component], attempt: Attempt, command: Sequence[str], box: Box | None
+    config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: Box | None
 ) -> list[str]:
     """One step over all components: ranks count through them."""
     words = ["srun"]
@@ -116,7 +116,7 @@ def _options(flags: Mapping[str, Any]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not None]
 
 
-def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
+def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]:
     """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently.
 
     Args:
@@ -132,7 +132,7 @@ def rank_env(config: Config, part: Component | None = None) -> dict[str, str]:
 def standby_command(job_id: str) -> list[str]:
     """A step on one node of the second component: see standby.py."""
     flags = ["--het-group=1", "--overlap", f"--job-name={STANDBY_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
-    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.standby", job_id]
+    return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", job_id]
 
 
 def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
@@ -158,7 +158,7 @@ def beside_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, he
 
 def preflight_command(
     config: Config,
-    parts: Sequence[Component],
+    parts: Sequence[JobComponent],
     nodes: Sequence[Sequence[str]],
     command: Sequence[str],
     box: Box | None = None,

@@ -13,9 +13,9 @@ from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.request import box_for
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
-from hpcdist.slurm.components import allocations, cluster_for
 from hpcdist.slurm.extra_flags import without_value
 from hpcdist.slurm.job.srun import step_command
+from hpcdist.slurm.job_components import allocations, cluster_for
 from hpcdist.supervisor.plan import rank_command
 
 #: The shell of the batch step outlives a supervisor that is killed, by someone or for want of memory, and starts it
@@ -32,7 +32,7 @@ supervise() {
 }"""
 
 #: Python, in which submitit imports no NumPy.
-_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.no_numpy"
+_PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.submitit_entry"
 #: What submitit takes for the interpreter.
 SUPERVISOR = "supervise"
 

@@ -22,14 +22,14 @@ from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
 from hpcdist.slurm import extra_flags as flags
-from hpcdist.slurm import site
-from hpcdist.slurm.components import allocations, cluster_for
+from hpcdist.slurm import partitions
+from hpcdist.slurm.job_components import allocations, cluster_for
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.site import Partition
-from hpcdist.slurm.submit import limits
+from hpcdist.slurm.partitions import Partition
+from hpcdist.slurm.submit import partition_limits
 from hpcdist.slurm.submit import submission as slurm
-from hpcdist.slurm.submit.limits import Findings
-from hpcdist.slurm.submit.mounts import folder_problems
+from hpcdist.slurm.submit.partition_limits import Findings
+from hpcdist.slurm.submit.runs_dir_check import folder_problems
 from hpcdist.supervisor import start
 
 
@@ -63,11 +63,11 @@ def check(
     certain += flags.refused("srun", config.cluster.srun)
     certain += containing.problems(config, cwd or Path.cwd(), os.environ)
     found = Findings()
-    partitions = site.ask_partitions()
+    offered = partitions.ask_partitions()
     chosen = []
     for cluster in asked:
-        own = limits.chosen_of(cluster, partitions, found) if partitions is not None else []
-        limits.check_partitions(cluster, own, found)
+        own = partition_limits.chosen_of(cluster, offered, found) if offered is not None else []
+        partition_limits.check_partitions(cluster, own, found)
         chosen += own
     _check_qos(config.cluster, found)
     _check_folder(config, chosen, found)
@@ -118,7 +118,7 @@ def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
     """Where limits are not enforced Slurm takes a job of a QOS that there is not, and never starts it."""
     if cluster.qos is None:
         return
-    known = (site.ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name") or "").split()
+    known = (partitions.ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name") or "").split()
     if known and cluster.qos not in known:
         found.wrong.append(f"cluster.qos={cluster.qos}: no such QOS: there are {', '.join(sorted(known))}")
 
@@ -128,7 +128,7 @@ def _explained(refusal: str, cluster: ClusterConfig) -> str:
     if "account" not in refusal.lower():
         return refusal
     user = pwd.getpwuid(os.getuid()).pw_name
-    listed = site.ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    listed = partitions.ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
     said = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
     names = sorted(set((listed or "").split()))
     return f"{said}: {refusal}" + (f"; yours are {', '.join(names)}" if names else "")

@@ -13,10 +13,10 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, read_record
-from hpcdist.slurm.components import allocations, is_het
+from hpcdist.slurm.current_job import why_no_het_jobs
 from hpcdist.slurm.job.batch_step import supervise_in_job
-from hpcdist.slurm.own_job import why_no_het_jobs
-from hpcdist.slurm.queue import SlurmAwayError, cluster_name
+from hpcdist.slurm.job_components import allocations, is_het
+from hpcdist.slurm.job_snapshot import SlurmUnavailableError, cluster_name
 from hpcdist.slurm.submit.batch_script import SUPERVISOR, render, sbatch_parameters
 
 #: `sbatch --test-only` may look through all partitions of a busy controller.
@@ -97,7 +97,7 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
     """Note in a run's folder which job it is, so that another one of the same id is not taken for it."""
     try:
         cluster = cluster_name()
-    except SlurmAwayError:
+    except SlurmUnavailableError:
         cluster = ""
     write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
 

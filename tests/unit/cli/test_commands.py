@@ -26,8 +26,8 @@ from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor import start
 from hpcdist.tracking import ui
 
@@ -549,15 +549,15 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Slurm says the last of these looks of every job."""
-    said: list[Look] = []
-    monkeypatch.setattr("hpcdist.slurm.queue.look_at", lambda job, history=False: said[-1])
+    said: list[JobSnapshot] = []
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.look_at", lambda job, history=False: said[-1])
     return said.append
 
 
-def job(state: str, **facts: Any) -> Look:
-    return Look(facts=JobFacts(id="7", state=state, **facts))
+def job(state: str, **facts: Any) -> JobSnapshot:
+    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
 
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
@@ -565,7 +565,7 @@ def job(state: str, **facts: Any) -> Look:
 def test_a_run_that_waits_is_taken_out_of_the_queue(
     hpcdist: Cli,
     make: Callable[..., RunDir],
-    slurm: Callable[[Look], None],
+    slurm: Callable[[JobSnapshot], None],
     monkeypatch: pytest.MonkeyPatch,
     before: str,
     command: str,
@@ -581,7 +581,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
         asked.append((job_id, waiting_only))
         slurm(job("CANCELLED"))
 
-    monkeypatch.setattr("hpcdist.slurm.queue.cancel", scancel)
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", scancel)
     said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
@@ -591,12 +591,12 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
 
 
 def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    monkeypatch.setattr("hpcdist.slurm.queue.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
     holding = hold(run)
 
     def supervisor_starts(seconds: float) -> None:
@@ -614,13 +614,19 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
 @pytest.mark.parametrize(
     ("look", "message"),
     [
-        (Look(away="no squeue here"), "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here"),
-        (Look(), "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left"),
+        (
+            JobSnapshot(away="no squeue here"),
+            "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here",
+        ),
+        (
+            JobSnapshot(),
+            "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left",
+        ),
     ],
     ids=["away", "vanished"],
 )
 def test_what_cannot_be_taken_out_of_the_queue(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None], look: Look, message: str
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], look: JobSnapshot, message: str
 ) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
@@ -630,7 +636,7 @@ def test_what_cannot_be_taken_out_of_the_queue(
 
 
 def test_a_run_in_the_queue_cannot_be_resumed(
-    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[Look], None]
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
 ) -> None:
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})

@@ -25,8 +25,8 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.slurm import queue
-from hpcdist.slurm.queue import SlurmAwayError
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_snapshot import SlurmUnavailableError
 from hpcdist.slurm.submit.checks import longest_save
 from hpcdist.supervisor.pending_config import newest_step
 from hpcdist.tracking import artifacts, labels
@@ -185,9 +185,9 @@ def doctor(run: RunDir) -> None:
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object, **__: object) -> str:
-        raise SlurmAwayError("no Slurm here", installed=False)
+        raise SlurmUnavailableError("no Slurm here", installed=False)
 
-    monkeypatch.setattr(queue, "answer", away)
+    monkeypatch.setattr(job_snapshot, "answer", away)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -18,9 +18,9 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 
 @pytest.fixture
@@ -117,17 +117,17 @@ def lines_of(console: Console) -> list[str]:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Sets what Slurm says from now on; each look is a new one."""
-    now: list[Look] = []
-    monkeypatch.setattr(queue, "look_at", lambda job, history=False: replace(now[-1]))
-    monkeypatch.setattr(queue, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(queue, "LOOK_AWAY_S", 0.0)
+    now: list[JobSnapshot] = []
+    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(job_snapshot, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(job_snapshot, "LOOK_AWAY_S", 0.0)
     return now.append
 
 
-def job(state: str, **facts: Any) -> Look:
-    return Look(facts=JobFacts(id="7", state=state, **facts))
+def job(state: str, **facts: Any) -> JobSnapshot:
+    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
 
 
 def submitted(run: RunDir) -> RunDir:
@@ -154,7 +154,7 @@ def test_stragglers_are_told_while_a_run_is_followed_each_line_once(
 
 
 def test_a_preempted_run_is_followed_through_the_queue(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
 
@@ -205,7 +205,7 @@ def test_a_preempted_run_is_followed_through_the_queue(
 
 
 def test_waiting_shows_no_progress(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
     write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
@@ -221,16 +221,16 @@ def test_waiting_shows_no_progress(
     [
         (job("CANCELLED"), "cancelled", "job 7 was cancelled in the queue"),
         (job("FAILED", exit_code=1, nodes="n1"), "failed", "job 7 ended as FAILED with exit code 1 on n1"),
-        (Look(), "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+        (JobSnapshot(), "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
     ],
     ids=["cancelled", "failed", "vanished"],
 )
 def test_a_job_that_dies_without_a_word_is_told_and_closed(
     make: Callable[..., RunDir],
     console: Console,
-    slurm: Callable[[Look], None],
+    slurm: Callable[[JobSnapshot], None],
     monkeypatch: pytest.MonkeyPatch,
-    look: Look,
+    look: JobSnapshot,
     status: str,
     reason: str,
 ) -> None:
@@ -244,7 +244,7 @@ def test_a_job_that_dies_without_a_word_is_told_and_closed(
 
 
 def test_one_look_in_vain_ends_nothing(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
     slurm(job("COMPLETED"))
@@ -253,10 +253,10 @@ def test_one_look_in_vain_ends_nothing(
 
 
 def test_a_slurm_that_is_away_is_a_note(
-    make: Callable[..., RunDir], console: Console, slurm: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
-    slurm(Look(away="Unable to contact slurm controller (connect failure)"))
+    slurm(JobSnapshot(away="Unable to contact slurm controller (connect failure)"))
     Life(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
@@ -271,7 +271,7 @@ def test_a_run_that_is_submitted_anew_is_followed_as_its_new_job(
     run = submitted(make(status="queued"))
     states = {"7": "CANCELLED", "8": "PENDING"}
     monkeypatch.setattr(
-        queue, "look_at", lambda job, history=False: Look(facts=JobFacts(id=job.id, state=states[job.id]))
+        job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=JobInfo(id=job.id, state=states[job.id]))
     )
     deeds = [
         lambda: write_json(run.path / "slurm.json", {"job_id": "8"}),

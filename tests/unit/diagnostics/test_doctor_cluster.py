@@ -10,8 +10,8 @@ from hpcdist.diagnostics.doctor import slurm
 from hpcdist.diagnostics.doctor.job_endings import endings
 from hpcdist.diagnostics.doctor.slurm import NEEDED, Answers, Once, ask_slurm, client, partitions
 from hpcdist.machine.check import Check
-from hpcdist.slurm.queue import SlurmAwayError
-from hpcdist.slurm.site import parse_partitions, parse_settings, seconds
+from hpcdist.slurm.job_snapshot import SlurmUnavailableError
+from hpcdist.slurm.partitions import parse_partitions, parse_settings, seconds
 
 RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
 PARTITIONS = """\
@@ -38,7 +38,7 @@ def says(listed: str) -> object:
 
 def refuses(message: str) -> object:
     def answer(*command: str) -> str:
-        raise SlurmAwayError(message, installed=True)
+        raise SlurmUnavailableError(message, installed=True)
 
     return answer
 

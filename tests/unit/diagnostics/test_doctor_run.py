@@ -19,9 +19,9 @@ from hpcdist.files.atomic import write_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
-        facts = JobFacts(id="7", state=state, nodes=nodes)
-        look = Look(away=away) if away else Look(facts=facts)
-        monkeypatch.setattr(queue, "look_at", lambda job, history=False: look)
+        facts = JobInfo(id="7", state=state, nodes=nodes)
+        look = JobSnapshot(away=away) if away else JobSnapshot(facts=facts)
+        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
         monkeypatch.setattr(run_report, "answer", lambda *command: sinfo)
 
     return says

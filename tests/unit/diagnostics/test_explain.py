@@ -16,9 +16,9 @@ from hpcdist.diagnostics.explain import explain
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:18064"
 
@@ -37,8 +37,8 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def says(state: str, **facts: Any) -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
-        look = Look(facts=JobFacts(id="7", state=state, **facts))
-        monkeypatch.setattr(queue, "look_at", lambda job, history=False: look)
+        look = JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
 
     return says
 

@@ -79,7 +79,8 @@ def test_create_makes_a_private_folder_in_state_created(runs_dir: Path) -> None:
 def test_create_refuses_an_existing_run_and_leaves_it_alone(runs_dir: Path) -> None:
     run = make(runs_dir, "exp", "first")
     with pytest.raises(
-        RunFolderError, match=r"first exists already: choose another `name`, or continue that run with `hpcdist resume first`$"
+        RunFolderError,
+        match=r"first exists already: choose another `name`, or continue that run with `hpcdist resume first`$",
     ):
         RunDir.create(run.path)
     assert run.config.is_file()
@@ -91,7 +92,9 @@ def test_create_says_when_the_folder_cannot_be_made(tmp_path: Path, blocker: str
     path = tmp_path / blocker
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("a file")
-    with pytest.raises(RunFolderError, match=r"cannot be created \(.+\): set `runs_dir` to a folder that you can write$"):
+    with pytest.raises(
+        RunFolderError, match=r"cannot be created \(.+\): set `runs_dir` to a folder that you can write$"
+    ):
         RunDir.create(tmp_path / "runs" / "exp" / "first")
     assert path.read_text() == "a file"
 

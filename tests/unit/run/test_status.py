@@ -16,16 +16,16 @@ from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.status import close_if_dead, job_lives, job_of, note_life, stand
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import JobRef, Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
-PENDING = Look(facts=JobFacts(id="7", state="PENDING", reason="Priority"))
-RUNNING = Look(facts=JobFacts(id="7", state="RUNNING", nodes="n1"))
-OVER = Look(facts=JobFacts(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
-VANISHED = Look()
-AWAY = Look(away="no answer")
-NO_SLURM = Look(away="no scontrol here", installed=False)
+PENDING = JobSnapshot(facts=JobInfo(id="7", state="PENDING", reason="Priority"))
+RUNNING = JobSnapshot(facts=JobInfo(id="7", state="RUNNING", nodes="n1"))
+OVER = JobSnapshot(facts=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
+VANISHED = JobSnapshot()
+AWAY = JobSnapshot(away="no answer")
+NO_SLURM = JobSnapshot(away="no scontrol here", installed=False)
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def put(run: RunDir, **state: Any) -> None:
     ],
     ids=str,
 )
-def test_how_a_run_stands(run: RunDir, status: str, look: Look | None, held: bool, name: str, over: bool) -> None:
+def test_how_a_run_stands(
+    run: RunDir, status: str, look: JobSnapshot | None, held: bool, name: str, over: bool
+) -> None:
     put(run, status=status, reason="a reason")
     with hold(run) if held else nullcontext():
         found = stand(run, look)
@@ -110,11 +112,11 @@ def test_which_job_a_run_is(run: RunDir) -> None:
 
 
 @pytest.fixture
-def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
+def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """The run is job 7, of which Slurm says what is set."""
     write_json(run.path / "slurm.json", {"job_id": "7"})
-    said: list[Look] = []
-    monkeypatch.setattr(queue, "look_at", lambda job, history=False: said[-1])
+    said: list[JobSnapshot] = []
+    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: said[-1])
     return said.append
 
 
@@ -122,15 +124,19 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None
     ("look", "status", "reason"),
     [
         (OVER, "failed", "job 7 ended as NODE_FAIL on n2"),
-        (Look(facts=JobFacts(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
-        (Look(facts=JobFacts(id="7", state="PREEMPTED", nodes="n1")), "stopped", "job 7 ended as PREEMPTED on n1"),
+        (JobSnapshot(facts=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
         (
-            Look(facts=JobFacts(id="7", state="FAILED", signal=9, nodes="n1")),
+            JobSnapshot(facts=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
+            "stopped",
+            "job 7 ended as PREEMPTED on n1",
+        ),
+        (
+            JobSnapshot(facts=JobInfo(id="7", state="FAILED", signal=9, nodes="n1")),
             "failed",
             "job 7 ended as FAILED by signal 9 on n1",
         ),
         (
-            Look(facts=JobFacts(id="7", state="COMPLETED", nodes="n1")),
+            JobSnapshot(facts=JobInfo(id="7", state="COMPLETED", nodes="n1")),
             "failed",
             "job 7 ended as COMPLETED on n1, its supervisor left no word",
         ),
@@ -140,7 +146,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None
 )
 @pytest.mark.parametrize("before", ["queued", "running"])
 def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
-    run: RunDir, slurm: Callable[[Look], None], before: str, look: Look, status: str, reason: str
+    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, look: JobSnapshot, status: str, reason: str
 ) -> None:
     put(run, status=before, attempt=1)
     slurm(look)
@@ -155,7 +161,7 @@ def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
 @pytest.mark.parametrize("look", [PENDING, RUNNING, AWAY, NO_SLURM], ids=["pending", "running", "away", "no slurm"])
 @pytest.mark.parametrize("before", ["queued", "running"])
 def test_a_run_that_lives_or_may_live_is_not_closed(
-    run: RunDir, slurm: Callable[[Look], None], before: str, look: Look
+    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, look: JobSnapshot
 ) -> None:
     put(run, status=before)
     slurm(look)
@@ -163,7 +169,9 @@ def test_a_run_that_lives_or_may_live_is_not_closed(
     assert run.read_state().status == before
 
 
-def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(run: RunDir, slurm: Callable[[Look], None]) -> None:
+def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(
+    run: RunDir, slurm: Callable[[JobSnapshot], None]
+) -> None:
     put(run, status="running", attempt=1)
     other = {"host": "n9", "pid": 1, "started": 0.0, "user": "ada", "acquired": 0.0, "renewed": time.time()}
     write_json(run.lease, other | {"job_id": "7"})
@@ -187,13 +195,13 @@ def test_a_run_of_this_machine_is_closed_by_its_lease(run: RunDir) -> None:
 
 def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    facts = JobFacts(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
+    facts = JobInfo(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
 
-    def look_at(job: JobRef) -> Look:
+    def look_at(job: JobRef) -> JobSnapshot:
         asked.append(job.id)
-        return Look(facts=facts)
+        return JobSnapshot(facts=facts)
 
-    monkeypatch.setattr(queue, "look_at", look_at)
+    monkeypatch.setattr(job_snapshot, "look_at", look_at)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
     note_life(run, env)
@@ -208,6 +216,6 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "look_at", lambda job: AWAY)
+    monkeypatch.setattr(job_snapshot, "look_at", lambda job: AWAY)
     note_life(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

@@ -22,7 +22,7 @@ SUPERVISE = f"""\
 trap 'left=0' TERM
 supervise() {{
   for left in 3 2 1 0; do
-    code=0; {sys.executable} -u -m hpcdist.slurm.job.no_numpy "$@" || code=$?
+    code=0; {sys.executable} -u -m hpcdist.slurm.job.submitit_entry "$@" || code=$?
     [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
     echo "the supervisor was killed (exit code $code) and is started again"
   done
@@ -244,7 +244,7 @@ def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_
     delayed.dump(tmp_path / "7_submitted.pkl")
     task = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     one = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n1"}
-    words = ["-u", "-m", "hpcdist.slurm.job.no_numpy", "-u", "-m", "submitit.core._submit", str(tmp_path)]
+    words = ["-u", "-m", "hpcdist.slurm.job.submitit_entry", "-u", "-m", "submitit.core._submit", str(tmp_path)]
     command, env = [sys.executable, "-X", "importtime", *words], {**os.environ, **task, **one}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""How a run goes on after its allocation: decisions over a fake Job, and what ranks find in their environment."""
+"""How a run goes on after its allocation: decisions over a fake job, and what ranks find in their environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
-from hpcdist.slurm.own_job import Job
 from hpcdist.supervisor.restart_policy import Failure
 
 
@@ -51,7 +51,7 @@ def after(
         run.attempt(1).send_request("stop", by=by, reason=f"asked by {by}")
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
-    after = batch_step._after(run, cast(Job, job), state, avoid, max_requeues)
+    after = batch_step._after(run, cast(CurrentJob, job), state, avoid, max_requeues)
     assert run.read_state() == before, "nobody is to see a run that goes on as ended"
     return after
 
@@ -142,7 +142,7 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
 ) -> None:
     if by is not None:
         run.attempt(1).send_request("stop", by=by, reason="…")
-    job = cast(Job, FakeJob(1))
+    job = cast(CurrentJob, FakeJob(1))
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
 
 
@@ -151,7 +151,7 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
 )
 def test_a_supervisor_that_was_killed_is_followed_by_one_that_goes_on(run: RunDir, status: Status, over: bool) -> None:
     """In the same life of the job nothing but the supervisor's own last word makes an end."""
-    assert batch_step._is_over(run, State(status=status, attempt=1), cast(Job, FakeJob(0))) == over
+    assert batch_step._is_over(run, State(status=status, attempt=1), cast(CurrentJob, FakeJob(0))) == over
 
 
 def test_the_jobs_log_tells_of_attempts_and_failures(

@@ -131,7 +131,7 @@ def test_a_step_in_which_each_rank_is_told_its_node() -> None:
 def test_the_standby_shares_a_node_of_the_second_component() -> None:
     assert standby_command("41") == [
         *("srun", "--het-group=1", "--overlap", "--job-name=standby", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"),
-        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.standby", "41"),
+        *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", "41"),
     ]
 
 

@@ -23,9 +23,9 @@ from tracking_scene import CONFIG, Scene
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts
-from hpcdist.slurm.queue import Look
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 
@@ -89,11 +89,11 @@ def test_sync_closes_a_run_whose_job_died_with_what_slurm_says(
     lives = {"0": {"nodes": "n1", "queue_s": 3.4}, "1": {"nodes": "n2", "queue_s": 100.0}}
     write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
     scene.state(status="queued", attempt=1)
-    facts = JobFacts(id="12", state="PENDING", reason="BeginTime")
-    monkeypatch.setattr(queue, "look_at", lambda job, history=False: Look(facts=facts))
+    facts = JobInfo(id="12", state="PENDING", reason="BeginTime")
+    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=facts))
     assert sync(scene.run, scene.uri).closed == ""
     assert scene.entity.info.status == "SCHEDULED"
-    facts = JobFacts(id="12", state=state, nodes="n2", ended=2e9)
+    facts = JobInfo(id="12", state=state, nodes="n2", ended=2e9)
     assert sync(scene.run, scene.uri).closed == f"job 12 ended as {state} on n2"
     run = scene.entity
     assert (run.info.status, run.info.end_time) == (status, int(2e12))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpcdist.slurm import queue
-from hpcdist.slurm.job_facts import JobFacts, parse_facts, parse_sacct, parse_scontrol, parse_squeue, parse_time
-from hpcdist.slurm.queue import JobRef, JobWatch, Look, SlurmAwayError, ask, ask_many, look_at
+from hpcdist.slurm import job_snapshot
+from hpcdist.slurm.job_info import JobInfo, parse_facts, parse_sacct, parse_scontrol, parse_squeue, parse_time
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch, SlurmUnavailableError, ask, ask_many, look_at
 
 RECORDED = Path(__file__).parent / "slurm_22_05"
 
@@ -67,7 +67,7 @@ def test_a_job_by_scontrol(name: str, job: str, sentence: str) -> None:
 
 def test_all_that_scontrol_says_of_a_requeued_job() -> None:
     facts = parse_scontrol(recorded("scontrol", "requeued"), "8")
-    assert facts == JobFacts(
+    assert facts == JobInfo(
         id="8",
         name="requeued",
         state="PENDING",
@@ -279,7 +279,9 @@ def test_accounting_answers_for_a_controller_that_is_away(commands: Commands) ->
 def test_when_nobody_answers_it_is_a_note(commands: Commands) -> None:
     commands.add("scontrol", error=AWAY, code=1)
     commands.add("sacct", error=NO_ACCOUNTING, code=1)
-    with pytest.raises(SlurmAwayError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
+    with pytest.raises(
+        SlurmUnavailableError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"
+    ):
         ask("8")
     look = look_at(JobRef(id="8"))
     assert (look.facts, look.dead, look.installed) == (None, False, True)
@@ -287,7 +289,7 @@ def test_when_nobody_answers_it_is_a_note(commands: Commands) -> None:
 
 
 def test_a_command_that_hangs_is_given_up(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(job_snapshot, "ANSWER_WITHIN_S", 0.2)
     commands.add("scontrol")
     path = commands.folder / "scontrol"
     path.write_text(f"#!/bin/sh\nread -r never < {commands.folder}/pipe\n")
@@ -298,10 +300,10 @@ def test_a_command_that_hangs_is_given_up(commands: Commands, monkeypatch: pytes
 def test_without_slurm_it_is_said(commands: Commands) -> None:
     look = look_at(JobRef(id="8"))
     assert (look.away, look.installed, look.dead) == ("no squeue here", False, False)
-    with pytest.raises(SlurmAwayError, match=r"^no squeue here$"):
+    with pytest.raises(SlurmUnavailableError, match=r"^no squeue here$"):
         ask_many(["8"])
-    with pytest.raises(SlurmAwayError, match=r"^no scancel here$"):
-        queue.cancel("8")
+    with pytest.raises(SlurmUnavailableError, match=r"^no scancel here$"):
+        job_snapshot.cancel("8")
 
 
 def test_history_is_asked_of_accounting_too(commands: Commands) -> None:
@@ -338,9 +340,9 @@ def test_another_job_of_the_same_id_does_not_count(commands: Commands) -> None:
 
 def test_a_job_of_another_cluster_is_not_taken_for_dead(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     commands.add("scontrol", "SlurmctldPort = 6817\nClusterName             = here\n")
-    assert queue.cluster_name() == "here"
-    monkeypatch.setattr(queue, "ask", lambda job, history: None)
-    assert look_at(JobRef(id="1", cluster="here")) == Look()
+    assert job_snapshot.cluster_name() == "here"
+    monkeypatch.setattr(job_snapshot, "ask", lambda job, history: None)
+    assert look_at(JobRef(id="1", cluster="here")) == JobSnapshot()
     away = look_at(JobRef(id="1", cluster="there"))
     assert (away.away, away.dead) == ("job 1 is on cluster there, this is here", False)
 
@@ -349,13 +351,13 @@ def test_a_job_of_another_cluster_is_not_taken_for_dead(commands: Commands, monk
 
 
 def test_slurm_is_asked_every_few_seconds_and_less_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, answers, asked = 100.0, [Look(), Look(away="no answer"), Look()], []
+    now, answers, asked = 100.0, [JobSnapshot(), JobSnapshot(away="no answer"), JobSnapshot()], []
 
-    def look(job: JobRef) -> Look:
+    def look(job: JobRef) -> JobSnapshot:
         asked.append(now)
         return answers[len(asked) - 1]
 
-    monkeypatch.setattr(queue, "look_at", look)
+    monkeypatch.setattr(job_snapshot, "look_at", look)
     watch = JobWatch(JobRef(id="1"), clock=lambda: now)
     while now < 140.0:
         assert watch.look() is answers[len(asked) - 1]
@@ -373,7 +375,7 @@ def test_slurm_is_asked_every_few_seconds_and_less_while_it_is_away(monkeypatch:
     ],
 )
 def test_the_time_in_the_queue(changes: dict[str, Any], expected: float | None) -> None:
-    assert JobFacts(id="1", **changes).queue_s(150.0) == expected
+    assert JobInfo(id="1", **changes).queue_s(150.0) == expected
 
 
 # --- other releases, and lines of another form
@@ -385,7 +387,7 @@ def test_newer_releases(release: str) -> None:
         whole = (RECORDED.parent / f"slurm_{release}" / f"{command}.txt").read_text()
         return whole.partition(f"### {name}\n")[2].partition("###")[0]
 
-    def sentence(facts: JobFacts | None) -> str:
+    def sentence(facts: JobInfo | None) -> str:
         assert facts is not None
         return facts.sentence()
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.site import NodeGroup, Partition
-from hpcdist.slurm.submit import limits
-from hpcdist.slurm.submit.limits import Findings, check_partitions, chosen_of
+from hpcdist.slurm.partitions import NodeGroup, Partition
+from hpcdist.slurm.submit import partition_limits
+from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, chosen_of
 
 BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
 SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
@@ -117,7 +117,7 @@ def test_a_partition_without_nodes_that_sinfo_shows_is_left_to_slurm() -> None:
 
 def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(limits, "_own_groups", lambda: ["users"])
+    monkeypatch.setattr(partition_limits, "_own_groups", lambda: ["users"])
     assert found(of(AllowGroups="users,staff")) == Findings()
     (line,) = found(of(AllowGroups="staff")).wrong
     assert line == "cluster.partition=gpu is for groups staff, and you are in none of them: choose another"
@@ -127,7 +127,7 @@ def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_groups_of_whoever_runs_this_are_found() -> None:
-    assert limits._own_groups()
+    assert partition_limits._own_groups()
 
 
 def test_the_partitions_that_are_meant() -> None:

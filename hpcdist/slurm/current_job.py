@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpcdist.errors import HpcdistError
 from hpcdist.machine.timed_command import run_within
-from hpcdist.slurm.job_facts import parse_facts, parse_time
+from hpcdist.slurm.job_info import parse_facts, parse_time
 from hpcdist.slurm.nodelist import expand
 
 #: Slurm's own commands go on trying for up to a minute when their controller is away.
@@ -30,7 +30,7 @@ def job_id_of(env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class CurrentJob:
     """A running job."""
 
     id: str
@@ -43,7 +43,7 @@ class Job:
     excluded: tuple[str, ...] = ()  #: nodes that it stays away from
 
     @classmethod
-    def here(cls, env: Mapping[str, str]) -> Job:
+    def here(cls, env: Mapping[str, str]) -> CurrentJob:
         """The job around this process. Raises HpcdistError when there is none or `scontrol` does not answer."""
         job_id = job_id_of(env)
         records = job_records(job_id)

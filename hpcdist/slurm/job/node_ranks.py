@@ -1,6 +1,6 @@
 """One node's part: which ranks of a run live here, and killing them.
 
-    python -m hpcdist.slurm.job.kill_on_node RUN look|kill
+    python -m hpcdist.slurm.job.node_ranks RUN look|kill
 
 Prints the node's name and the numbers of the ranks that live, those that have survived SIGKILL after `kill`. It needs
 no help of Slurm's: ranks whose slurmstepd was killed are out of its reach.

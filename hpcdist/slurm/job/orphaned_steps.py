@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hpcdist.errors import HpcdistError
-from hpcdist.slurm.own_job import signal_steps, steps
+from hpcdist.slurm.current_job import signal_steps, steps
 
 #: A step whose tasks are killed ends within this time.
 END_S = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.machine.storage import file_system
-from hpcdist.slurm.submit.mounts import folder_problems
+from hpcdist.slurm.submit.runs_dir_check import folder_problems
 
 MOUNTS = """\
 22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

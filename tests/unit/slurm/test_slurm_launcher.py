@@ -17,11 +17,11 @@ from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job import leaked_steps, step_launcher, step_ranks
+from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.job import orphaned_steps, rank_step, slurm_launcher
 from hpcdist.slurm.job.preflight_step import Preflight
-from hpcdist.slurm.job.step_launcher import StepLauncher, nodes_of
-from hpcdist.slurm.job.step_ranks import StepRanks, ended_tasks
-from hpcdist.slurm.own_job import Job
+from hpcdist.slurm.job.rank_step import RankStep, ended_tasks
+from hpcdist.slurm.job.slurm_launcher import SlurmLauncher, nodes_of
 from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -91,7 +91,7 @@ def test_the_nodes_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
     def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
         return {node: frozenset({"fast"} if node in ("n1", "n2") else ()) for node in nodes}
 
-    monkeypatch.setattr(step_launcher, "node_features", node_features)
+    monkeypatch.setattr(slurm_launcher, "node_features", node_features)
     wanting = roles(constraint="fast")
     placed = Config(roles=wanting.roles, cluster=ClusterConfig(roles=wanting.cluster.roles, het=False))
     assert nodes_of(placed, whole) == [("n3",), ("n1", "n2")]
@@ -107,7 +107,7 @@ class Step:
         self.attempt = attempt
         pipe = attempt.path.parent / "words"
         os.mkfifo(pipe)
-        self.ranks = StepRanks(
+        self.ranks = RankStep(
             ["sh", "-c", f"cat '{pipe}'; exit 1"], dict(os.environ), 4, attempt, guard, cwd=attempt.path
         )
         self._words: int | None = os.open(pipe, os.O_WRONLY)
@@ -135,7 +135,7 @@ class Step:
 @pytest.fixture
 def four(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(step_ranks, "SEARCH_PAUSE", 0.0)
+    monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 0.0)
     guard = Guard()
     opened = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
     yield opened
@@ -181,7 +181,7 @@ def test_a_report_is_read_once(four: Step, searches: list[set[int]]) -> None:
 def test_a_folder_that_does_not_change_is_not_searched(
     four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_ranks, "FOLDER_TICK_S", 0.0)
+    monkeypatch.setattr(rank_step, "FOLDER_TICK_S", 0.0)
     four.ranks.wait(0)
     searches.clear()
     for _ in range(20):
@@ -209,7 +209,7 @@ def test_a_search_that_takes_long_is_not_repeated_at_once(
 ) -> None:
     four.ranks.wait(0)
     searches.clear()
-    monkeypatch.setattr(step_ranks, "SEARCH_PAUSE", 1e9)
+    monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 1e9)
     for rank in range(1, 4):
         four.report(rank, "failed")
         four.ranks.wait(0)
@@ -289,7 +289,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     scripts = {
         "squeue": "cat steps",
         "scancel": 'echo "$@" >> cancelled; if test ! -e stubborn; then echo "7.batch batch" > steps; fi',
-        "srun": 'case "$*" in *on_node*) echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
+        "srun": 'case "$*" in *node_ranks*) echo "$@" >> asked; cat ranks;; *) cat nodes;; esac',
         "scontrol": "cat booted",
     }
     for name, text in scripts.items():
@@ -306,14 +306,14 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that do not end are given up at once."""
     for name in ("END_S", "UNKILLABLE_S", "CONTROLLER_S"):
-        monkeypatch.setattr(leaked_steps, name, 0.0)
+        monkeypatch.setattr(orphaned_steps, name, 0.0)
 
 
-def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> StepLauncher:
+def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> SlurmLauncher:
     run = RunDir.create(runs_dir / "exp" / "first")
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
     config = Config(cluster=ClusterConfig(nodes=2, **cluster))
-    return StepLauncher(run, config, cast(Job, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
+    return SlurmLauncher(run, config, cast(CurrentJob, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
 
 
 def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_step_that_does_not_end_keeps_ranks_from_starting_here(
     assert launcher.broken() == f"step 7.0 (attempt-001) does not end{why}"
     assert launcher.avoid == avoid
     run = runs_dir / "exp" / "first"
-    assert f"-m hpcdist.slurm.job.kill_on_node {run} kill\n" in (slurm / "asked").read_text()
+    assert f"-m hpcdist.slurm.job.node_ranks {run} kill\n" in (slurm / "asked").read_text()
 
 
 def test_a_step_that_ends_late_is_waited_for(
@@ -382,9 +382,9 @@ def test_a_step_that_ends_late_is_waited_for(
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
     (slurm / "srun").write_text(
-        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *on_node*) echo "n1 0"; echo n2; rm stubborn;; *) cat nodes;; esac\n'
+        f'#!/bin/sh\ncd {slurm}\ncase "$*" in *node_ranks*) echo "n1 0"; echo n2; rm stubborn;; *) cat nodes;; esac\n'
     )
-    monkeypatch.setattr(leaked_steps, "UNKILLABLE_S", 30.0)
+    monkeypatch.setattr(orphaned_steps, "UNKILLABLE_S", 30.0)
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 
@@ -465,8 +465,8 @@ def test_nodes_at_fault(
         write_json(run.new_attempt().failure, asdict(failure))
     job = FakeJob(spare)
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    launcher = StepLauncher(
-        run, Config(cluster=ClusterConfig(nodes=2)), cast(Job, job), env=env, import_path=[], cwd=slurm
+    launcher = SlurmLauncher(
+        run, Config(cluster=ClusterConfig(nodes=2)), cast(CurrentJob, job), env=env, import_path=[], cwd=slurm
     )
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
     assert job.asked == ([] if idle_only is None else [(["n2"], idle_only)])
@@ -484,7 +484,7 @@ def test_nodes_that_are_not_fit_need_no_roll_call(
     run = RunDir.create(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
-    launcher = StepLauncher(run, config, cast(Job, FakeJob("")), env=env, import_path=[], cwd=slurm)
+    launcher = SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm)
     with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
         launcher.start(run.new_attempt())
     # Nobody would answer: there is no file with nodes.
@@ -501,7 +501,7 @@ def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
     attempt = run.new_attempt()
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{slurm}:/usr/bin:/bin"}
     config = Config(cluster=ClusterConfig(nodes=2))
-    with StepLauncher(run, config, cast(Job, FakeJob("")), env=env, import_path=[], cwd=slurm) as launcher:
+    with SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm) as launcher:
         ranks = launcher.start(attempt)
         said = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)

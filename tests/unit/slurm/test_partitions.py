@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.slurm import site
-from hpcdist.slurm.site import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
+from hpcdist.slurm import partitions
+from hpcdist.slurm.partitions import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
 
 PARTITIONS = (
     "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"
@@ -90,7 +90,7 @@ def test_a_slurm_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).chmod(0o755)
     assert ask("scontrol") == "PartitionName=p\n"
     assert ask_partitions() is None
-    monkeypatch.setattr(site, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(partitions, "PATIENCE_S", 0.01)
     (tmp_path / "sinfo").write_text("#!/bin/sh\nread -r line\n")
     assert ask("/bin/sleep", "60") is None
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.slurm import own_job
-from hpcdist.slurm.job_facts import parse_time
-from hpcdist.slurm.own_job import (
-    Job,
+from hpcdist.slurm import current_job
+from hpcdist.slurm.current_job import (
+    CurrentJob,
     job_id_of,
     job_ids,
     node_features,
@@ -24,13 +23,14 @@ from hpcdist.slurm.own_job import (
     steps,
     why_no_het_jobs,
 )
+from hpcdist.slurm.job_info import parse_time
 
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
     "Partition=main ReqNodeList=(null) ExcNodeList=n[7-8] NodeList=n[1-2] "
     "StartTime=2026-11-20T06:35:00 EndTime=2026-11-20T07:05:00 Command=/shared/my run.sh --flag=a=b"
 )
-JOB = Job(id="41", restart_count=2, end_time=None, partition="main", nodes=("n1", "n2"), excluded=("n7", "n8"))
+JOB = CurrentJob(id="41", restart_count=2, end_time=None, partition="main", nodes=("n1", "n2"), excluded=("n7", "n8"))
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_heterogeneous_job_has_a_record_for_each_component(fake_scontrol: Path
     (fake_scontrol / "says").write_text(HET)
     env = {"SLURM_JOB_ID": "41", "SLURM_HET_SIZE": "2"}
     # It ends with the component that ends first.
-    assert Job.here(env) == Job(id="41", restart_count=1, end_time=parse_time("2026-11-20T06:05:00"))
+    assert CurrentJob.here(env) == CurrentJob(id="41", restart_count=1, end_time=parse_time("2026-11-20T06:05:00"))
     assert job_ids(env | {"SLURM_JOB_ID_HET_GROUP_0": "41", "SLURM_JOB_ID_HET_GROUP_1": "42"}) == ["41", "42"]
     assert job_ids({"SLURM_JOB_ID": "41"}) == ["41"]
     assert job_ids({"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "2"}) == ["41_2"]
@@ -99,7 +99,7 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    monkeypatch.setattr(own_job, "ANSWER_S", 0.2)
+    monkeypatch.setattr(current_job, "ANSWER_S", 0.2)
     assert steps() is None
     signal_steps(["41.0"], "KILL")
     signal_steps([], "KILL")
@@ -134,8 +134,8 @@ def test_the_last_task_of_an_array_does_not_go_by_the_arrays_id() -> None:
 
 
 def test_the_job_around_this_process(fake_scontrol: Path) -> None:
-    job = Job.here({"SLURM_JOB_ID": "41"})
-    assert job == Job(
+    job = CurrentJob.here({"SLURM_JOB_ID": "41"})
+    assert job == CurrentJob(
         id="41",
         restart_count=2,
         end_time=parse_time("2026-11-20T07:05:00"),
@@ -148,7 +148,7 @@ def test_the_job_around_this_process(fake_scontrol: Path) -> None:
 
 def test_outside_a_job_there_is_none() -> None:
     with pytest.raises(HpcdistError, match=r"^SLURM_JOB_ID is not set: this is for the inside of a Slurm job$"):
-        Job.here({})
+        CurrentJob.here({})
 
 
 @pytest.mark.parametrize(("restarts", "again"), [(2, False), (3, True)])
@@ -210,7 +210,7 @@ def test_another_refusal_is_told(fake_scontrol: Path) -> None:
 def test_without_scontrol_the_error_names_it(fake_scontrol: Path) -> None:
     os.unlink(fake_scontrol / "scontrol")
     with pytest.raises(HpcdistError, match=r"^scontrol show job --oneliner 41: .*No such file .*: 'scontrol'"):
-        Job.here({"SLURM_JOB_ID": "41"})
+        CurrentJob.here({"SLURM_JOB_ID": "41"})
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_time_limits(text: str, minutes: float | None) -> None:
 
 
 def test_whether_a_job_may_be_queued_again(fake_scontrol: Path) -> None:
-    job = Job.here({"SLURM_JOB_ID": "41"})
+    job = CurrentJob.here({"SLURM_JOB_ID": "41"})
     assert (job.may_requeue, job.time_limit_min) == (True, None)
     (fake_scontrol / "says").write_text(LINE.replace("Requeue=1", "Requeue=0 TimeLimit=01:00:00") + "\n")
-    job = Job.here({"SLURM_JOB_ID": "41"})
+    job = CurrentJob.here({"SLURM_JOB_ID": "41"})
     assert (job.may_requeue, job.time_limit_min) == (False, 60)

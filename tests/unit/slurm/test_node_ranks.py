@@ -11,8 +11,8 @@ from still_ranks import still_ranks
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.job import kill_on_node
-from hpcdist.slurm.job.kill_on_node import kill_ranks, main, parse_answers
+from hpcdist.slurm.job import node_ranks
+from hpcdist.slurm.job.node_ranks import kill_ranks, main, parse_answers
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_ranks_are_found_and_killed_with_what_they_have_started(
         main([str(run.parent), "look"])
         assert capsys.readouterr().out == "n1 0 1\nn1\n"
         assert ranks.running == [0, 1], "nothing was killed"
-        monkeypatch.setattr(kill_on_node, "KILL_S", 30.0)
+        monkeypatch.setattr(node_ranks, "KILL_S", 30.0)
         main([str(run), "kill"])
         assert capsys.readouterr().out == "n1\n"
         ranks.wait(30)
@@ -42,8 +42,8 @@ def test_ranks_are_found_and_killed_with_what_they_have_started(
 
 def test_ranks_that_survive_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as processes that wait for a file system; here: none dies of what it gets."""
-    monkeypatch.setattr(kill_on_node, "KILL_S", 0.1)
-    monkeypatch.setattr(kill_on_node, "find_ranks", lambda run, attempt, node: [Survivor()])
+    monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
+    monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node: [Survivor()])
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     assert kill_ranks(tmp_path, "n1") == [3]

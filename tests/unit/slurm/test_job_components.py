@@ -9,8 +9,8 @@ import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.slurm.components import (
-    Component,
+from hpcdist.slurm.job_components import (
+    JobComponent,
     allocations,
     components,
     hosts_by_rank,
@@ -26,7 +26,7 @@ def config(counts: dict[str, int], requests: dict[str, dict[str, Any]] | None = 
     return Config(roles=counts, cluster=ClusterConfig(roles=roles, **cluster))
 
 
-def part(*roles: str, **changes: Any) -> Component:
+def part(*roles: str, **changes: Any) -> JobComponent:
     values: dict[str, Any] = {
         "nodes": 1,
         "tasks_per_node": 1,
@@ -36,7 +36,7 @@ def part(*roles: str, **changes: Any) -> Component:
         "partition": None,
         "constraint": None,
     }
-    return Component(roles=roles, **values | changes)
+    return JobComponent(roles=roles, **values | changes)
 
 
 HYBRID = {"master": 1, "trainer": 4, "parameter_server": 3}

@@ -20,7 +20,7 @@ SACCT_FIELDS = "JobID,JobName,State,ExitCode,Submit,Start,End,NodeList,Timelimit
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFacts:
+class JobInfo:
     """A job as Slurm sees it. Times are seconds since the epoch."""
 
     id: str
@@ -105,7 +105,7 @@ def number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
-def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
+def parse_scontrol(text: str, job_id: str) -> JobInfo | None:
     """A job from `scontrol --oneliner show job`. Of a heterogeneous job's components the first one speaks for all."""
     records = [parse_facts(line) for line in text.splitlines() if "JobId=" in line]
     task = job_id.partition("_")[2]
@@ -115,7 +115,7 @@ def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
     facts = records[0]
     code, signal = _exit(facts.get("ExitCode", ""))
     state = facts.get("JobState", "UNKNOWN")
-    return JobFacts(
+    return JobInfo(
         id=job_id,
         name=facts.get("JobName", ""),
         state=state,
@@ -131,14 +131,14 @@ def parse_scontrol(text: str, job_id: str) -> JobFacts | None:
     )
 
 
-def parse_squeue(text: str, job_id: str) -> JobFacts | None:
+def parse_squeue(text: str, job_id: str) -> JobInfo | None:
     """A job from squeue's lines of the fields that this module asks for."""
     for line in text.splitlines():
         if line.count("|") < 8:
             continue  # no line of the format that was asked for
         own, state, reason, submitted, started, ended, nodes, limit, name = line.split("|", 8)
         if own in (job_id, f"{job_id}+0"):
-            return JobFacts(
+            return JobInfo(
                 id=job_id,
                 name=name,
                 state=state,
@@ -152,7 +152,7 @@ def parse_squeue(text: str, job_id: str) -> JobFacts | None:
     return None
 
 
-def parse_sacct(text: str, job_id: str) -> JobFacts | None:
+def parse_sacct(text: str, job_id: str) -> JobInfo | None:
     """A job from `sacct --duplicates`: its last life, with the ends of those before it. Steps give memory alone."""
     lives: list[tuple[dict[str, str], list[dict[str, str]]]] = []
     for line in text.splitlines():
@@ -171,7 +171,7 @@ def parse_sacct(text: str, job_id: str) -> JobFacts | None:
         return None
     row, steps = lives[-1]
     code, signal = _exit(row["ExitCode"])
-    return JobFacts(
+    return JobInfo(
         id=job_id,
         name=row["JobName"],
         state=_state(row["State"]),

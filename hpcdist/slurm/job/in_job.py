@@ -15,9 +15,9 @@ from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir, State, read_record
+from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.batch_step import supervise
 from hpcdist.slurm.nodelist import expand_tasks
-from hpcdist.slurm.own_job import Job
 from hpcdist.slurm.submit.checks import in_the_open
 from hpcdist.supervisor import start
 
@@ -31,7 +31,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
     Raises HpcdistError where there is no job, RunFolderError when the run's name belongs to another.
     """
     try:
-        job = Job.here(env)
+        job = CurrentJob.here(env)
     except HpcdistError as error:
         raise ConfigError(
             [f"{error}: `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit` writes one for you"]

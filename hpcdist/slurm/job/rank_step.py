@@ -19,9 +19,9 @@ from hpcdist.files.log_text import PIECE_BYTES, last_lines
 from hpcdist.files.retry import retry
 from hpcdist.machine.timed_command import last_line
 from hpcdist.run.attempt import Attempt
+from hpcdist.slurm.current_job import signal_steps, steps
 from hpcdist.slurm.job.srun import step_name
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.own_job import signal_steps, steps
 from hpcdist.supervisor.process_guard import Guard
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Living(Protocol):
     def __call__(self) -> set[int] | None: ...
 
 
-class StepRanks:
+class RankStep:
     """The ranks of one attempt, as one srun process.
 
     A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they

@@ -16,14 +16,14 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest, role_device
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
-from hpcdist.slurm.site import parse_memory_mb
+from hpcdist.slurm.partitions import parse_memory_mb
 
 #: Beyond this many nodes the rank table names the first and the last of a component.
 NODES_IN_TABLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class JobComponent:
     """Nodes that are alike, for one role, or for neighbouring roles that ask for nothing of their own."""
 
     roles: tuple[str, ...]
@@ -56,7 +56,7 @@ class Component:
         return ", ".join([ranks, *filter(None, more)])
 
 
-def components(config: Config) -> tuple[Component, ...]:
+def components(config: Config) -> tuple[JobComponent, ...]:
     """What the roles ask for, in rank order. Raises ConfigError where numbers do not fit together."""
     cluster = config.cluster
     if not cluster.roles:
@@ -83,12 +83,12 @@ def components(config: Config) -> tuple[Component, ...]:
 
 def _component(
     cluster: ClusterConfig, roles: tuple[str, ...], request: RoleRequest, nodes: int, tasks_per_node: int
-) -> Component:
+) -> JobComponent:
     def own(name: str) -> Any:
         value = getattr(request, name)
         return getattr(cluster, name) if value is None else value
 
-    return Component(
+    return JobComponent(
         roles=roles,
         nodes=nodes,
         tasks_per_node=tasks_per_node,
@@ -132,7 +132,7 @@ def is_het(config: Config) -> bool:
     return config.cluster.het is True or len({part.hardware for part in parts}) > 1
 
 
-def allocations(config: Config) -> tuple[Component, ...]:
+def allocations(config: Config) -> tuple[JobComponent, ...]:
     """What sbatch is asked for: the components of a heterogeneous job, or one allocation for everything.
 
     Raises ConfigError for what neither can give.
@@ -147,7 +147,7 @@ def allocations(config: Config) -> tuple[Component, ...]:
     return parts
 
 
-def merged(parts: Sequence[Component]) -> Component:
+def merged(parts: Sequence[JobComponent]) -> JobComponent:
     """One allocation that holds all: the sum of the nodes, each with the most that any role asks for."""
     if len(parts) == 1:
         return parts[0]
@@ -157,7 +157,7 @@ def merged(parts: Sequence[Component]) -> Component:
                 [f"cluster.roles: {name} differs between roles, which only a heterogeneous job can give (cluster.het)"]
             )
     memories = [part.mem for part in parts if part.mem is not None]
-    return Component(
+    return JobComponent(
         roles=tuple(role for part in parts for role in part.roles),
         nodes=sum(part.nodes for part in parts),
         tasks_per_node=max(part.tasks_per_node for part in parts),
@@ -177,7 +177,7 @@ def _megabytes(mem: str) -> float:
     return size or float("inf")  # 0 is all that a node has
 
 
-def _merged_constraint(parts: Sequence[Component]) -> str | None:
+def _merged_constraint(parts: Sequence[JobComponent]) -> str | None:
     """`[cpu*1&gpu*2]`: so many nodes of each kind."""
     wanted = [part.constraint for part in parts]
     if len(set(wanted)) == 1:
@@ -192,7 +192,7 @@ def _merged_constraint(parts: Sequence[Component]) -> str | None:
 
 
 def place(
-    parts: Sequence[Component], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
+    parts: Sequence[JobComponent], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
 ) -> list[tuple[str, ...]]:
     """Share the nodes of one allocation out: to each component its own, in the allocation's order.
 
@@ -215,7 +215,7 @@ def place(
     return [chosen[index] for index in range(len(parts))]
 
 
-def hosts_by_rank(parts: Sequence[Component], nodes: Sequence[Sequence[str]]) -> list[str]:
+def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]]) -> list[str]:
     """The host of each rank: a component's ranks fill one of its nodes after the other."""
     return [node for part, own in zip(parts, nodes, strict=True) for node in own for _ in range(part.tasks_per_node)]
 
@@ -249,7 +249,7 @@ def table(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[
     return rank_table(Roles.of(config.roles, first), groups, devices)
 
 
-def cluster_for(cluster: ClusterConfig, part: Component) -> ClusterConfig:
+def cluster_for(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
     """The section `cluster` as it would be if a component were all there is."""
     return replace(
         cluster,

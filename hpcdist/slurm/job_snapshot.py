@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hpcdist.errors import HpcdistError
-from hpcdist.slurm.job_facts import SACCT_FIELDS, SQUEUE_FIELDS, JobFacts, parse_sacct, parse_scontrol, parse_squeue
+from hpcdist.slurm.job_info import SACCT_FIELDS, SQUEUE_FIELDS, JobInfo, parse_sacct, parse_scontrol, parse_squeue
 
 #: Slurm's own commands go on trying for up to a minute when their controller is away.
 ANSWER_WITHIN_S = 10.0
@@ -22,7 +22,7 @@ LOOK_EVERY_S = 5.0
 LOOK_AWAY_S = 30.0
 
 
-class SlurmAwayError(HpcdistError):
+class SlurmUnavailableError(HpcdistError):
     """No command of Slurm's is here, or none of them answers. `installed` tells which."""
 
     def __init__(self, message: str, *, installed: bool) -> None:
@@ -30,19 +30,19 @@ class SlurmAwayError(HpcdistError):
         self.installed = installed
 
 
-def ask(job_id: str, *, history: bool = False) -> JobFacts | None:
+def ask(job_id: str, *, history: bool = False) -> JobInfo | None:
     """What Slurm knows of a job, or None when it does not know it (any more).
 
     Args:
         history: ask accounting in any case: it alone knows memory, steps and earlier lives.
 
-    Raises SlurmAwayError when nobody could be asked.
+    Raises SlurmUnavailableError when nobody could be asked.
     """
-    away: SlurmAwayError | None = None
+    away: SlurmUnavailableError | None = None
     facts = None
     try:
         facts = _ask_controller(job_id)
-    except SlurmAwayError as error:
+    except SlurmUnavailableError as error:
         away = error
     if facts is not None and not history:
         return facts
@@ -50,7 +50,7 @@ def ask(job_id: str, *, history: bool = False) -> JobFacts | None:
         past = parse_sacct(
             answer("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={SACCT_FIELDS}"), job_id
         )
-    except SlurmAwayError:
+    except SlurmUnavailableError:
         # Without accounting the controller's word is all there is.
         past = None
     if facts is not None:
@@ -65,10 +65,10 @@ def ask(job_id: str, *, history: bool = False) -> JobFacts | None:
     return past
 
 
-def ask_many(job_ids: Sequence[str]) -> dict[str, JobFacts]:
+def ask_many(job_ids: Sequence[str]) -> dict[str, JobInfo]:
     """What the queue knows of some jobs, in one call; those that it has forgotten are left out.
 
-    Raises SlurmAwayError when it does not answer.
+    Raises SlurmUnavailableError when it does not answer.
     """
     if not job_ids:
         return {}
@@ -79,15 +79,15 @@ def ask_many(job_ids: Sequence[str]) -> dict[str, JobFacts]:
 def cancel(job_id: str, *, waiting_only: bool = False) -> None:
     """Take a job out of the queue, or end it where it runs. One that is over already is left alone.
 
-    Raises SlurmAwayError when nobody could be asked or Slurm refuses.
+    Raises SlurmUnavailableError when nobody could be asked or Slurm refuses.
     """
     answer("scancel", *(["--state=PENDING"] if waiting_only else []), job_id)
 
 
-def _ask_controller(job_id: str) -> JobFacts | None:
+def _ask_controller(job_id: str) -> JobInfo | None:
     try:
         return parse_scontrol(answer("scontrol", "--oneliner", "show", "job", job_id), job_id)
-    except SlurmAwayError as error:
+    except SlurmUnavailableError as error:
         if error.installed:
             raise
         return parse_squeue(
@@ -98,7 +98,7 @@ def _ask_controller(job_id: str) -> JobFacts | None:
 def answer(*command: str) -> str:
     """What a command of Slurm's prints; nothing where it says that there is no such job.
 
-    Raises SlurmAwayError when it is not here, fails, or is silent for too long.
+    Raises SlurmUnavailableError when it is not here, fails, or is silent for too long.
     """
     try:
         done = subprocess.run(
@@ -111,15 +111,15 @@ def answer(*command: str) -> str:
             check=False,
         )
     except FileNotFoundError as error:
-        raise SlurmAwayError(f"no {command[0]} here", installed=False) from error
+        raise SlurmUnavailableError(f"no {command[0]} here", installed=False) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmAwayError(f"{command[0]} gave no answer in {ANSWER_WITHIN_S:g} s", installed=True) from error
+        raise SlurmUnavailableError(f"{command[0]} gave no answer in {ANSWER_WITHIN_S:g} s", installed=True) from error
     if done.returncode == 0:
         return done.stdout
     if "Invalid job id" in done.stderr:
         return ""
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    raise SlurmAwayError(f"{command[0]}: {said[-1].removeprefix(f'{command[0]}: ')}", installed=True)
+    raise SlurmUnavailableError(f"{command[0]}: {said[-1].removeprefix(f'{command[0]}: ')}", installed=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +132,10 @@ class JobRef:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class JobSnapshot:
     """One look at a job: what Slurm said, or why it could not be asked."""
 
-    facts: JobFacts | None = None  #: None also where Slurm does not know the job (any more)
+    facts: JobInfo | None = None  #: None also where Slurm does not know the job (any more)
     away: str = ""  #: why nobody could be asked
     installed: bool = True  #: whether Slurm's commands are here at all
 
@@ -151,10 +151,10 @@ class JobWatch:
     def __init__(self, job: JobRef, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._job = job
         self._clock = clock
-        self._last = Look()
+        self._last = JobSnapshot()
         self._next = float("-inf")
 
-    def look(self) -> Look:
+    def look(self) -> JobSnapshot:
         """The newest look, the same object for some seconds. Never raises: a Slurm that is away is a note."""
         if self._clock() >= self._next:
             self._last = look_at(self._job)
@@ -162,20 +162,20 @@ class JobWatch:
         return self._last
 
 
-def look_at(job: JobRef, *, history: bool = False) -> Look:
+def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:
     """One look at a job, now. One of the same id that is another's does not count."""
     try:
         facts = ask(job.id, history=history)
         if facts is not None and (not job.name or facts.name == job.name):
-            return Look(facts=facts)
+            return JobSnapshot(facts=facts)
         if job.cluster and (here := cluster_name()) != job.cluster:
-            return Look(away=f"job {job.id} is on cluster {job.cluster}, this is {here}")
-        return Look()
-    except SlurmAwayError as error:
-        return Look(away=str(error), installed=error.installed)
+            return JobSnapshot(away=f"job {job.id} is on cluster {job.cluster}, this is {here}")
+        return JobSnapshot()
+    except SlurmUnavailableError as error:
+        return JobSnapshot(away=str(error), installed=error.installed)
 
 
 def cluster_name() -> str:
-    """The name of this host's cluster. Raises SlurmAwayError when nobody answers."""
+    """The name of this host's cluster. Raises SlurmUnavailableError when nobody answers."""
     found = re.search(r"^ClusterName\s*= (.+)$", answer("scontrol", "show", "config"), re.MULTILINE)
     return found[1].strip() if found else ""

@@ -1,4 +1,4 @@
-"""`python -m hpcdist.slurm.job.no_numpy -u -m submitit.core._submit FOLDER`: what submitit takes for the interpreter.
+"""`python -m hpcdist.slurm.job.submitit_entry -u -m submitit.core._submit FOLDER`: the interpreter for submitit.
 
 submitit imports NumPy before it opens a pickle, in case that there is an array in it. Ours holds the name of a function
 and a path, and NumPy's import takes as long as all others of the batch step.

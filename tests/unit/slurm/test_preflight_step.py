@@ -16,11 +16,11 @@ from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.components import components
+from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
 from hpcdist.slurm.job.srun import preflight_command
-from hpcdist.slurm.own_job import Job
+from hpcdist.slurm.job_components import components
 
 NODES = ("n1", "n2", "n3")
 WELL = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
@@ -74,7 +74,7 @@ class Scene:
         found = Preflight(
             self.run,
             Config(cluster=ClusterConfig(nodes=3, cpus_per_task=4), preflight=PreflightConfig(**settings)),
-            cast(Job, FakeJob(spare)),
+            cast(CurrentJob, FakeJob(spare)),
             [nodes],
             env={"PATH": f"{self.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"},
             box=None,

@@ -13,8 +13,8 @@ from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.slurm.job import own_batch_script
-from hpcdist.slurm.job.own_batch_script import cluster_of, run_in_job
+from hpcdist.slurm.job import in_job
+from hpcdist.slurm.job.in_job import cluster_of, run_in_job
 
 JOB = {
     "SLURM_JOB_ID": "41",
@@ -57,7 +57,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
         found.append(RunDir.open(Path(run_dir)))
         return State(status="finished")
 
-    monkeypatch.setattr(own_batch_script, "supervise", supervise)
+    monkeypatch.setattr(in_job, "supervise", supervise)
     return found
 
 

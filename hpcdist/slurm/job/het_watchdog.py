@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpcdist.errors import HpcdistError
-from hpcdist.slurm.own_job import Job, job_records
+from hpcdist.slurm.current_job import CurrentJob, job_records
 
 #: Seldom enough for a controller, and soon after it has given a node up, which takes it minutes.
 LOOK_EVERY_S = 20.0
@@ -32,7 +32,7 @@ def main() -> None:
         try:
             if is_torn(job_records(job_id)):
                 print(f"the first component of job {job_id} is queued again: the others follow", flush=True)
-                Job(id=job_id, restart_count=0, end_time=None).requeue()
+                CurrentJob(id=job_id, restart_count=0, end_time=None).requeue()
         except HpcdistError as error:
             print(error, flush=True)  # a controller that is away for a while
 

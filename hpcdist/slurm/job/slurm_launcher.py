@@ -18,10 +18,11 @@ from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.components import components, hosts_by_rank, is_het, place
-from hpcdist.slurm.job.kill_on_node import parse_answers
-from hpcdist.slurm.job.leaked_steps import Left, end_left_steps, steps_now
+from hpcdist.slurm.current_job import CurrentJob, node_features, rebooted_since
+from hpcdist.slurm.job.node_ranks import parse_answers
+from hpcdist.slurm.job.orphaned_steps import Left, end_left_steps, steps_now
 from hpcdist.slurm.job.preflight_step import Preflight
+from hpcdist.slurm.job.rank_step import RankStep
 from hpcdist.slurm.job.srun import (
     STANDBY_STEP,
     STEP_NAMES,
@@ -30,9 +31,8 @@ from hpcdist.slurm.job.srun import (
     standby_command,
     step_command,
 )
-from hpcdist.slurm.job.step_ranks import StepRanks
+from hpcdist.slurm.job_components import components, hosts_by_rank, is_het, place
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.own_job import Job, node_features, rebooted_since
 from hpcdist.supervisor.plan import code_env, rank_command
 from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.restart_policy import Failure, suspect
@@ -43,7 +43,7 @@ ROLL_CALL_S = 20.0
 RANKS_ON_NODES_S = 60.0
 
 
-class StepLauncher:
+class SlurmLauncher:
     """Starts ranks with srun in the allocation that this process stands in. Use as a context manager.
 
     Args:
@@ -59,7 +59,7 @@ class StepLauncher:
         self,
         run: RunDir,
         config: Config,
-        job: Job,
+        job: CurrentJob,
         *,
         env: Mapping[str, str],
         import_path: Sequence[str],
@@ -88,7 +88,7 @@ class StepLauncher:
         self._began = time.time()
         self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
 
-    def __enter__(self) -> StepLauncher:
+    def __enter__(self) -> SlurmLauncher:
         # What a supervisor of this job that was killed has left: Slurm lets ranks go on without their srun. Where it
         # does not end, `start` says so.
         with suppress(HpcdistError):
@@ -108,7 +108,7 @@ class StepLauncher:
             self._standby.wait()
         self._guard.close()
 
-    def start(self, attempt: Attempt) -> StepRanks:
+    def start(self, attempt: Attempt) -> RankStep:
         """Start every rank, the first time after a look at the nodes.
 
         Raises HpcdistError where containers cannot be started on them or an earlier step does not end, PreflightError
@@ -133,7 +133,7 @@ class StepLauncher:
             env.pop("SLURM_NTASKS_PER_NODE", None)
         if self._box is not None:
             env = outer_env(self._box, env)
-        return StepRanks(
+        return RankStep(
             command,
             env,
             self.num_ranks,
@@ -234,7 +234,7 @@ class StepLauncher:
 
     def _ranks_on_nodes(self, action: Literal["look", "kill"]) -> Mapping[str, list[int]]:
         """The ranks that live on each node that answers; those that are still there after `kill`."""
-        words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.kill_on_node", str(self._run.path), action]
+        words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
         done = run_within(beside_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
         return parse_answers(done.stdout, self._all_nodes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.slurm.job.standby import is_torn
+from hpcdist.slurm.job.het_watchdog import is_torn
 
 
 @pytest.mark.parametrize(

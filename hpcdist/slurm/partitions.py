@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from hpcdist.slurm.job_facts import number, parse_facts
+from hpcdist.slurm.job_info import number, parse_facts
 
 #: States in which a node takes no job, by `sinfo`'s long names; a trailing * marks one that does not answer.
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown", "future")
