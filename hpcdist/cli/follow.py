@@ -16,35 +16,9 @@ from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.status import Standing, close_if_dead, job_of, stand
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch
+from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost
 
 LOOK_EVERY_S = 0.3
-
-
-class RunWatch:
-    """Tells how a run stands, again and again, without asking Slurm each time."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._job: JobRef | None = None
-        self._watch: JobWatch | None = None
-        self._first_lost: JobSnapshot | None = None
-
-    def now(self) -> Standing:
-        """How it stands. A run of Slurm's counts as lost only when Slurm says so twice, some seconds apart."""
-        job = job_of(self._run)
-        if job != self._job:  # someone has submitted it anew
-            self._job, self._watch = job, JobWatch(job) if job is not None else None
-        look = self._watch.look() if self._watch is not None else None
-        found = stand(self._run, look)
-        if found.name != "lost" or look is None:
-            self._first_lost = None
-            return found
-        self._first_lost = self._first_lost or look
-        if self._first_lost is not look:
-            return found
-        return Standing(name=found.state.status, state=found.state, over=False, reason=found.reason, facts=found.facts)
 
 
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
@@ -61,10 +35,10 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()
-    watch = RunWatch(run) if follow else None
+    watch = StatusWatch() if follow else None
     while True:
         # Before the log is read: what is written later belongs to a later look.
-        ended = watch is None or watch.now().over
+        ended = watch is None or watch.poll([run])[0].final
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
             with retry.retry(lambda path=path: open(path, "rb", buffering=0), path) as file:  # type: ignore[misc]
@@ -90,19 +64,19 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
 
     A run whose supervisor or job died without a word is closed in its folder, with what Slurm says of the job.
     """
-    watch = RunWatch(run)
+    watch = StatusWatch()
     waiting = Event()
     said, away, told = "", "", 0
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
         while True:
-            found = watch.now()
-            if found.over:
+            (found,) = watch.poll([run])
+            if found.final:
                 break
             if (line := _line(found)) != said:
                 view.note(line + _when(found))
                 said = line
-            if found.away != away and (away := found.away):
-                view.note(f"Slurm does not say how the job stands ({away})")
+            if found.slurm_error != away and (away := found.slurm_error):
+                view.note(f"job status may be outdated: Slurm does not answer ({away})")
             if progress and found.state.attempt and found.name == "running":
                 beat = run.attempt(found.state.attempt).read_beat(0)
                 if beat is not None:
@@ -113,12 +87,12 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
             told = len(lines)
             waiting.wait(LOOK_EVERY_S)
     if found.name == "lost" and is_mine(run.path):
-        close_if_dead(run)
+        close_if_lost(run)
         return run.read_state()
     return found.state
 
 
-def _line(found: Standing) -> str:
+def _line(found: RunStatus) -> str:
     """What is worth a new line when it changes."""
     facts = found.facts
     parts = [found.reason] if found.reason else []
@@ -129,7 +103,7 @@ def _line(found: Standing) -> str:
     return f"{found.name}: {'; '.join(parts)}" if parts else found.name
 
 
-def _when(found: Standing) -> str:
+def _when(found: RunStatus) -> str:
     """What changes by itself: told with a new line, but no reason for one."""
     facts = found.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():

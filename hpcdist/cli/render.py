@@ -25,12 +25,10 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.folder import ENDED, RunDir, State, read_record
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing, find_runs
-from hpcdist.run.status import Standing, job_of, look_now, stand
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
+from hpcdist.run.status import RunStatus, query_job, query_jobs, status_from
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import redact_uri
@@ -211,12 +209,12 @@ def show_runs(console: Console, listing: Listing, runs_dir: Path) -> None:
     if not listing.runs:
         console.print(f"no runs under {escape(str(runs_dir.absolute()))}", highlight=False, soft_wrap=True)
     table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
-    looks, away = _looks(listing.runs)
-    found: list[tuple[RunDir, Standing, Any]] = []
+    snapshots = query_jobs(listing.runs, skip_ended=True)
+    found: list[tuple[RunDir, RunStatus, Any]] = []
     notes = []
     for run in listing.runs:
         try:
-            now = stand(run, looks.get(run.path))
+            now = status_from(run, snapshots.get(run.path))
             found.append((run, now, _beat(run, now.state).get("step", "")))
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is left out: {error}")
@@ -229,12 +227,12 @@ def show_runs(console: Console, listing: Listing, runs_dir: Path) -> None:
             str(step),
             str(state.attempt),
             created,
-            escape(now.reason or (now.facts.sentence() if now.facts and not now.over else "")),
+            escape(now.reason or (now.facts.sentence() if now.facts and not now.final else "")),
         )
     if found:
         console.print(table)
-    if away:
-        notes.append(f"Slurm does not say how jobs stand ({away})")
+    if unanswered := next((snapshot.away for snapshot in snapshots.values() if snapshot.away), ""):
+        notes.append(f"job status may be outdated: Slurm does not answer ({unanswered})")
     for note in filter(None, [*notes, listing.note]):
         console.print(escape(note), highlight=False, soft_wrap=True)
 
@@ -244,38 +242,19 @@ def _beat(run: RunDir, state: State) -> dict[str, Any]:
     return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
 
 
-def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
-    """A look at the jobs of all runs that may go on, in one call; and why there is none."""
-    jobs = {}
-    for run in runs:
-        with suppress(RunFolderError, OSError):  # reported where the run's state is read
-            if (job := job_of(run)) and run.read_state().status not in ENDED:
-                jobs[run.path] = job
-    try:
-        known = job_snapshot.ask_many([job.id for job in jobs.values()])
-    except SlurmUnavailableError as error:
-        return {path: JobSnapshot(away=str(error), installed=error.installed) for path in jobs}, str(error)
-    looks = {}
-    for path, job in jobs.items():
-        facts = known.get(job.id)
-        # What this call does not know may be another cluster's job, or one that ended a while ago.
-        looks[path] = JobSnapshot(facts=facts) if facts and job.name in ("", facts.name) else job_snapshot.look_at(job)
-    return looks, ""
-
-
 def show_status(console: Console, run: RunDir) -> None:
     """How one run stands."""
-    look = look_now(run)
-    now = stand(run, look)
+    snapshot = query_job(run)
+    now = status_from(run, snapshot)
     name, state = now.name, now.state
     rows = {
         "status": f"[{_COLOURS[name]}]{name}[/]" + (f": {escape(now.reason)}" if now.reason else ""),
         "folder": escape(str(run.path)),
         "attempt": f"{state.attempt}, {state.restarts} restart{'s' * (state.restarts != 1)} after failures",
     }
-    if look is not None:
-        unknown = f"cannot be asked: {look.away}" if look.away else "does not know its job any more"
-        rows["Slurm"] = escape(look.facts.describe(time.time()) if look.facts else unknown)
+    if snapshot is not None:
+        unknown = f"does not answer: {snapshot.away}" if snapshot.away else "no longer knows the job"
+        rows["Slurm"] = escape(snapshot.facts.describe(time.time()) if snapshot.facts else unknown)
     if (held := holder(run)) is not None:
         rows["held by"] = escape(f"process {held['pid']} of {held['user']} on {held['host']}")
     if name == "lost":

@@ -162,13 +162,14 @@ def resume(
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import status_of
     from hpcdist.supervisor import pending_config
 
     found = resolve_run(run, runs_dir)
     require_trusted(found.path, "resume")
     config = load_run_config(found.effective_config, overrides or [], {**kept(found), **os.environ})
-    if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
+    if job_of(found) is not None and not (now := status_of(found)).final:
         raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
         raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")

@@ -170,7 +170,7 @@ def sync(
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import list_runs, resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
     from hpcdist.tracking.shipper import sync as ship
     from hpcdist.tracking.uri import choose_uri, is_server
 

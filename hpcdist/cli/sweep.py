@@ -232,7 +232,7 @@ def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -
 def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Show the cells' states, and ship them unless their jobs do so, until all have ended."""
     from hpcdist.run.folder import ENDED
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
     from hpcdist.supervisor.sweep_cells import queued_jobs
     from hpcdist.tracking.uri import choose_uri
 

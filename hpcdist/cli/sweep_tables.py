@@ -55,7 +55,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.table import Column, Table
 
     from hpcdist.errors import RunFolderError
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.status import status_of
 
     beats = [_last_beat(run) for _, run in cells]
     shown = (best, *_FALLBACKS)
@@ -65,7 +65,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     for (label, run), beat in zip(cells, beats, strict=True):
         try:
             there = os.path.lexists(run.path / "state.json")
-            name = stand(run, look_now(run)).name if there else "missing"
+            name = status_of(run).name if there else "missing"
             reason = run.read_state().reason if there else "never made"
         except (RunFolderError, OSError) as error:
             name, reason = "unreadable", str(error)

@@ -36,11 +36,11 @@ def follow(
     from hpcdist.files.ownership import is_mine
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.status import status_of
 
     found = resolve_run(run, runs_dir)
     mine = is_mine(found.path)
-    now = stand(found, look_now(found))
+    now = status_of(found)
     if now.name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # Secrets of the caller have no place in somebody else's config.
@@ -71,7 +71,7 @@ def see_through(run: RunDir, config: Config, *, progress: bool) -> int:
     from hpcdist.cli.follow import follow
     from hpcdist.cli.render import show_end
     from hpcdist.files.ownership import is_mine
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
     from hpcdist.supervisor import start
 
     ships = job_of(run) is not None and is_mine(run.path)

@@ -13,7 +13,7 @@ from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import hold, holder
-from hpcdist.run.status import job_of
+from hpcdist.run.slurm_job import job_of
 from hpcdist.run.sweep import Cell, Sweep
 from hpcdist.run.sweep_folder import SweepDir, mark, sweep_of, write_sweep
 from hpcdist.slurm import job_snapshot

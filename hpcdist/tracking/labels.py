@@ -11,7 +11,7 @@ from hpcdist.config.schema import TRAINER_SECTIONS
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.status import job_lives
+from hpcdist.run.slurm_job import job_starts
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 
@@ -98,7 +98,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
 def job_tags(run: RunDir) -> dict[str, str]:
     """Which job of Slurm's the run is, where it ran and how long it waited, through all lives of the job."""
     job = read_json(run.path / "slurm.json") or {}
-    lives = job_lives(run)
+    lives = job_starts(run)
     if not job.get("job_id"):
         return {}
     facts = {

@@ -27,7 +27,7 @@ from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.status import close_if_dead
+from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import labels
 from hpcdist.tracking.delivery import Shipper
 from hpcdist.tracking.uri import choose_uri, redact_uri
@@ -191,7 +191,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
-        closed = close_if_dead(run) if close_dead else ""
+        closed = close_if_lost(run) if close_dead else ""
         shipper = Shipper(run, uri)
         shipper.open_run()
         before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))

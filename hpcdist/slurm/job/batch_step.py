@@ -23,7 +23,7 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
 from hpcdist.run.secret_file import kept
-from hpcdist.run.status import note_life
+from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
@@ -57,7 +57,7 @@ class JobLog:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
             try:
-                note_life(self._life, os.environ)
+                record_job_start(self._life, os.environ)
             except OSError as error:
                 # A full disk is no reason to leave ranks that have just been started.
                 log.warning("it is not noted where this job runs: %s", error)

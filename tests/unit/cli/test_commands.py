@@ -516,8 +516,8 @@ def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("stop", "asked first to save and stop; `hpcdist status first` shows how far it is\n"),
-        ("cancel", "asked first to end at once\n"),
+        ("stop", "first will save and stop; `hpcdist status first` shows its progress\n"),
+        ("cancel", "first will end at once\n"),
     ],
 )
 def test_a_request_is_left_in_the_last_attempt(
@@ -582,7 +582,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
         slurm(job("CANCELLED"))
 
     monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", scancel)
-    said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
+    said = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
     state = run.read_state()
@@ -605,7 +605,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
         holding.__enter__()
 
     monkeypatch.setattr("hpcdist.run.stop.time.sleep", supervisor_starts)
-    assert hpcdist("stop", "first").out.startswith("asked first to save and stop")
+    assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
     assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
     assert run.read_state().status == "running"
@@ -616,11 +616,11 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     [
         (
             JobSnapshot(away="no squeue here"),
-            "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here",
+            "run first has no supervisor, and Slurm does not answer about job 7: no squeue here",
         ),
         (
             JobSnapshot(),
-            "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left",
+            "run first is not running: it is lost: Slurm no longer knows job 7, and its supervisor did",
         ),
     ],
     ids=["away", "vanished"],

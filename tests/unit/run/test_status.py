@@ -15,7 +15,8 @@ import pytest
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.status import close_if_dead, job_lives, job_of, note_life, stand
+from hpcdist.run.slurm_job import job_of, job_starts, record_job_start
+from hpcdist.run.status import close_if_lost, status_from
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
@@ -87,8 +88,8 @@ def test_how_a_run_stands(
 ) -> None:
     put(run, status=status, reason="a reason")
     with hold(run) if held else nullcontext():
-        found = stand(run, look)
-    assert (found.name, found.over) == (name, over)
+        found = status_from(run, look)
+    assert (found.name, found.final) == (name, over)
     if name == "lost" and look is not None and look.dead:
         assert found.reason != "a reason"
     else:
@@ -97,7 +98,7 @@ def test_how_a_run_stands(
 
 def test_what_no_restart_cures_is_over(run: RunDir) -> None:
     put(run, status="failed", rejected=True)
-    assert stand(run, RUNNING).over
+    assert status_from(run, RUNNING).final
 
 
 def test_which_job_a_run_is(run: RunDir) -> None:
@@ -138,9 +139,9 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
         (
             JobSnapshot(facts=JobInfo(id="7", state="COMPLETED", nodes="n1")),
             "failed",
-            "job 7 ended as COMPLETED on n1, its supervisor left no word",
+            "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status",
         ),
-        (VANISHED, "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+        (VANISHED, "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
     ids=lambda value: getattr(getattr(value, "facts", None), "state", None),
 )
@@ -150,12 +151,12 @@ def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
 ) -> None:
     put(run, status=before, attempt=1)
     slurm(look)
-    assert close_if_dead(run) == reason
+    assert close_if_lost(run) == reason
     state = run.read_state()
     assert (state.status, state.reason, state.attempt) == (status, reason, 1)
     assert state.ended is not None
     assert (state.ended == 1700.0) == (look is OVER)
-    assert close_if_dead(run) == ""
+    assert close_if_lost(run) == ""
 
 
 @pytest.mark.parametrize("look", [PENDING, RUNNING, AWAY, NO_SLURM], ids=["pending", "running", "away", "no slurm"])
@@ -165,7 +166,7 @@ def test_a_run_that_lives_or_may_live_is_not_closed(
 ) -> None:
     put(run, status=before)
     slurm(look)
-    assert close_if_dead(run) == ""
+    assert close_if_lost(run) == ""
     assert run.read_state().status == before
 
 
@@ -176,17 +177,17 @@ def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(
     other = {"host": "n9", "pid": 1, "started": 0.0, "user": "ada", "acquired": 0.0, "renewed": time.time()}
     write_json(run.lease, other | {"job_id": "7"})
     slurm(VANISHED)
-    assert close_if_dead(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
+    assert close_if_lost(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
     slurm(OVER)
-    assert close_if_dead(run) == "job 7 ended as NODE_FAIL on n2"
+    assert close_if_lost(run) == "job 7 ended as NODE_FAIL on n2"
     assert not run.lease.exists()
 
 
 def test_a_run_of_this_machine_is_closed_by_its_lease(run: RunDir) -> None:
-    assert close_if_dead(run) == "", "it waits for its start"
+    assert close_if_lost(run) == "", "it waits for its start"
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": 500.0, "acquired": 0}
     write_json(run.lease, dead)
-    assert close_if_dead(run) == "its supervisor died"
+    assert close_if_lost(run) == "its supervisor died"
     assert (run.read_state().status, run.read_state().ended) == ("failed", 500.0)
 
 
@@ -204,18 +205,18 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(job_snapshot, "look_at", look_at)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
-    note_life(run, env)
+    record_job_start(run, env)
     facts = replace(facts, restarts=1, submitted=200.0, started=207.0, nodes="n3")
-    note_life(run, env)
+    record_job_start(run, env)
     assert asked == ["40_1", "40_1"]
-    assert job_lives(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
+    assert job_starts(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
     write_json(run.path / "slurm.json", {"job_id": "42"})
-    assert job_lives(run) == [], "of another job"
-    note_life(run, {"SLURM_JOB_ID": "42"})
-    assert job_lives(run) == [{"nodes": "n3", "queue_s": 7.0}]
+    assert job_starts(run) == [], "of another job"
+    record_job_start(run, {"SLURM_JOB_ID": "42"})
+    assert job_starts(run) == [{"nodes": "n3", "queue_s": 7.0}]
 
 
 def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_snapshot, "look_at", lambda job: AWAY)
-    note_life(run, {"SLURM_JOB_ID": "41"})
+    record_job_start(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

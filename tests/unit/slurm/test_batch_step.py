@@ -194,7 +194,7 @@ def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     noted: list[RunDir] = []
-    monkeypatch.setattr(batch_step, "note_life", lambda life, _env: noted.append(life))
+    monkeypatch.setattr(batch_step, "record_job_start", lambda life, _env: noted.append(life))
     report = batch_step.JobLog(life=run)
     assert noted == []
     report.attempt(run.attempt(1), 4)
@@ -204,6 +204,6 @@ def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(batch_step, "note_life", full)
+    monkeypatch.setattr(batch_step, "record_job_start", full)
     batch_step.JobLog(life=run).attempt(run.attempt(1), 4)
     assert caplog.messages[-1] == "it is not noted where this job runs: No space left on device"
