@@ -52,10 +52,10 @@ def comm(
     """
     from hpcdist.bench.results import ARTIFACT
     from hpcdist.config.loading import load_config
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
 
     on_slurm = on_slurm or cluster is not None
-    config = start.with_name(load_config(CONFIG, overrides or [], cluster=cluster))
+    config = create.with_name(load_config(CONFIG, overrides or [], cluster=cluster))
     if compare and detach:
         raise UserMistake(
             "--compare and --detach exclude each other: `hpcdist bench show RUN --compare OTHER` compares later"

@@ -24,7 +24,7 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
     from hpcdist.cli.render import show_plan
     from hpcdist.machine import compiler
     from hpcdist.machine.own_image import image_facts
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import choose_uri
 
@@ -41,7 +41,7 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
         return 0
     if found is not None:
         print(f"goes on with {found.name}, which the same config has started; `--new` starts another run")
-    return supervise_here(found or start.create_run(config, Path.cwd()), config, detach=detach)
+    return supervise_here(found or create.create_run(config, Path.cwd()), config, detach=detach)
 
 
 def comment(text: str) -> str:
@@ -72,11 +72,11 @@ def send(
         config: with the run's name.
         flags: of sbatch, for this submission alone.
     """
+    from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.job_components import table
     from hpcdist.slurm.submit import checks, submission
     from hpcdist.slurm.submit.batch_script import render
-    from hpcdist.supervisor import start
 
     config, note = submission.settle_het(config)
     who = [*filter(None, [note]), *table(config)]
@@ -89,7 +89,7 @@ def send(
     print("\n".join(who))
     if test:
         return 0
-    run = start.create_run(config, Path.cwd(), launcher="slurm")
+    run = create.create_run(config, Path.cwd(), launcher="slurm")
     return queue(run, config, flags, follow=follow, wait=wait)
 
 
@@ -97,18 +97,18 @@ def supervise_here(run: RunDir, config: Config, *, detach: bool) -> int:
     """Supervise a run here or leave it to the background; returns the exit code of the command."""
     from hpcdist import logs
     from hpcdist.cli.render import RunView, show_end
-    from hpcdist.supervisor import start
+    from hpcdist.supervisor import local_run
     from hpcdist.supervisor.plan import Machine, make_plan
 
     if detach:
-        pid = start.detach(run, os.environ)
+        pid = local_run.detach(run, os.environ)
         print(f"{run.name} runs in the background (process {pid}): `hpcdist logs -f {run.name}` follows it")
         return 0
     logs.configure()
     plan = make_plan(config, Machine.inspect(os.environ))
     terminal = console()
     with RunView(terminal) as view:
-        state = start.supervise(run, config, plan, view, os.environ)
+        state = local_run.supervise(run, config, plan, view, os.environ)
     show_end(terminal, run, state, config)
     return exit_code(state)
 
@@ -137,8 +137,9 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run to Slurm and let MLflow know; to `follow` it, or only to `wait` for it, is to see it to its end."""
     from hpcdist.cli.watch import see_through
+    from hpcdist.run import pending_config
     from hpcdist.slurm.submit import submission
-    from hpcdist.supervisor import pending_config, start
+    from hpcdist.supervisor import shipper_process
 
     try:
         job_id = submission.submit(config, run, flags)
@@ -148,5 +149,5 @@ def queue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, w
     print(f"{run.name} is job {job_id}: `hpcdist status {run.name}` and `hpcdist follow {run.name}` show it")
     if follow or wait:
         return see_through(run, config, progress=follow)
-    print(start.ship_now(run, config, os.environ))
+    print(shipper_process.ship_now(run, config, os.environ))
     return 0

@@ -59,8 +59,8 @@ def run(
         hpcdist run ddp_mnist --in docker
     """
     from hpcdist.config.loading import load_config
+    from hpcdist.run import create
     from hpcdist.run.find_by_config import unfinished
-    from hpcdist.supervisor import start
 
     if sweep:
         from hpcdist.cli import sweep as sweeping
@@ -70,7 +70,7 @@ def run(
         sweeping.check_options(sweep, None, detach=detach)
         return sweeping.run_sweep(sweeping.read_sweep(config, overrides or [], sweep), dry_run=dry_run)
     unnamed = load_config(config, overrides or [])
-    start.check_trainer(unnamed, Path.cwd())
+    create.check_trainer(unnamed, Path.cwd())
     if engine is not None:
         from hpcdist.cli.run_in_container import run_boxed
 
@@ -78,7 +78,7 @@ def run(
             raise UserMistake("--detach and --in exclude each other: the container shows its run in the foreground")
         return run_boxed(config, overrides or [], unnamed, engine=engine, image=image, again=again, dry_run=dry_run)
     found = unfinished(unnamed) if again and not dry_run else None
-    loaded = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
+    loaded = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return start_here(loaded, found, detach=detach, dry_run=dry_run)
 
 
@@ -115,7 +115,7 @@ def submit(
     """
     from hpcdist.cli import sweep as sweeping
     from hpcdist.config.loading import load_config
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
 
     sweeping.check_options(sweep, array_parallelism, detach=False)
     if sweep:
@@ -128,7 +128,7 @@ def submit(
         return sweeping.submit_sweep(
             cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
         )
-    loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
+    loaded = create.with_name(load_config(config, overrides or [], cluster=cluster))
     flags = submission_flags(loaded, dependency, begin)
     return send(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
 
@@ -158,13 +158,12 @@ def resume(
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.files.ownership import require_trusted
-    from hpcdist.run import snapshot
+    from hpcdist.run import pending_config, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
     from hpcdist.run.slurm_job import job_of
     from hpcdist.run.status import status_of
-    from hpcdist.supervisor import pending_config
 
     found = resolve_run(run, runs_dir)
     require_trusted(found.path, "resume")

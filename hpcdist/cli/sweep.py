@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep import Sweep
+    from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
-    from hpcdist.supervisor.sweep_cells import Choice
 
 #: Who asks a run to stop when this process is told to end: see supervisor/supervisor.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
 LOOK_EVERY_S = 0.5
-#: Between two questions to Slurm, and between two passes of shipping.
-ASK_EVERY_S = 5.0
+#: Interval of shipping.
+SHIP_EVERY_S = 5.0
 
 
 def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
@@ -42,16 +41,16 @@ def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detac
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
     """The sweep that a command line means, checked as a whole; nothing is made. Raises UserMistake."""
     from hpcdist.config.loading import load_config
+    from hpcdist.run import create
     from hpcdist.run.sweep import make_sweep, parse_axes
     from hpcdist.run.sweep_folder import match
-    from hpcdist.supervisor import start
 
     def load(more: Sequence[str]) -> Config:
         loaded = load_config(config, [*overrides, *more], cluster=cluster)
-        start.check_trainer(loaded, Path.cwd())
+        create.check_trainer(loaded, Path.cwd())
         return loaded
 
-    return match(make_sweep(parse_axes(axes, overrides), load, start.label_of))
+    return match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
 
 
 # --- on this machine
@@ -65,7 +64,7 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     """
     from hpcdist import logs
     from hpcdist.cli.render import show_plan
-    from hpcdist.supervisor import sweep_cells
+    from hpcdist.run import sweep_cells
     from hpcdist.supervisor.plan import Machine, make_plan
     from hpcdist.tracking.uri import choose_uri
 
@@ -82,9 +81,9 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     logs.configure()
     terminal = console()
     refused = False
-    with _told_to_end() as told, sweep_cells.at_work(sweep) as there:
+    with _told_to_end() as told, sweep_cells.hold_sweep(sweep) as there:
         there.request.unlink(missing_ok=True)
-        sweep_cells.make_ready(to_run, there, Path.cwd(), launcher="local")
+        sweep_cells.prepare(to_run, there, Path.cwd(), launcher="local")
         for number, choice in enumerate(to_run, 1):
             if told or there.request.exists():
                 break
@@ -103,10 +102,10 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
 
 def _run_cell(choice: Choice, plan: Plan) -> None:
     from hpcdist.cli.render import RunView
-    from hpcdist.supervisor import start
+    from hpcdist.supervisor import local_run
 
     with RunView(console()) as view:
-        state = start.supervise(choice.run, choice.cell.config, plan, view, os.environ)
+        state = local_run.supervise(choice.run, choice.cell.config, plan, view, os.environ)
         view.note(f"{state.status}: {state.reason}")
 
 
@@ -167,9 +166,9 @@ def submit_sweep(
         flags: sbatch flags of this submission alone.
         ask: looks whether Slurm would take a job of this config, before anything is made; raises UserMistake.
     """
+    from hpcdist.run import sweep_cells
     from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
-    from hpcdist.supervisor import sweep_cells
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
@@ -189,8 +188,8 @@ def submit_sweep(
     if test:
         return 0
     if to_run:
-        with sweep_cells.at_work(sweep) as there:
-            sweep_cells.make_ready(to_run, there, Path.cwd(), launcher="slurm")
+        with sweep_cells.hold_sweep(sweep) as there:
+            sweep_cells.prepare(to_run, there, Path.cwd(), launcher="slurm")
             try:
                 jobs = submission.submit_array(config, there, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
@@ -215,7 +214,7 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
-def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:
+def _ship(runs: Sequence[RunDir], config: Config, *, close_lost: bool = False) -> str:
     """Let MLflow have what there is of some cells; a sentence."""
     from hpcdist.tracking.shipper import sync
     from hpcdist.tracking.uri import choose_uri
@@ -223,57 +222,45 @@ def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -
     try:
         uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
         for run in runs:
-            sync(run, uri, close_dead=close_dead)
+            sync(run, uri, close_dead=close_lost)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
     return f"MLflow: {len(runs)} cells shipped"
 
 
 def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
-    """Show the cells' states, and ship them unless their jobs do so, until all have ended."""
-    from hpcdist.run.folder import ENDED
-    from hpcdist.run.slurm_job import job_of
-    from hpcdist.supervisor.sweep_cells import queued_jobs
-    from hpcdist.tracking.uri import choose_uri
+    """Show the cells' statuses until all are final, and ship them unless their jobs do."""
+    from hpcdist.run.status import RunStatus, StatusWatch
+    from hpcdist.tracking.uri import choose_uri, is_server
 
     config = sweep.cells[0].config
-    ships = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
-    jobs = {choice.run.name: job.id if (job := job_of(choice.run)) else None for choice in choices}
-    said: dict[str, str] = {}
+    ships = not is_server(choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+    watch = StatusWatch()
+    statuses: dict[str, RunStatus] = {}
+    shown: dict[str, str] = {}
     shipped: dict[str, object] = {}
-    gone: Counter[str] = Counter()
-    asked = 0.0
+    next_pass = 0.0
     while True:
-        open_runs = []
-        for choice in choices:
-            state = choice.run.read_state()
-            if said.get(choice.run.name) != (text := f"{state.status} {state.reason}".strip()):
-                said[choice.run.name] = text
+        pending = [c for c in choices if not (c.run.name in statuses and statuses[c.run.name].final)]
+        for choice, status in zip(pending, watch.poll([choice.run for choice in pending]), strict=True):
+            statuses[choice.run.name] = status
+            if shown.get(choice.run.name) != (text := f"{status.name} {status.reason}".strip()):
+                shown[choice.run.name] = text
                 say(f"{choice.cell.label}: {text}")
-            if state.status not in ENDED and gone[choice.run.name] < 2:
-                open_runs.append(choice.run)
-        if ships:
+        is_over = all(status.final for status in statuses.values())
+        if ships and (is_over or time.monotonic() >= next_pass):
+            next_pass = time.monotonic() + SHIP_EVERY_S
             changed = [choice.run for choice in choices if shipped.get(choice.run.name) != _mark(choice.run)]
-            due = open_runs == [] or time.monotonic() - asked >= ASK_EVERY_S
-            if changed and due:
-                shipped |= {run.name: _mark(run) for run in changed}
-                if (sentence := _ship(changed, config)).startswith("not"):
-                    say(sentence)
-        if not open_runs:
+            shipped |= {run.name: _mark(run) for run in changed}
+            if changed and (sentence := _ship(changed, config)).startswith("not"):
+                say(sentence)
+        if is_over:
             break
-        if time.monotonic() - asked >= ASK_EVERY_S:
-            asked = time.monotonic()
-            ids = [job_id for run in open_runs if (job_id := jobs[run.name])]
-            queued = queued_jobs(ids)
-            for run in open_runs:
-                # Twice, since a job leaves the queue before a slow file system shows its last words.
-                lost = queued is not None and jobs[run.name] not in queued
-                gone[run.name] = gone[run.name] + 1 if lost else 0
         time.sleep(LOOK_EVERY_S)
-    if dead := [choice.run for choice in choices if choice.run.read_state().status not in ENDED]:
-        say(f"gone from the queue without a word: {', '.join(run.name for run in dead)}")
-        say(_ship(dead, config, close_dead=True))
-    return show_end(sweep, choices) or int(bool(dead))
+    if lost := [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]:
+        say(f"jobs ended before their supervisors recorded a status: {', '.join(run.name for run in lost)}")
+        say(_ship(lost, config, close_lost=True))
+    return show_end(sweep, choices) or int(bool(lost))
 
 
 def _mark(run: RunDir) -> object:

@@ -12,7 +12,7 @@ from hpcdist.cli.options import console
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep import Sweep
-    from hpcdist.supervisor.sweep_cells import Choice
+    from hpcdist.run.sweep_cells import Choice
 
 #: What the table shows where no cell has the metric that decides on the best checkpoint.
 _FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")

@@ -72,10 +72,10 @@ def see_through(run: RunDir, config: Config, *, progress: bool) -> int:
     from hpcdist.cli.render import show_end
     from hpcdist.files.ownership import is_mine
     from hpcdist.run.slurm_job import job_of
-    from hpcdist.supervisor import start
+    from hpcdist.supervisor import shipper_process
 
     ships = job_of(run) is not None and is_mine(run.path)
-    shipping = start.shipping_from_here(run, config, os.environ) if ships else nullcontext()
+    shipping = shipper_process.shipping_from_here(run, config, os.environ) if ships else nullcontext()
     try:
         with shipping:
             state = follow(console(), run, progress=progress)

@@ -116,7 +116,7 @@ class RunDir:
 
     @property
     def next_config(self) -> Path:
-        """The config of a resume that changes keys, until its first step (`supervisor/pending_config.py`)."""
+        """The config of a resume that changes keys, until its first step (`run/pending_config.py`)."""
         return self.path / "config.next.yaml"
 
     @property

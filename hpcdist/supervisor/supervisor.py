@@ -26,8 +26,9 @@ from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.folder import RunDir, State, Status
-from hpcdist.supervisor.launcher import Launcher, Ranks, Reporter
-from hpcdist.supervisor.pending_config import AdoptingReporter, settle
+from hpcdist.run.pending_config import settle
+from hpcdist.supervisor.launcher import Launcher, Ranks
+from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
 from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.watch import Allocation, Watch

@@ -20,7 +20,8 @@ from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, looks_at_once
 from hpcdist.supervisor.hang.collect import collect
-from hpcdist.supervisor.launcher import Ranks, Reporter
+from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
 from hpcdist.supervisor.stragglers import Stragglers, Told
 

@@ -22,13 +22,13 @@ from hpcdist.run import snapshot
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
+from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
 from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
 from hpcdist.slurm.job_components import table
-from hpcdist.supervisor.pending_config import newest_step, settle
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation

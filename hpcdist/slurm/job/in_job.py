@@ -14,12 +14,12 @@ from pathlib import Path
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.files.atomic import write_json
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.batch_step import supervise
 from hpcdist.slurm.nodelist import expand_tasks
 from hpcdist.slurm.submit.checks import in_the_open
-from hpcdist.supervisor import start
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
 
 def named_after(config: Config, job_id: str) -> Config:
     """The config with a run name: its own, or one that each life of the job arrives at."""
-    return config if config.name else replace(config, name=f"{start.label_of(config)}-job{job_id}")
+    return config if config.name else replace(config, name=f"{create.label_of(config)}-job{job_id}")
 
 
 def cluster_of(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
@@ -90,11 +90,11 @@ def _is_half_made(run: RunDir, job_id: str) -> bool:
 
 
 def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
-    start.check_trainer(config, cwd)
+    create.check_trainer(config, cwd)
     if problems := in_the_open(config):
         raise ConfigError(problems)
     try:
-        run = start.create_run(config, cwd, launcher="slurm")
+        run = create.create_run(config, cwd, launcher="slurm")
     except RunFolderError as error:
         raise RunFolderError(f"{error} (or leave `name` out: then each job has a run of its own)") from error
     # Last: from now on a requeue of this job goes on with this folder.

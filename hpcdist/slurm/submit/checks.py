@@ -21,6 +21,7 @@ from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
+from hpcdist.run import create
 from hpcdist.slurm import extra_flags as flags
 from hpcdist.slurm import partitions
 from hpcdist.slurm.job_components import allocations, cluster_for
@@ -30,7 +31,6 @@ from hpcdist.slurm.submit import partition_limits
 from hpcdist.slurm.submit import submission as slurm
 from hpcdist.slurm.submit.partition_limits import Findings
 from hpcdist.slurm.submit.runs_dir_check import folder_problems
-from hpcdist.supervisor import start
 
 
 def check_config(config: Config, cwd: Path) -> None:
@@ -98,7 +98,7 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     problems += in_the_open(config)
     try:
         if cwd is not None:
-            start.check_trainer(config, cwd)
+            create.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
     return problems

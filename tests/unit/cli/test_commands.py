@@ -23,12 +23,13 @@ from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.errors import UserMistake
 from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 from hpcdist.tracking import ui
 
 COMMANDS = (
@@ -84,7 +85,7 @@ def make(tmp_path: Path) -> Callable[..., RunDir]:
         path = tmp_path / "made.yaml"
         path.write_text("experiment: exp\n")
         config = load_config(path, [f"name={name}", f"runs_dir={tmp_path}/runs", *overrides])
-        run = start.create_run(config, tmp_path)
+        run = create.create_run(config, tmp_path)
         for _ in range(state.get("attempt", 0)):
             run.new_attempt()
         run.write_state(replace(run.read_state(), **state))
@@ -103,7 +104,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         state: State = seen["ends"]
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen  # type: ignore[return-value]
 
@@ -360,7 +361,7 @@ def test_run_detached_says_how_to_follow(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(start, "detach", lambda run, env: seen.append(run.name) or 4711)
+    monkeypatch.setattr(local_run, "detach", lambda run, env: seen.append(run.name) or 4711)
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
@@ -788,7 +789,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     monkeypatch.setattr("hpcdist.cli.sweep._tell_parent", lambda choice: print("told the parent"))
     return ends

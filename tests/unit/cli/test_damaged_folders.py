@@ -23,12 +23,12 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.find_by_config import unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
+from hpcdist.run.pending_config import newest_step
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_snapshot import SlurmUnavailableError
 from hpcdist.slurm.submit.checks import longest_save
-from hpcdist.supervisor.pending_config import newest_step
 from hpcdist.tracking import artifacts, labels
 from hpcdist.tracking.progress import Progress
 from hpcdist.tracking.tail import Tail

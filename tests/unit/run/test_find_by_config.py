@@ -15,9 +15,9 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
+from hpcdist.run.create import create_run
 from hpcdist.run.find_by_config import unfinished
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor.start import create_run
 
 Make = Callable[..., RunDir]
 

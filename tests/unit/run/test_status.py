@@ -16,10 +16,17 @@ from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.slurm_job import job_of, job_starts, record_job_start
-from hpcdist.run.status import close_if_lost, status_from
+from hpcdist.run.status import (
+    QUERY_EVERY_S,
+    QUERY_UNAVAILABLE_S,
+    StatusWatch,
+    close_if_lost,
+    query_jobs,
+    status_from,
+)
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, SlurmUnavailableError
 
 PENDING = JobSnapshot(facts=JobInfo(id="7", state="PENDING", reason="Priority"))
 RUNNING = JobSnapshot(facts=JobInfo(id="7", state="RUNNING", nodes="n1"))
@@ -107,6 +114,85 @@ def test_which_job_a_run_is(run: RunDir) -> None:
     assert job_of(run) is None
     write_json(run.path / "slurm.json", {"job_id": 7, "job_name": "exp/first", "cluster": "c"})
     assert job_of(run) == JobRef(id="7", name="exp/first", cluster="c")
+
+
+# --- several runs
+
+
+@pytest.fixture
+def jobs(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RunDir], list[Any], dict[str, JobSnapshot]]:
+    """Three submitted runs, the queries that reach Slurm, and Slurm's answers by job."""
+    runs = [RunDir.create(runs_dir / "exp" / f"run-{number}") for number in range(3)]
+    for number, one in enumerate(runs):
+        write_json(one.path / "slurm.json", {"job_id": f"7_{number}"})
+        put(one, status="queued")
+    queries: list[Any] = []
+    answers: dict[str, JobSnapshot] = {}
+
+    def ask_many(ids: list[str]) -> dict[str, JobInfo]:
+        queries.append(ids)
+        if error := answers.get("error"):
+            raise SlurmUnavailableError(error.away, installed=True)
+        return {job: answer.facts for job, answer in answers.items() if answer.facts is not None}
+
+    def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:
+        queries.append(job.id)
+        return answers.get(job.id, JobSnapshot())
+
+    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
+    monkeypatch.setattr(job_snapshot, "look_at", look_at)
+    return runs, queries, answers
+
+
+def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
+    runs, queries, answers = jobs
+    local = RunDir.create(runs_dir / "exp" / "local")
+    put(runs[1], status="failed")
+    answers["7_0"] = PENDING
+    found = query_jobs([*runs, local])
+    assert found == {runs[0].path: PENDING, runs[1].path: VANISHED, runs[2].path: VANISHED}
+    assert queries == [["7_0", "7_1", "7_2"], "7_2"], "a job that squeue does not know, of a run that has not ended"
+    assert query_jobs(runs, skip_ended=True).keys() == {runs[0].path, runs[2].path}
+    answers["error"] = AWAY
+    assert {snapshot.away for snapshot in query_jobs(runs).values()} == {"no answer"}
+    assert query_jobs([local]) == {}
+
+
+def test_a_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
+    runs, queries, answers = jobs
+    now = 0.0
+    watch = StatusWatch(clock=lambda: now)
+
+    def poll() -> list[tuple[str, bool]]:
+        return [(status.name, status.final) for status in watch.poll(runs)]
+
+    answers |= {"7_0": PENDING, "7_1": PENDING, "7_2": PENDING}
+    assert poll() == [("queued", False)] * 3
+    del answers["7_1"]
+    now += QUERY_EVERY_S
+    assert [poll(), poll()] == [[("queued", False)] * 3] * 2, "one snapshot, however often it is read"
+    put(runs[2], status="finished")
+    now += QUERY_EVERY_S
+    assert poll() == [("queued", False), ("lost", True), ("finished", True)]
+    num_queries = len(queries)
+    write_json(runs[1].path / "slurm.json", {"job_id": "8"})
+    answers["8"] = JobSnapshot(facts=JobInfo(id="8", state="PENDING"))
+    assert poll()[1] == ("queued", False), "submitted again"
+    assert len(queries) > num_queries
+
+
+def test_slurm_is_queried_less_often_while_it_does_not_answer(jobs: Any) -> None:
+    runs, queries, answers = jobs
+    now = 0.0
+    watch = StatusWatch(clock=lambda: now)
+    answers["error"] = AWAY
+    for seconds in (0.0, QUERY_EVERY_S, QUERY_UNAVAILABLE_S - 1):
+        now = seconds
+        assert [status.slurm_error for status in watch.poll(runs)] == ["no answer"] * 3
+    assert len(queries) == 1
+    now = QUERY_UNAVAILABLE_S
+    watch.poll(runs)
+    assert len(queries) == 2
 
 
 # --- closing

@@ -18,13 +18,14 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import CommConfig, Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
-from hpcdist.run import snapshot
+from hpcdist.run import create, snapshot
+from hpcdist.run.create import check_trainer, create_run, with_name
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
+from hpcdist.supervisor.local_run import supervise
 from hpcdist.supervisor.plan import Plan
-from hpcdist.supervisor.start import check_trainer, create_run, supervise, with_name
 
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
@@ -177,8 +178,8 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(start, "LocalLauncher", NoRanks)
-    monkeypatch.setattr(start, "Supervisor", Nothing)
+    monkeypatch.setattr(local_run, "LocalLauncher", NoRanks)
+    monkeypatch.setattr(local_run, "Supervisor", Nothing)
     return seen
 
 
@@ -245,7 +246,7 @@ def test_detach_starts_a_supervisor_of_its_own(
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    pid = start.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
+    pid = local_run.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
     assert started[0].wait(20) == 0
     assert (run.path / "supervisor.log").read_text().splitlines() == [
         f"-P -m hpcdist supervise {run.path}",
@@ -259,6 +260,6 @@ def test_a_click_log_that_is_not_there_is_told_before_the_start(tmp_path: Path) 
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.data={missing}"])
     with pytest.raises(ConfigError, match=rf"hybrid\.data: no such file: {missing}"):
-        start.check_trainer(config, tmp_path)
+        create.check_trainer(config, tmp_path)
     missing.touch()
-    start.check_trainer(config, tmp_path)
+    create.check_trainer(config, tmp_path)
