@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 EXTRAS := train,dev
 
 MINUTES ?= 60
+WORKERS ?= 3
 
-.PHONY: help quickstart install check test faults fuzz bench lock clean
+.PHONY: help quickstart install check unit smoke test faults fuzz bench lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,13 +29,20 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh scripts/*.sh
 
+unit: install ## tests that start no processes, in 90 s
+	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults' -n 2
+
+smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
+	$(BIN)/python -m pytest tests/multiproc -m smoke
+
+# Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own.
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest -m 'faults or smoke' --timeout 1800
+	$(BIN)/python -m pytest -m 'faults or quick_fault' --timeout 1800
 
 fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time
 	$(BIN)/python scripts/fuzz.py $(MINUTES)

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.checkpoint.saver import AsyncSaver, CheckpointStore
+from hpcdist.checkpoint.saver import AsyncSaver
+from hpcdist.checkpoint.store import CheckpointStore
 
 State = dict[str, Any]
 

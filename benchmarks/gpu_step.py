@@ -49,10 +49,10 @@ from hpcdist.config.schema import (
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context, seed_everything
 from hpcdist.rank.device import place
-from hpcdist.rank.heartbeat import Heartbeat
-from hpcdist.rank.process_group import process_groups
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.network.process_group import process_groups
 from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan
@@ -115,7 +115,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
         try:
-            from hpcdist.rank.system_metrics import NodeMonitor
+            from hpcdist.rank.telemetry.system_metrics import NodeMonitor
         except ModuleNotFoundError:
             print("psutil is not installed: no system metrics", file=sys.stderr)
         else:

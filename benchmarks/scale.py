@@ -30,7 +30,7 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.files.atomic import write_json
-from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.models.image import SimpleCNN
-from hpcdist.rank.step_timing import HostClock, NodeTimes, StepTimer
-from hpcdist.rank.timed_ddp import TimedDDP
+from hpcdist.rank.telemetry.step_timing import HostClock, NodeTimes, StepTimer
+from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
 from hpcdist.tracking.journal import JournalWriter
 

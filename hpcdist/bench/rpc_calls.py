@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
+from hpcdist.bench.comm_config import CommConfig, parse_bytes
 from hpcdist.bench.measurement import Timing
 from hpcdist.bench.patterns import message
 from hpcdist.bench.results import Place, Rpc
-from hpcdist.config.schema import CommConfig
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import remote, rpc_group
-from hpcdist.trainers.comm.schema import parse_bytes
+from hpcdist.rank.network.rpc import remote, rpc_group
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
 #: Ranks that are called: one of each node first, then others.

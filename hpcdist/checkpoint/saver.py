@@ -1,6 +1,6 @@
 """Checkpoints that survive a kill at any moment, and a saver that costs the training thread one memcpy.
 
-    from hpcdist.checkpoint.saver import load_weights
+    from hpcdist.checkpoint.weights import load_weights
     model.load_state_dict(load_weights("runs/digits/first/checkpoints/step-00001200"))
 
 One process writes (rank 0). A checkpoint is written into a folder of its own, synced, and renamed into
@@ -13,33 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
 
-from hpcdist.checkpoint import files
 from hpcdist.checkpoint.host_copy import HostBuffers
-from hpcdist.checkpoint.shards import merge
-from hpcdist.checkpoint.state import clean_state_dict, load_clean_state_dict, rng_state, set_rng_state
-from hpcdist.checkpoint.store import Checkpoint, CheckpointStore, CollectShards, Found, Snapshot
+from hpcdist.checkpoint.store import CheckpointStore, CollectShards, Snapshot
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.files import retry
-
-__all__ = [
-    "AsyncSaver",
-    "BackgroundWriter",
-    "Checkpoint",
-    "CheckpointStore",
-    "Found",
-    "Snapshot",
-    "clean_state_dict",
-    "load_clean_state_dict",
-    "load_weights",
-    "rng_state",
-    "set_rng_state",
-]
 
 log = logging.getLogger(__name__)
 
@@ -203,17 +185,3 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the model's state dict from one checkpoint folder: one process, host memory, for inference.
-
-    Keys are those of the bare model, whatever it was trained with; parts that other ranks own are put together.
-    Raises CheckpointError when the checkpoint is incomplete, changed, or holds anything but plain data.
-    """
-    folder = Path(path)
-    manifest = files.read_manifest(folder)
-    files.verify_hashes(folder, manifest)
-    weights = files.load_file(folder / files.MODEL_FILE)
-    shards = [files.load_file(folder / name) for name in sorted(manifest.shards)]
-    return weights | merge(shards, str(folder))

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch exports them at run time
 
-from hpcdist.checkpoint import files
+from hpcdist.checkpoint import checkpoint_folder
+from hpcdist.checkpoint.checkpoint_folder import FileRecord
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
 from hpcdist.files.atomic import fsync_folder
@@ -63,7 +64,7 @@ class ShardExchange:
         """Owner: write the file, then say so, or say what went wrong. Raises CheckpointError then."""
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
-            record = files.save_file(dict(content), staging / files.shard_name(self._rank))
+            record = checkpoint_folder.save_file(dict(content), staging / checkpoint_folder.shard_name(self._rank))
             report: dict[str, Any] = {"bytes": record.size_bytes, "sha256": record.sha256}
         except OSError as error:
             text = f"rank {self._rank} could not write its shard of step {step}: {error.strerror or error}"
@@ -72,18 +73,18 @@ class ShardExchange:
             raise CheckpointError(text, may_pass=may_pass) from error
         self._store.set(f"{step}/{self._rank}", json.dumps(report))
 
-    def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, files.FileRecord]:
+    def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
         """Rank 0: wait for every owner, and move its file. Raises CheckpointError when one has failed or is late."""
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
-                retry.rename(staging / files.shard_name(rank), into / files.shard_name(rank))
+                retry.rename(staging / checkpoint_folder.shard_name(rank), into / checkpoint_folder.shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         retry.retry(lambda: fsync_folder(into), into)
-        return {files.shard_name(rank): record for rank, record in reports.items()}
+        return {checkpoint_folder.shard_name(rank): record for rank, record in reports.items()}
 
-    def _report(self, step: int, rank: int) -> files.FileRecord:
+    def _report(self, step: int, rank: int) -> FileRecord:
         key = f"{step}/{rank}"
         end = time.monotonic() + self._timeout_s
         # Not `wait`: it would keep the store from all other threads of this process meanwhile.
@@ -97,7 +98,7 @@ class ShardExchange:
             report = parse_json(text)
             failure = str(report["error"])[:1000] if "error" in report else ""
             if not failure:
-                return files.FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
+                return FileRecord(size_bytes=int(report["bytes"]), sha256=str(report["sha256"]))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise CheckpointError(f"rank {rank} reported its shard of step {step} as {text[:100]!r}") from error
         raise CheckpointError(failure, may_pass=report.get("may_pass") is True)

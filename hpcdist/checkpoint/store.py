@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hpcdist.checkpoint import files
+from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry as file_retry
 from hpcdist.files.atomic import fsync_folder
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _TEMP_PREFIX = ".tmp-"
 #: Moves what other ranks have written into the folder, and returns its names.
-CollectShards = Callable[[Path], Mapping[str, files.FileRecord]]
+CollectShards = Callable[[Path], Mapping[str, checkpoint_folder.FileRecord]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class CheckpointStore:
 
     def _folders(self) -> list[Path]:
         """Folders named like a checkpoint, newest first."""
-        steps = {entry: files.step_of(entry) for entry in _entries(self.folder)}
+        steps = {entry: checkpoint_folder.step_of(entry) for entry in _entries(self.folder)}
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
@@ -144,7 +144,7 @@ class CheckpointStore:
         for folder in self._folders():
             if folder not in self._broken:
                 try:
-                    yield _found(folder, files.read_manifest(folder))
+                    yield _found(folder, checkpoint_folder.read_manifest(folder))
                 except CheckpointError as error:
                     self._broken.add(folder)
                     log.warning("leaving checkpoint %s", error)
@@ -169,7 +169,7 @@ class CheckpointStore:
         Raises CheckpointError when the disk is full or refuses; nothing is left of the attempt, and older
         checkpoints are untouched.
         """
-        final = self.folder / files.folder_name(snapshot.step)
+        final = self.folder / checkpoint_folder.folder_name(snapshot.step)
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
             if file_retry.exists(final) and self._is_valid(final):
@@ -184,14 +184,14 @@ class CheckpointStore:
             ) from error
         self._broken.discard(final)
         if snapshot.step >= (self.newest_step() or 0):
-            self._newest = _found(final, files.read_manifest(final))
+            self._newest = _found(final, checkpoint_folder.read_manifest(final))
         return final
 
     def _write_new(self, snapshot: Snapshot, final: Path, before_publish: Callable[[], None] | None) -> None:
         temp = self._temp_name(final)
         try:
             retry(lambda: temp.mkdir(exist_ok=True), temp)
-            files.write_checkpoint(
+            checkpoint_folder.write_checkpoint(
                 temp,
                 step=snapshot.step,
                 model=snapshot.model,
@@ -215,10 +215,10 @@ class CheckpointStore:
 
         Raises CheckpointError when there is no such checkpoint or its manifest cannot be written.
         """
-        folder = self.folder / files.folder_name(step)
-        manifest = files.read_manifest(folder)
+        folder = self.folder / checkpoint_folder.folder_name(step)
+        manifest = checkpoint_folder.read_manifest(folder)
         try:
-            files.write_manifest(folder, replace(manifest, metrics={**manifest.metrics, **metrics}))
+            checkpoint_folder.write_manifest(folder, replace(manifest, metrics={**manifest.metrics, **metrics}))
         except OSError as error:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
 
@@ -272,22 +272,22 @@ class CheckpointStore:
 
     def staging(self, step: int, attempt: int) -> Path:
         """Where the ranks of an attempt leave their shards of a checkpoint, until rank 0 takes them."""
-        return self.folder / f"{_TEMP_PREFIX}{files.folder_name(step)}-shards-{attempt:03d}"
+        return self.folder / f"{_TEMP_PREFIX}{checkpoint_folder.folder_name(step)}-shards-{attempt:03d}"
 
     def _temp_name(self, final: Path) -> Path:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
 
 
 def _load(folder: Path, *, verify: bool) -> Checkpoint:
-    manifest = files.read_manifest(folder)
+    manifest = checkpoint_folder.read_manifest(folder)
     if verify:
-        files.verify_hashes(folder, manifest)
-    rest = files.load_file(folder / files.TRAINER_FILE)
+        checkpoint_folder.verify_hashes(folder, manifest)
+    rest = checkpoint_folder.load_file(folder / checkpoint_folder.TRAINER_FILE)
     if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
-        raise CheckpointError(f"{folder / files.TRAINER_FILE} does not hold `trainer` and `rank_states`")
+        raise CheckpointError(f"{folder / checkpoint_folder.TRAINER_FILE} does not hold `trainer` and `rank_states`")
     return Checkpoint(
         step=manifest.step,
-        model=files.load_file(folder / files.MODEL_FILE),
+        model=checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE),
         trainer=rest["trainer"],
         rank_states=rest["rank_states"],
         metrics=manifest.metrics,
@@ -296,12 +296,12 @@ def _load(folder: Path, *, verify: bool) -> Checkpoint:
 
 
 def _verified(folder: Path) -> Found:
-    manifest = files.read_manifest(folder)
-    files.verify_hashes(folder, manifest)
+    manifest = checkpoint_folder.read_manifest(folder)
+    checkpoint_folder.verify_hashes(folder, manifest)
     return _found(folder, manifest)
 
 
-def _found(folder: Path, manifest: files.Manifest) -> Found:
+def _found(folder: Path, manifest: checkpoint_folder.Manifest) -> Found:
     return Found(path=folder, step=manifest.step, world_size=manifest.world_size, metrics=manifest.metrics)
 
 

@@ -29,8 +29,8 @@ def start_here(config: Config, found: RunDir | None = None, *, detach: bool, dry
     from hpcdist.tracking.uri import choose_uri
 
     plan = make_plan(config, Machine.inspect(os.environ))
-    if not config.trainer.script:
-        compiler.check(config, plan.device, os.environ)
+    if config.model.compile and not config.trainer.script:
+        compiler.check(plan.device, {**os.environ, **config.launch.env})
     uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)

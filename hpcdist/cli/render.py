@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 
 from hpcdist.config.loading import redacted
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.rank.roles import rank_table
@@ -175,7 +175,9 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 def show_end(console: Console, run: RunDir, state: State, config: Config) -> None:
     """Print the final metrics, how to open the UI, and, last, why the run is over in one sentence."""
     metrics = _beat(run, state).get("metrics", {})
-    is_benchmark = config.trainer.target == "comm"  # the last points of its metrics are of the largest sizes alone
+    trainer = find_trainer(config.trainer.target)
+    # The last values of a benchmark's metrics concern its largest sizes alone.
+    is_benchmark = trainer is not None and trainer.is_benchmark
     if metrics and not is_benchmark:
         table = Table("metric", "value", title=f"{run.experiment}/{run.name}")
         for key, value in sorted(metrics.items()):

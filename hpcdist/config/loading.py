@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import yaml
 
@@ -40,10 +40,11 @@ from hpcdist.config.redaction import (
     redact_text,
     redact_tree,
 )
-from hpcdist.config.schema import Config, cross_check, describe, exact
+from hpcdist.config.schema import Config, cross_check, describe, exact, to_tree
+from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.schema.paths import map_paths
 from hpcdist.errors import ConfigError, shortened, shown
 from hpcdist.files import formats
-from hpcdist.models import check_model_name
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -104,8 +105,7 @@ def load_run_config(
         raise ConfigError(problems, str(path))
     with _without_values(tree):
         if not overrides and (config := exact(tree)) is not None:
-            sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-            return _checked(sections, str(path))
+            return _checked(config, str(path))
         return as_literal(_build(protected(tree), overrides, str(path)))
 
 
@@ -172,7 +172,7 @@ def plain_tree(path: Path) -> dict[str, Any]:
 
 def redacted(config: Config) -> dict[str, Any]:
     """The config as plain containers, with `***` for each value whose key or form says that it is a secret."""
-    return redact_tree(dataclasses.asdict(config))
+    return redact_tree(to_tree(config))
 
 
 def redacted_argument(text: str) -> str:
@@ -211,12 +211,12 @@ def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
     """The keys whose values `to_yaml` redacts."""
     clean = dict(leaves(redacted(config)))
-    return [path for path, value in leaves(dataclasses.asdict(config)) if clean[path] != value]
+    return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
 
 
 def secrets_of(config: Config) -> dict[str, str]:
     """Environment variables that give `load_run_config` back what `to_yaml` redacted."""
-    tree = dataclasses.asdict(config)
+    tree = to_tree(config)
     values = dict(leaves(tree))
     return {
         _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
@@ -294,15 +294,17 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
                     problems.append(_sentence(".".join(path), value, error))
     assert isinstance(merged, DictConfig)
     sections: dict[str, Any] = {}
-    for field in dataclasses.fields(Config):
+    for name in merged:
+        assert isinstance(name, str)
         try:
-            sections[field.name] = _section(merged, field.name)
+            sections[name] = _section(merged, name)
         except OmegaConfBaseException as error:
-            problems.append(f"{error.full_key or field.name}: {first_line(error)}")
+            problems.append(f"{error.full_key or name}: {first_line(error)}")
         except ValueError as error:
-            problems += [f"{field.name}.{line}" for line in str(error).splitlines()]
+            problems += [f"{name}.{line}" for line in str(error).splitlines()]
         except (TypeError, AttributeError) as error:
-            problems.append(_of_another_type(field.name, error))
+            problems.append(_of_another_type(name, error))
+    own = {name: sections.pop(name) for name in trainer_sections() if name in sections}
     plain = {name: value for name, value in sections.items() if not dataclasses.is_dataclass(value)}
     try:
         Config(**plain)
@@ -312,7 +314,8 @@ def _build(tree: dict[str, Any], overrides: Sequence[str], source: str) -> Confi
         problems.append(_of_another_type("the config", error))
     if problems:
         raise ConfigError(problems, source)
-    return _checked(sections, source)
+    chosen = {name: section for name, section in own.items() if name in tree or name == sections["trainer"].target}
+    return _checked(Config(**sections, sections=chosen), source)
 
 
 def _nested_too_deep(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -349,7 +352,7 @@ def _section(merged: DictConfig, name: str) -> Any:
     return OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
 
 
-def _checked(sections: dict[str, Any], source: str) -> Config:
+def _checked(config: Config, source: str) -> Config:
     problems: list[str] = []
 
     def whole(key: str, text: str) -> str:
@@ -359,36 +362,29 @@ def _checked(sections: dict[str, Any], source: str) -> Config:
             problems.append(f"{key}: no home folder is known for {shown(Path(text).parts[0])}: write the whole path")
             return text
 
-    data, tracking, trainer, container = (sections[name] for name in ("data", "tracking", "trainer", "container"))
+    config = map_paths(config, "", whole)
+    changed: dict[str, Any] = {
+        "data": map_paths(config.data, "data.", whole),
+        "sections": {name: map_paths(section, f"{name}.", whole) for name, section in config.sections.items()},
+    }
+    trainer, tracking, container = config.trainer, config.tracking, config.container
     if trainer.script:
         # As torchrun takes it: from where the user stands. Ranks and later resumes may stand elsewhere.
         script = [whole("trainer.script", trainer.script[0]), *trainer.script[1:]]
-        sections["trainer"] = dataclasses.replace(trainer, script=script)
-    sections["runs_dir"] = whole("runs_dir", sections["runs_dir"])
-    sections["data"] = dataclasses.replace(data, root=whole("data.root", data.root))
-    files = [whole("rnn.files", file) for file in sections["rnn"].files]
-    sections["rnn"] = dataclasses.replace(sections["rnn"], files=files)
-    if (hybrid := sections["hybrid"]).data:
-        sections["hybrid"] = dataclasses.replace(hybrid, data=whole("hybrid.data", hybrid.data))
+        changed["trainer"] = dataclasses.replace(trainer, script=script)
     if (uri := tracking.uri).startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         file = whole("tracking.uri", uri.removeprefix("sqlite:///"))
-        sections["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
+        changed["tracking"] = dataclasses.replace(tracking, uri=f"sqlite:///{file}")
     image = container.image
     is_path = container.runtime in ("apptainer", "charliecloud", "enroot") or image.endswith((".sqsh", ".sif"))
     # Docker, podman and pyxis take an image from a registry or store of their own by name.
     if image and is_path and "://" not in image:
         image = whole("container.image", image)
     mounts = [whole("container.mounts", mount) if mount.startswith("~") else mount for mount in container.mounts]
-    sections["container"] = dataclasses.replace(container, image=image, mounts=mounts)
-    if problems:
-        raise ConfigError(problems, source)
-    config = Config(**sections)
-    problems += [*unfit_values(dataclasses.asdict(config)), *cross_check(config)]
-    if config.trainer.target == "ddp" and not config.trainer.script:
-        try:
-            check_model_name(config.model.name)
-        except ConfigError as error:
-            problems += error.problems
+    changed["container"] = dataclasses.replace(container, image=image, mounts=mounts)
+    config = dataclasses.replace(config, **changed)
+    if not problems:
+        problems = [*unfit_values(to_tree(config)), *cross_check(config)]
     if problems:
         raise ConfigError(problems, source)
     return config
@@ -399,7 +395,16 @@ def _defaults() -> DictConfig:
     """The schema with its defaults, for merging into; making it takes longer than all else of loading a config."""
     from omegaconf import OmegaConf
 
-    found: DictConfig = OmegaConf.structured(Config)
+    kinds = get_type_hints(Config)
+    keys: list[Any] = []
+    for one in dataclasses.fields(Config):
+        if one.name == "sections":
+            keys += [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in trainer_sections().items()]
+        elif one.default is not dataclasses.MISSING:
+            keys.append((one.name, kinds[one.name], dataclasses.field(default=one.default)))
+        else:
+            keys.append((one.name, kinds[one.name], dataclasses.field(default_factory=one.default_factory)))
+    found: DictConfig = OmegaConf.structured(dataclasses.make_dataclass("Keys", keys))
     return found
 
 

@@ -8,19 +8,15 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 
 
-def check(config: Config, device: str, env: Mapping[str, str]) -> None:
-    """Raise ConfigError when the config asks for torch.compile and this machine cannot compile for a device.
+def check(device: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if torch.compile cannot compile for a device on this machine.
 
     Triton builds a launcher for each GPU kernel with a C compiler, Inductor the CPU's kernels with a C++ compiler, and
     both need Python's headers.
     """
-    if not config.model.compile:
-        return
-    env = {**env, **config.launch.env}
     wanted = []
     if device == "cpu" and not _found(env, "CXX", "g++"):
         wanted.append("a C++ compiler (g++)")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 
-from hpcdist.errors import ConfigError
-
 # What torchvision.models.resnet offers; written out because importing torchvision costs 0.9 s.
 RESNET_NAMES: tuple[str, ...] = (
     "resnet18",
@@ -23,10 +21,10 @@ RESNET_NAMES: tuple[str, ...] = (
 MODEL_NAMES: tuple[str, ...] = ("simple_cnn", *RESNET_NAMES)
 
 
-def check_model_name(name: str) -> None:
-    """Raise ConfigError, with the nearest known name, unless `name` is one of MODEL_NAMES."""
+def model_name_problems(name: str) -> list[str]:
+    """Return a sentence with the nearest known name unless `name` is one of MODEL_NAMES."""
     if name in MODEL_NAMES:
-        return
+        return []
     near = difflib.get_close_matches(name, MODEL_NAMES, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(MODEL_NAMES)}"
-    raise ConfigError([f"model.name {name!r} is not known: {hint}"])
+    return [f"model.name {name!r} is not known: {hint}"]

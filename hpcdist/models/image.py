@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.models import RESNET_NAMES, check_model_name
+from hpcdist.models import RESNET_NAMES, model_name_problems
 
 SIMPLE_CNN_MIN_SIZE = 4  # two 2x2 poolings must leave a pixel
 
@@ -40,7 +40,8 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
     `name` is one of hpcdist.models.MODEL_NAMES. A ResNet is torchvision's own; only its first convolution
     is replaced when `in_channels` is not 3. Raises ConfigError on an unknown name or too small an image.
     """
-    check_model_name(name)
+    if problems := model_name_problems(name):
+        raise ConfigError(problems)
     if name in RESNET_NAMES:
         return _resnet(name, num_classes=num_classes, in_channels=in_channels)
     if image_size < SIMPLE_CNN_MIN_SIZE:

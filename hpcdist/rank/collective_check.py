@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hpcdist.errors import PreflightError
 from hpcdist.files.atomic import write_json
-from hpcdist.rank import nccl_log
-from hpcdist.rank.process_group import Groups, deadline
+from hpcdist.rank.network.process_group import Groups, deadline
+from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 

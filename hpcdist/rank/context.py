@@ -14,25 +14,21 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.files import load_file, shard_name
-from hpcdist.checkpoint.saver import (
-    AsyncSaver,
-    BackgroundWriter,
-    CheckpointStore,
-    clean_state_dict,
-    rng_state,
-    set_rng_state,
-)
+from hpcdist.checkpoint.checkpoint_folder import load_file, shard_name
+from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
+from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
 from hpcdist.checkpoint.shards import Shard, ShardExchange
+from hpcdist.checkpoint.state_dict import clean_state_dict
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
-from hpcdist.rank.heartbeat import Heartbeat
-from hpcdist.rank.process_group import Groups
+from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.roles import Roles
-from hpcdist.rank.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.stop_agreement import StopAgreement
-from hpcdist.rank.timed_ddp import TimedDDP
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
+from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
+from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir

@@ -33,8 +33,8 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
         key = f"launch.devices.{role}" if role in config.launch.devices else "launch.device"
         raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    if not config.trainer.script:
-        compiler.check(config, device.type, env)
+    if config.model.compile and not config.trainer.script:
+        compiler.check(device.type, {**env, **config.launch.env})
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
             raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])

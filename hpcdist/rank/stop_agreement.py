@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 
 log = logging.getLogger(__name__)
 #: Aim for about one agreement in this time: rarer ones delay a stop, more frequent ones cost step time.

@@ -30,10 +30,10 @@ from hpcdist.errors import HpcdistError, PeerLost, RemoteError, RendezvousError,
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
-from hpcdist.rank.flight_recorder import record_collectives, tell_on_signal
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import run_script
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.telemetry.flight_recorder import record_collectives, tell_on_signal
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -42,7 +42,7 @@ from hpcdist.run.polling import system_interval_s
 if TYPE_CHECKING:
     import torch
 
-    from hpcdist.rank.process_group import Groups
+    from hpcdist.rank.network.process_group import Groups
 
 #: By its name, since this module runs as `__main__`, whose lines below WARNING are not shown.
 log = logging.getLogger("hpcdist.rank.worker")
@@ -175,9 +175,9 @@ def _train(
     gc.disable()
     from hpcdist.rank.context import Context, seed_everything
     from hpcdist.rank.device import place
-    from hpcdist.rank.heartbeat import Heartbeat
     from hpcdist.rank.stop_agreement import StopAgreement
-    from hpcdist.rank.system_metrics import NodeMonitor
+    from hpcdist.rank.telemetry.heartbeat import Heartbeat
+    from hpcdist.rank.telemetry.system_metrics import NodeMonitor
     from hpcdist.tracking.journal import JournalWriter
 
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
@@ -220,12 +220,12 @@ def _met(
     config: Config, attempt: Attempt, topology: Topology, device: torch.device, backend: str, outcome: Outcome
 ) -> Iterator[Groups]:
     """The ranks' groups, once all ranks are there and, on several nodes, have checked that they add up right."""
-    from hpcdist.rank.process_group import process_groups
+    from hpcdist.rank.network.process_group import process_groups
 
     limit_s = config.launch.init_timeout_s
     preflight = config.preflight.mode if topology.num_nodes > 1 else "off"
     if preflight != "off" and backend == "nccl":
-        from hpcdist.rank.nccl_log import log_env
+        from hpcdist.rank.telemetry.nccl_log import log_env
 
         os.environ.update(log_env(topology, attempt, os.environ))
     late = RendezvousError(
@@ -268,9 +268,9 @@ def _settle_environment(config: Config, topology: Topology) -> None:
         # RPC would set up all GPUs in sight, also in ranks that compute on none.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if topology.launcher == "slurm":
-        from hpcdist.rank import network
+        from hpcdist.rank.network import network_interface
 
-        os.environ.update(network.interface_env(topology.master_addr, os.environ))
+        os.environ.update(network_interface.interface_env(topology.master_addr, os.environ))
 
 
 def load_trainer(target: str) -> Callable[[Any, Config], None]:

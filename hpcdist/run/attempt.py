@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def key(self) -> Path:
-        """Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/store_gate.py`)."""
+        """Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/store_gate.py`)."""
         return self.path / "key"
 
     def read_key(self) -> bytes:
@@ -76,7 +76,7 @@ class Attempt:
         return self.path / f"rank-{rank:05d}.stacks.txt"
 
     def flight(self, rank: int) -> Path:
-        """The last collectives of a rank (`rank/flight_recorder.py`), written on request."""
+        """The last collectives of a rank (`rank/telemetry/flight_recorder.py`), written on request."""
         return self.path / f"rank-{rank:05d}.flight.json"
 
     def node_stacks(self, node: str) -> Path:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.machinery
 import secrets
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.config.loading import run_yaml, secrets_of
-from hpcdist.config.schema import TRAINER_SECTIONS, Config
+from hpcdist.config.schema import Config, find_trainer, trainer_names
 from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
@@ -39,31 +38,16 @@ def check_trainer(config: Config, cwd: Path) -> None:
         return
     module, colon, _ = config.trainer.target.partition(":")
     if not colon:
-        shipped = sorted(TRAINER_SECTIONS)
-        if module not in shipped:
-            raise ConfigError(
-                [f"trainer: {module!r} is not one of {', '.join(shipped)}; one of your own is package.module:function"]
-            )
-        if module == "hybrid" and config.hybrid.data and not Path(config.hybrid.data).is_file():
-            raise ConfigError([f"hybrid.data: no such file: {config.hybrid.data}"])
-        if module == "comm" and config.comm.backend == "mpi" and config.container.runtime == "none":
-            _check_mpi()
+        trainer = find_trainer(module)
+        if trainer is None:
+            names = ", ".join(trainer_names())
+            raise ConfigError([f"trainer: {module!r} is not one of {names}; name your own as package.module:function"])
+        if problems := trainer.check_host(config):
+            raise ConfigError(problems)
         return
     top = module.partition(".")[0]
     if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
-
-
-def _check_mpi() -> None:
-    """Raise ConfigError if torch was built without MPI; asks a child process, because torch is not imported here."""
-    ask = "import sys, torch.distributed as dist; sys.exit(0 if dist.is_mpi_available() else 3)"
-    if subprocess.run([sys.executable, "-c", ask], check=False).returncode == 3:
-        raise ConfigError(
-            [
-                "comm.backend=mpi needs a torch that was built with MPI, which wheels are not: build torch from source"
-                f" beside MPI for {sys.executable}, or use comm.backend=gloo"
-            ]
-        )
 
 
 def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:

@@ -11,21 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.config.loading import leaves, plain_tree, redacted, run_yaml, secrets_of
-from hpcdist.config.schema import Config
+from hpcdist.config.schema import Config, find_trainer
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
 from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
 from hpcdist.run import secret_file
 from hpcdist.run.folder import RunDir, State
 
-#: Keys by shipped trainer whose change no checkpoint survives: shapes of weights, and the optimizer's state.
-_FIXED: dict[str, tuple[str, ...]] = {
-    "ddp": ("model.name", "optim.name"),
-    "pipeline": ("model.name", "optim.name"),
-    "rl": ("rl.env", "rl.hidden", "rl.normalize_observations", "optim.name"),
-    "rnn": ("rnn.embedding", "rnn.hidden", "rnn.layers", "rnn.tied", "optim.name"),
-    "hybrid": ("hybrid.tables", "hybrid.dim", "hybrid.hidden", "hybrid.table_optimizer", "optim.name"),
-}
 _SHOWN_KEYS = 3
 
 
@@ -47,9 +39,10 @@ def check(run: RunDir, config: Config) -> None:
         return
     before, after = _flat(plain_tree(run.config)), _flat_config(config)
     target, new_target = before.get("trainer.target"), after["trainer.target"]
-    if config.trainer.script or target not in _FIXED:
+    trainer = find_trainer(str(target))
+    if config.trainer.script or trainer is None or not trainer.fixed_keys:
         return
-    fixed = ("trainer.target", *_FIXED[target]) if target == new_target else ("trainer.target",)
+    fixed = ("trainer.target", *trainer.fixed_keys) if target == new_target else ("trainer.target",)
     problems = [
         f"{key} was {before.get(key)!r} when the checkpoint of step {step} was written and cannot be {after.get(key)!r}"
         " now: leave it out, or start a new run"

@@ -1,8 +1,9 @@
 """Who holds the others up: a node, or on one machine a rank, whose own part of the step takes longer than the median.
 
-The input is the totals of the ranks' heartbeats (`rank/step_timing.py`). Only ranks of one role are compared, and only
-by data time and compute, which waiting for others does not make equal. A node is as slow as its slowest rank. It
-must have been too slow in every look for a whole minute before anyone is told: busy machines are uneven for seconds.
+The input is the totals of the ranks' heartbeats (`rank/telemetry/step_timing.py`). Only ranks of one role are
+compared, and only by data time and compute, which waiting for others does not make equal. A node is as slow as its
+slowest rank. It must have been too slow in every look for a whole minute before anyone is told: busy machines are
+uneven for seconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcdist.config.loading import plain_tree
-from hpcdist.config.schema import TRAINER_SECTIONS
+from hpcdist.config.schema import unused_sections
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State
@@ -62,13 +62,8 @@ def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _heeded(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer") or {}
-    own = TRAINER_SECTIONS.get(trainer.get("target", ""))
-    if own is None or trainer.get("script"):
-        # Code of the user's own may heed any section but those that are named after a shipped trainer.
-        others = set(TRAINER_SECTIONS)
-    else:
-        others = {section for sections in TRAINER_SECTIONS.values() for section in sections} - set(own)
-    return {key: value for key, value in config.items() if key not in others}
+    unused = set() if trainer.get("script") else unused_sections(trainer.get("target", ""))
+    return {key: value for key, value in config.items() if key not in unused}
 
 
 def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from config_strategies import values
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.checkpoint.files import read_manifest
+from hpcdist.checkpoint.checkpoint_folder import read_manifest
 from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json

@@ -14,19 +14,20 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 
 from hpcdist.bench import overlap
+from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import Variety, check
 from hpcdist.bench.data_movement import AllToAll, Barrier, Broadcast
 from hpcdist.bench.groups import WORLD, Team, Words, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.measurement_plan import points
 from hpcdist.bench.operation import Works
 from hpcdist.bench.operations import OPERATIONS, AllReduce
 from hpcdist.bench.patterns import REDUCTIONS
-from hpcdist.bench.plan import points
 from hpcdist.bench.results import Checked, read_results
 from hpcdist.bench.ring import Ring
-from hpcdist.config.schema import CommConfig, Config, TrainerConfig
+from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import CommError
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import train
 
@@ -198,22 +199,24 @@ def test_times_are_the_slowest_ranks(by_rank: list[dict[str, Any]]) -> None:
 
 CONFIG = Config(
     trainer=TrainerConfig(target="comm"),
-    comm=CommConfig(
-        operations=[
-            "all_reduce",
-            "ring_all_reduce",
-            "all_gather",
-            "send_recv",
-            "barrier",
-            "async",
-            "groups",
-            "pairs",
-            "overlap",
-            "rpc",
-        ],
-        max_bytes="4K",
-        budget_s=0.0,
-    ),
+    sections={
+        "comm": CommConfig(
+            operations=[
+                "all_reduce",
+                "ring_all_reduce",
+                "all_gather",
+                "send_recv",
+                "barrier",
+                "async",
+                "groups",
+                "pairs",
+                "overlap",
+                "rpc",
+            ],
+            max_bytes="4K",
+            budget_s=0.0,
+        )
+    },
 )
 
 
@@ -240,7 +243,7 @@ def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[in
 def wrong_run(here: Rank, path: Path) -> str:
     """What the run ends with when an operation is wrong."""
     OPERATIONS["all_reduce"] = LastOneLate
-    config = replace(CONFIG, comm=replace(CONFIG.comm, operations=["all_reduce"]))
+    config = replace(CONFIG, sections={"comm": replace(CONFIG.section(CommConfig), operations=["all_reduce"])})
     with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
         train.train(ctx, config)
     return str(caught.value)
@@ -258,7 +261,7 @@ def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path, monkeyp
     second = spawn_ranks(whole_run, 3, path=run.path)
     results = read_results(run.artifacts)
     places = results.ranks
-    total = len(points(CONFIG.comm, [place.node for place in places]))
+    total = len(points(CONFIG.section(CommConfig), [place.node for place in places]))
     assert [count for count, _ in second] == [total - stopped_at] * 3
     assert results.complete
     assert results.checked[: len(before.checked)] == before.checked

@@ -14,10 +14,10 @@ from context_scene import ALONE, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config
 from hpcdist.errors import CheckpointError
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 

@@ -16,7 +16,7 @@ from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import (
     CheckpointConfig,
     Config,

@@ -11,11 +11,11 @@ from hpcdist_runs import assert_same
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
-from hpcdist.checkpoint.saver import rng_state
+from hpcdist.checkpoint.rng_state import rng_state
 from hpcdist.errors import PreflightError
 from hpcdist.files.atomic import read_json
 from hpcdist.rank import collective_check
-from hpcdist.rank.process_group import Groups
+from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 

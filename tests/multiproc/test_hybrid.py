@@ -21,12 +21,13 @@ from hpcdist_runs import Runs, assert_same, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, HybridConfig, OptimConfig, StopConfig, TrackingConfig
+from hpcdist.checkpoint.weights import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.hybrid import train
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks
 from hpcdist.trainers.hybrid.click_model import ClickModel
+from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.tables import TableShard, fill_initial
 
 TABLES = {"user": 50, "item": 7, "tag": 1}
@@ -37,20 +38,22 @@ NUM_TRAINERS = 2
 def config(mode: str = "sync", num_servers: int = 2, **options: Any) -> Config:
     return Config(
         roles={"trainer": NUM_TRAINERS, "server": num_servers},
-        hybrid=HybridConfig(
-            mode=mode,
-            tables=TABLES,
-            dim=4,
-            hidden=[5],
-            init_scale=0.5,
-            batch_size=16,
-            eval_batch_size=64,
-            num_samples=400,
-            num_numeric=2,
-            test_fraction=0.25,
-            table_lr=0.1,
-            **options,
-        ),
+        sections={
+            "hybrid": HybridConfig(
+                mode=mode,
+                tables=TABLES,
+                dim=4,
+                hidden=[5],
+                init_scale=0.5,
+                batch_size=16,
+                eval_batch_size=64,
+                num_samples=400,
+                num_numeric=2,
+                test_fraction=0.25,
+                table_lr=0.1,
+                **options,
+            )
+        },
         optim=OptimConfig(name="sgd", lr=0.1, momentum=0.0),
         stop=StopConfig(steps=NUM_STEPS),
         checkpoint=CheckpointConfig(best="eval/auc"),
@@ -74,7 +77,7 @@ def trained(folder: Path, cfg: Config) -> dict[str, Tensor]:
 
 def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
     """The same steps on the trainers' joint batches by torch's own modules and optimizers."""
-    options = cfg.hybrid
+    options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
     model = ClickModel(TABLES, dim=options.dim, num_numeric=2, hidden=options.hidden, bag_size=1)
     torch.manual_seed(cfg.seed)
@@ -174,15 +177,15 @@ def take_part_in_little_memory(here: Rank, small: Path, large: Path, cfg: Config
     """Bytes that the peak of resident memory grows by from small tables to large ones."""
     take_part(here, small, cfg)  # after which everything is imported
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    take_part(here, large, replace(cfg, hybrid=replace(cfg.hybrid, tables=LARGE)))
+    take_part(here, large, replace(cfg, sections={"hybrid": replace(cfg.section(HybridConfig), tables=LARGE)}))
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
     """Checkpoint included, for which a server copies its rows once: twice a third stays below the whole."""
     cfg = config(num_servers=3)
-    options = replace(cfg.hybrid, dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
-    cfg = replace(cfg, hybrid=options, stop=StopConfig(steps=2))
+    options = replace(cfg.section(HybridConfig), dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
+    cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
     grown = spawn_ranks(take_part_in_little_memory, 5, small=small.path, large=large.path, cfg=cfg)
     slack = 64e6  # a second RPC agent and its buffers, and one effect a row that the synthetic log is made of
@@ -240,7 +243,7 @@ def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None
     model = runs.run_dir(control).model
     code = (
         "import sys, torch, mlflow\n"
-        "from hpcdist.checkpoint.saver import load_weights\n"
+        "from hpcdist.checkpoint.weights import load_weights\n"
         "model, weights = mlflow.pytorch.load_model(sys.argv[1]), load_weights(sys.argv[2])\n"
         "assert {name: tuple(value.shape) for name, value in weights.items()} == "
         "{name: tuple(value.shape) for name, value in model.state_dict().items()}\n"

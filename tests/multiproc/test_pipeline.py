@@ -15,14 +15,15 @@ from context_scene import new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
-from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, PipelineConfig, TrainerConfig
+from hpcdist.checkpoint.weights import load_weights
+from hpcdist.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TrainerConfig
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import rpc_group
+from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.pipeline import train, tuning
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire
+from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
@@ -153,7 +154,7 @@ AUTO = Config(
     trainer=TrainerConfig(target="pipeline"),
     model=ModelConfig(name="resnet18"),
     data=DataConfig(image_size=16, batch_size=16),
-    pipeline=PipelineConfig(micro_batches="auto"),
+    sections={"pipeline": PipelineConfig(micro_batches="auto")},
     optim=OptimConfig(name="sgd", lr=0.1),
 )
 
@@ -178,7 +179,7 @@ def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
 
 def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
     """The weights and the number of optimizer states that three stages take from a checkpoint of two."""
-    config = replace(AUTO, roles={"stage": 3}, pipeline=PipelineConfig(cut=CUTS[3]))
+    config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(cut=CUTS[3])})
     with open_context(here, RunDir(path), config) as ctx, train._set_up(ctx, config) as (run, at, _):
         assert at.step == 1
         return run.stage.state_dict(), len(run.optimizer.state_dict()["state"])

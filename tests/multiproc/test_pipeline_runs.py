@@ -11,7 +11,7 @@ import pytest
 import torch
 from hpcdist_runs import EXACT, Runs, assert_same, finish, wait_for
 
-from hpcdist.checkpoint.saver import load_weights
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.models.image import build_model
 
 #: 22 steps an epoch; checkpoints at 15, 22, 30 and 44.

@@ -23,8 +23,8 @@ from torch.distributed import TCPStore
 from hpcdist.config.loading import to_yaml
 from hpcdist.config.schema import Config, LaunchConfig
 from hpcdist.errors import RendezvousError
-from hpcdist.rank.process_group import deadline, open_store, process_groups
-from hpcdist.rank.store_gate import StoreServer
+from hpcdist.rank.network.process_group import deadline, open_store, process_groups
+from hpcdist.rank.network.store_gate import StoreServer
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 

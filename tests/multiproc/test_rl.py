@@ -14,8 +14,9 @@ from context_scene import new_run, open_context
 from hpcdist_runs import Runs, assert_same, finish
 from spawn import Rank, spawn_ranks
 
-from hpcdist.checkpoint.saver import CheckpointStore, load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RlConfig, StopConfig
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.weights import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig
 from hpcdist.rank.context import seed_everything
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.run.folder import RunDir
@@ -24,6 +25,7 @@ from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.policy import Actor
 from hpcdist.trainers.rl.ppo import learn
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
+from hpcdist.trainers.rl.schema import RlConfig
 
 NUM_UPDATES = 4
 
@@ -32,7 +34,7 @@ def config(**values: Any) -> Config:
     return Config(
         seed=3,
         roles={"agent": 1, "observer": 2},
-        rl=RlConfig(num_envs=4, rollout_steps=32, hidden=[8], eval_episodes=3, record=False, **values),
+        sections={"rl": RlConfig(num_envs=4, rollout_steps=32, hidden=[8], eval_episodes=3, record=False, **values)},
         optim=OptimConfig(lr=1e-2, clip_norm=0.5),
         stop=StopConfig(steps=NUM_UPDATES, epochs=99),
         checkpoint=CheckpointConfig(best="eval/return"),
@@ -49,20 +51,22 @@ def trained(here: Rank, path: Path, cfg: Config) -> None:
 def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
     """The same in one process, without any rank."""
     seed_everything(cfg.seed)
-    problem = Problem.of(cfg.rl.env, cfg.rl.env_options)
-    policy = train.build_policy(problem, cfg.rl)
+    problem = Problem.of(cfg.section(RlConfig).env, cfg.section(RlConfig).env_options)
+    policy = train.build_policy(problem, cfg.section(RlConfig))
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
-    collectors = [Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=index) for index in range(2)]
+    collectors = [Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=index) for index in range(2)]
 
     def collect(number: int) -> Rollout:
-        actor = Actor(policy.actor_state(), cfg.rl.activation)
+        actor = Actor(policy.actor_state(), cfg.section(RlConfig).activation)
         log_std = policy.log_std.detach().clone() if policy.log_std is not None else None
-        return Rollout.join([one.collect(number, cfg.rl.rollout_steps, actor, log_std) for one in collectors])
+        return Rollout.join(
+            [one.collect(number, cfg.section(RlConfig).rollout_steps, actor, log_std) for one in collectors]
+        )
 
     ahead = None
     for number in range(NUM_UPDATES):
         rollout = ahead or collect(number)
-        if cfg.rl.mode == "async":
+        if cfg.section(RlConfig).mode == "async":
             ahead = collect(number + 1)
         learn(policy, optimizer, rollout, cfg, torch.device("cpu"))
         if policy.normalize:
@@ -84,7 +88,7 @@ def test_ranks_learn_what_one_process_does(tmp_path: Path, values: dict[str, Any
     weights, expected = load_weights(newest.path), trained_alone(cfg)
     assert weights.keys() == expected.keys()
     for key, value in weights.items():
-        if cfg.rl.inference == "local":
+        if cfg.section(RlConfig).inference == "local":
             assert torch.equal(value, expected[key]), key
         else:  # torch's forward pass of one batch instead of NumPy's of two: some sample may fall differently
             torch.testing.assert_close(value, expected[key], rtol=0.05, atol=0.01, msg=key)

@@ -23,13 +23,14 @@ from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.saver import load_weights
-from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, RnnConfig, StopConfig, TrackingConfig
+from hpcdist.checkpoint.weights import load_weights
+from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig, TrackingConfig
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.rnn import train as rnn
 from hpcdist.trainers.rnn.language_model import LanguageModel
+from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -43,20 +44,22 @@ SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 def config(trainers: int, servers: int, optim: OptimConfig, steps: int, **options: Any) -> Config:
     return Config(
         roles={"trainer": trainers, "server": servers},
-        rnn=RnnConfig(
-            **{
-                "tokenizer": "byte",
-                "corpus_mb": 0.01,
-                "held_out": 0.2,
-                "embedding": 12,
-                "hidden": 12,
-                "dropout": 0.0,
-                "batch_size": 4,
-                "bptt": 5,
-                "sample_tokens": 0,
-                **options,
-            }
-        ),
+        sections={
+            "rnn": RnnConfig(
+                **{
+                    "tokenizer": "byte",
+                    "corpus_mb": 0.01,
+                    "held_out": 0.2,
+                    "embedding": 12,
+                    "hidden": 12,
+                    "dropout": 0.0,
+                    "batch_size": 4,
+                    "bptt": 5,
+                    "sample_tokens": 0,
+                    **options,
+                }
+            )
+        },
         optim=optim,
         stop=StopConfig(steps=steps),
         checkpoint=CheckpointConfig(best="eval/perplexity", best_mode="min"),
@@ -73,12 +76,14 @@ def train(here: Rank, path: Path, cfg: Config) -> None:
 
 def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, list[float]]:
     """The unsplit model, by autograd and torch's own optimizers: weights, held-out perplexity, losses."""
-    corpus = load_corpus(cfg.rnn, cfg.seed)
+    corpus = load_corpus(cfg.section(RnnConfig), cfg.seed)
     torch.manual_seed(cfg.seed)
     model = unsplit(cfg, corpus)
-    columns = Columns(corpus.train, cfg.rnn.batch_size * cfg.roles["trainer"], cfg.rnn.bptt)
+    columns = Columns(
+        corpus.train, cfg.section(RnnConfig).batch_size * cfg.roles["trainer"], cfg.section(RnnConfig).bptt
+    )
     others = [parameter for name, parameter in model.named_parameters() if name != "encoder.weight"]
-    lazily = cfg.optim.name == "adam" and not cfg.rnn.tied
+    lazily = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tied
     optimizers = [build_optimizer(others if lazily else model.parameters(), replace(cfg.optim, clip_norm=None))]
     if lazily:
         optimizers.append(torch.optim.SparseAdam([model.encoder.weight], lr=cfg.optim.lr))
@@ -99,12 +104,14 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    held_out = Columns(corpus.held_out, cfg.rnn.batch_size * cfg.roles["trainer"], cfg.rnn.bptt)
+    held_out = Columns(
+        corpus.held_out, cfg.section(RnnConfig).batch_size * cfg.roles["trainer"], cfg.section(RnnConfig).bptt
+    )
     return model.state_dict(), perplexity(model, held_out), losses
 
 
 def unsplit(cfg: Config, corpus: Corpus) -> LanguageModel:
-    size, rnn = corpus.tokenizer.size, cfg.rnn
+    size, rnn = corpus.tokenizer.size, cfg.section(RnnConfig)
     sizes = {"vocab_size": size, "embedding": rnn.embedding, "hidden": rnn.hidden, "layers": rnn.layers}
     return LanguageModel(**sizes, tied=rnn.tied, seed=cfg.seed)
 
@@ -139,7 +146,7 @@ def test_as_in_one_process(
     found = load_weights(run.checkpoints / f"step-{steps:08d}")
     assert set(found) == set(expected)
     torch.manual_seed(cfg.seed)
-    before = unsplit(cfg, load_corpus(cfg.rnn, cfg.seed)).state_dict()
+    before = unsplit(cfg, load_corpus(cfg.section(RnnConfig), cfg.seed)).state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(
             found[name], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"

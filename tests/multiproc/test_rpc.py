@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from hpcdist.config.schema import Config
 from hpcdist.errors import PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group
 from hpcdist.run.folder import RunDir
 
 NAMES = ["agent:0", "observer:0", "observer:1"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
-from hpcdist.checkpoint.saver import CheckpointStore
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
@@ -180,7 +180,7 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
     stopped_at = runs.checkpoint_steps(name)[-1]
     code, output = runs.command("stop", name)
     assert code == 2, output
-    assert f"run {name} is not running: it has no supervisor, and its last state is 'stopped'" in output
+    assert f"run {name} is not running: nobody holds it, and its last state is 'stopped'" in output
 
     code, output = runs.command("resume", name, "--detach")
     assert code == 0, output

@@ -14,10 +14,10 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from hpcdist.errors import HpcdistError, RendezvousError
-from hpcdist.rank import own_sockets, store_gate
-from hpcdist.rank.peer_admission import RpcAdmission, admit_group
-from hpcdist.rank.rpc_signing import _SignedPickler
-from hpcdist.rank.store_gate import StoreServer, check_proof, open_relay, prove
+from hpcdist.rank.network import own_sockets, store_gate
+from hpcdist.rank.network.peer_admission import RpcAdmission, admit_group
+from hpcdist.rank.network.rpc_signing import _SignedPickler
+from hpcdist.rank.network.store_gate import StoreServer, check_proof, open_relay, prove
 
 KEY, OTHER = bytes(32), bytes([1] * 32)
 HERE = "127.0.0.1"
@@ -49,7 +49,7 @@ def test_the_store_is_reached_with_the_key_alone(caplog: pytest.LogCaptureFixtur
     assert theirs.clone().get("key")[:5] == b"value", "torch's own copies come the same way"
     assert theirs.add("count", 2) == ours.add("count", 0)
 
-    with caplog.at_level(logging.WARNING, "hpcdist.rank.store_gate"):
+    with caplog.at_level(logging.WARNING, "hpcdist.rank.network.store_gate"):
         for wrong, token in ((OTHER, b"token"), (KEY, b"another")):
             with socket.create_connection((HERE, port), timeout=20) as stranger, pytest.raises(ConnectionError):
                 prove(stranger, wrong, token)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from spawn import Rank, spawn_ranks
 
-from hpcdist.rank.signals import StopFlag
 from hpcdist.rank.stop_agreement import REQUEST_EVERY_S, StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
 
 ASK_AT = 6
 MAX_STEPS = 200_000

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpcdist.config.schema import Config, TrackingConfig
 from hpcdist.files.atomic import read_json
 from hpcdist.rank.context import Context
-from hpcdist.rank.step_timing import Totals
+from hpcdist.rank.telemetry.step_timing import Totals
 from hpcdist.run.folder import RunDir
 
 SLOW_S = 0.03

@@ -139,7 +139,7 @@ def main(marker: str, targets: list[Target]) -> None:
 
     # The interpreter may lie in a folder that only root can enter, so what is imported at first use is imported now.
     connects(Target("127.0.0.1", 1))
-    import hpcdist.rank.rpc  # noqa: F401
+    import hpcdist.rank.network.rpc  # noqa: F401
 
     os.setgroups([])
     os.setgid(NOBODY)

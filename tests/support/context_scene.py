@@ -12,10 +12,10 @@ from spawn import Rank
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context, seed_everything
-from hpcdist.rank.heartbeat import Heartbeat
-from hpcdist.rank.process_group import Groups
-from hpcdist.rank.signals import StopFlag
+from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter

@@ -23,7 +23,7 @@ import json, os, signal, socket, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
-from hpcdist.rank.flight_recorder import tell_on_signal
+from hpcdist.rank.telemetry.flight_recorder import tell_on_signal
 
 def train(rank):
     if rank == 1:

@@ -7,12 +7,12 @@ Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this pa
 
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
+from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import describe
 from hpcdist.config.schema.exact import exact
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
-from hpcdist.config.schema.needs import TRAINER_SECTIONS
 from hpcdist.config.schema.preflight import PreflightConfig
-from hpcdist.config.schema.run import Config, cross_check, role_device
+from hpcdist.config.schema.run import Config, cross_check, role_device, to_tree
 from hpcdist.config.schema.training import (
     DataConfig,
     ModelConfig,
@@ -22,36 +22,31 @@ from hpcdist.config.schema.training import (
     StopConfig,
     TrainerConfig,
 )
-from hpcdist.trainers.comm.schema import CommConfig
-from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.rl.schema import RlConfig
-from hpcdist.trainers.rnn.schema import RnnConfig
 
 __all__ = [
-    "TRAINER_SECTIONS",
     "CheckpointConfig",
     "ClusterConfig",
-    "CommConfig",
     "Config",
     "ContainerConfig",
     "DataConfig",
-    "HybridConfig",
     "LaunchConfig",
     "ModelConfig",
     "OptimConfig",
-    "PipelineConfig",
     "PrecisionConfig",
     "PreflightConfig",
-    "RlConfig",
-    "RnnConfig",
     "RoleRequest",
     "ScheduleConfig",
     "StopConfig",
     "TrackingConfig",
+    "Trainer",
     "TrainerConfig",
     "cross_check",
+    "default_trainer",
     "describe",
     "exact",
+    "find_trainer",
     "role_device",
+    "to_tree",
+    "trainer_names",
+    "unused_sections",
 ]

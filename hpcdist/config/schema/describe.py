@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpcdist.config.schema.cluster import RoleRequest
+from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.schema.run import Config
 
 
@@ -27,6 +28,10 @@ def describe(section: type = Config, prefix: str = "") -> list[tuple[str, str, A
                 documentation[statement.target.id] = str(following.value.value)
     rows: list[tuple[str, str, Any, str]] = []
     for key in fields(section):
+        if section is Config and key.name == "sections":
+            for name, own in trainer_sections().items():
+                rows += describe(own, f"{name}.")
+            continue
         default = key.default if not callable(key.default_factory) else key.default_factory()
         if hasattr(default, "__dataclass_fields__"):
             rows += describe(type(default), f"{prefix}{key.name}.")

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from hpcdist.config.schema.declaration import find_trainer
 from hpcdist.config.schema.run import Config
 
 _SCALARS = (NoneType, bool, int, float, str)
@@ -18,9 +19,19 @@ _SCALARS = (NoneType, bool, int, float, str)
 def exact(tree: Mapping[str, Any]) -> Config | None:
     """The config whose `dataclasses.asdict` is `tree`; None where a key, a type or a value is not a config's."""
     try:
-        return cast(Config, _section(Config, tree))
+        return _config(tree)
     except (TypeError, ValueError):
         return None
+
+
+def _config(tree: Mapping[str, Any]) -> Config:
+    kinds = get_type_hints(Config)
+    kinds.pop("sections")
+    trainers = {name: trainer for name in tree.keys() - kinds.keys() if (trainer := find_trainer(name))}
+    if tree.keys() != kinds.keys() | trainers.keys():
+        raise TypeError("not the keys of a config")
+    sections = {name: _value(trainers[name].section, value) for name, value in tree.items() if name in trainers}
+    return Config(sections=sections, **{name: _value(kind, tree[name]) for name, kind in kinds.items()})
 
 
 def _section(kind: type, tree: object) -> object:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 from hpcdist.config.schema.checks import at_least, check, one_line
 from hpcdist.config.schema.cluster import ClusterConfig
 from hpcdist.config.schema.container import ContainerConfig
+from hpcdist.config.schema.declaration import default_trainer, trainer_problems
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
-from hpcdist.config.schema.needs import trainer_problems
+from hpcdist.config.schema.paths import IS_PATH
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.config.schema.training import (
     DataConfig,
@@ -21,12 +22,9 @@ from hpcdist.config.schema.training import (
     StopConfig,
     TrainerConfig,
 )
-from hpcdist.trainers.comm.schema import CommConfig
-from hpcdist.trainers.hybrid.schema import HybridConfig
-from hpcdist.trainers.pipeline.schema import PipelineConfig
-from hpcdist.trainers.rl.schema import RlConfig
-from hpcdist.trainers.rnn.schema import RnnConfig
+from hpcdist.errors import ConfigError
 
+S = TypeVar("S")
 #: Part of RPC names, of config keys and of lines in logs.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -39,7 +37,7 @@ class Config:
     """MLflow experiment, and folder of its runs."""
     name: str = ""
     """Name of the run; empty makes one of the trainer, the time and chance."""
-    runs_dir: str = "${oc.env:HPCDIST_RUNS_DIR,runs}"
+    runs_dir: str = field(default="${oc.env:HPCDIST_RUNS_DIR,runs}", metadata=IS_PATH)
     """Where run folders are made; on a cluster a file system that all nodes share."""
     seed: int = 0
     """Seeds weights, shuffling, augmentation and dropout; each rank derives its own from it."""
@@ -51,11 +49,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    rl: RlConfig = field(default_factory=RlConfig)
-    rnn: RnnConfig = field(default_factory=RnnConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    hybrid: HybridConfig = field(default_factory=HybridConfig)
-    comm: CommConfig = field(default_factory=CommConfig)
+    sections: dict[str, Any] = field(default_factory=dict)
+    """The sections of trainers, by key: that of the shipped trainer that runs, and those that the file contains."""
     stop: StopConfig = field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -82,6 +77,24 @@ class Config:
         # It becomes a line of the batch script.
         check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
 
+    def section(self, kind: type[S]) -> S:
+        """Return the section of a trainer, such as `cfg.section(RlConfig)`.
+
+        Raises ConfigError if this config has no such section.
+        """
+        for section in self.sections.values():
+            if isinstance(section, kind):
+                return section
+        raise ConfigError([f"the config of trainer {self.trainer.target} has no section of type {kind.__name__}"])
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Return a config as plain containers: the keys and values of its YAML."""
+    tree: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        tree |= value if name == "sections" else {name: value}
+    return tree
+
 
 def role_device(config: Config, role: str) -> str:
     """`auto`, `cpu` or `cuda`: a role that asks the cluster for no GPUs, where others do, needs none anywhere."""
@@ -103,15 +116,13 @@ def cross_check(config: Config) -> list[str]:
     problems = []
     if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
         problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
-    if config.trainer.script and config.trainer.target != "ddp":
+    if config.trainer.script and config.trainer.target != default_trainer():
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
         problems += trainer_problems(config)
     if config.launch.device == "cpu":
         if config.launch.backend == "nccl":
             problems.append("launch.backend=nccl needs GPUs, but launch.device=cpu: use launch.backend=gloo")
-        if config.trainer.target == "comm" and config.comm.backend == "nccl":
-            problems.append("comm.backend=nccl needs GPUs, but launch.device=cpu: use comm.backend=gloo")
         if config.precision.dtype == "fp16":
             problems.append("precision.dtype=fp16 needs a GPU, but launch.device=cpu: use precision.dtype=bf16")
         if config.model.sync_batch_norm:

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check
+from hpcdist.config.schema.declaration import default_trainer
+from hpcdist.config.schema.paths import IS_PATH
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """What each rank runs. In YAML a plain string is short for `target`."""
 
-    target: str = "ddp"
-    """A shipped trainer (`ddp`), or your own as `package.module:function`, called with (ctx, cfg)."""
+    target: str = field(default_factory=default_trainer)
+    """A shipped trainer, or your own as `package.module:function`, called with (ctx, cfg)."""
     script: list[str] = field(default_factory=list)
     """Instead of `target`: an unchanged torchrun-style script and its arguments, `[train.py, --lr, "0.1"]`."""
 
@@ -39,7 +41,7 @@ class ModelConfig:
 class DataConfig:
     name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"] = "digits"
     """The dataset. `digits` needs no download: it comes with scikit-learn."""
-    root: str = "${oc.env:HPCDIST_DATA_DIR,'~/.cache/hpcdist/data'}"
+    root: str = field(default="${oc.env:HPCDIST_DATA_DIR,'~/.cache/hpcdist/data'}", metadata=IS_PATH)
     """Folder that holds the datasets, in torchvision's layout (for image_folder: `train/` and `val/` or `test/`)."""
     download: bool = True
     """Download what is missing under `root`, once per node."""

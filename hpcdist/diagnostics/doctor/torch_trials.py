@@ -18,7 +18,7 @@ from hpcdist.machine.check import Check, Level
 
 #: On a network file system that has to wake up the import alone takes most of it.
 TRIAL_S = 90.0
-#: The steps of `rank/trial.py` as people name them.
+#: The steps of `rank/startup_check.py` as people name them.
 _STAGES = {
     "torch": "importing torch",
     "torchvision": "importing torchvision",
@@ -44,7 +44,7 @@ def try_ranks(device: str, backend: str, ranks: int, *, within_s: float = TRIAL_
     """Start ranks that meet on loopback, as `hpcdist run` does, and return what each has said."""
     loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     env = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, "-P", "-m", "hpcdist.rank.trial", device, backend]
+    words = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
     # They meet in a file that only this user can reach: torch's own store would listen on all interfaces.
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-") as folder:
         running = [
@@ -118,7 +118,7 @@ def _fix(stage: str, error: str) -> str:
         return "is the loopback interface up (`ip address show lo`), and no firewall on it? NCCL_DEBUG=INFO tells more"
     if stage == "all-reduce":
         return "NCCL_DEBUG=INFO tells more; too small a /dev/shm and blocked peer access (IOMMU, ACS) are usual causes"
-    return "try it by hand: `python -m hpcdist.rank.trial cpu gloo 0 1 29500`"
+    return "try it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 29500`"
 
 
 def judge_torch(trials: Sequence[Trial]) -> list[Check]:

@@ -30,7 +30,7 @@ def collect(attempt: Attempt, ranks: Ranks, *, limit_s: float, interrupted: Call
         interrupted: asked again and again; true ends the wait.
     """
     began = time.monotonic()
-    # faulthandler prints the stacks into the logs, `rank/flight_recorder.py` writes down the collectives.
+    # faulthandler prints the stacks into the logs, `rank/telemetry/flight_recorder.py` writes down the collectives.
     ranks.signal(signal.SIGUSR1)
     printed_at = time.monotonic() + PRINT_S
     # With Slurm's controller away the signal has taken a while.

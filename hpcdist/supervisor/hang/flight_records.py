@@ -1,7 +1,7 @@
 """What PyTorch's flight recorders tell: which collective each rank waits in, and who has not come to it.
 
 A recorder keeps the last collectives of each process group with their numbers, which are the same on all ranks of the
-group. Ranks write theirs down when they are asked (`rank/flight_recorder.py`). Pure functions.
+group. Ranks write theirs down when they are asked (`rank/telemetry/flight_recorder.py`). Pure functions.
 """
 
 from __future__ import annotations

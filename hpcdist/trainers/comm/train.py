@@ -22,12 +22,25 @@ from datetime import timedelta
 import torch
 
 from hpcdist.bench import output_files, pairs, rpc_calls
+from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import check
 from hpcdist.bench.groups import WORLD, Words, choose_backend, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.measurement_plan import (
+    BYTES,
+    DEPTH,
+    Calls,
+    Check,
+    Hiding,
+    Measurement,
+    Point,
+    Round,
+    Series,
+    elements,
+    points,
+)
 from hpcdist.bench.overlap import measure_overlap
 from hpcdist.bench.patterns import DTYPES
-from hpcdist.bench.plan import BYTES, DEPTH, Calls, Check, Hiding, Measurement, Point, Round, Series, elements, points
 from hpcdist.bench.results import ARTIFACT, Pair, Place, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
@@ -61,7 +74,7 @@ class Bench:
     """One rank's side of the benchmark. Results are the same on every rank, but for RPC's, which rank 0 has."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
-        self.ctx, self.cfg = ctx, cfg.comm
+        self.ctx, self.cfg = ctx, cfg.section(CommConfig)
         timeout = timedelta(seconds=cfg.launch.hang_timeout_s + 60)
         self.words = Words(timeout)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()

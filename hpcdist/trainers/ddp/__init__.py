@@ -1,1 +1,18 @@
 """Trainer `ddp`: image classification with DistributedDataParallel."""
+
+from __future__ import annotations
+
+from hpcdist.config.schema import Config, Trainer
+from hpcdist.models import model_name_problems
+
+
+def _check(config: Config) -> list[str]:
+    return model_name_problems(config.model.name)
+
+
+TRAINER = Trainer(
+    default_config="ddp_digits",
+    shared_sections=("model", "data", "optim", "schedule", "precision"),
+    check=_check,
+    fixed_keys=("model.name", "optim.name"),
+)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.config.schema import HybridConfig
 from hpcdist.errors import DataError
+from hpcdist.trainers.hybrid.schema import HybridConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check
+from hpcdist.config.schema.paths import IS_PATH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class HybridConfig:
     """Who sums up a bag: then each of its rows travels, once a batch, or the sum; `auto`: what is less at first."""
     prefetch: Literal["auto", "values", "indices"] = "auto"
     """What of the next batch travels ahead; values that change come again. `auto`: values if few do."""
-    data: str = ""
+    data: str = field(default="", metadata=IS_PATH)
     """Click log: a Parquet or CSV file; empty makes a synthetic one, whose best possible AUC is known."""
     label: str = "label"
     """The file's column of 0 and 1."""

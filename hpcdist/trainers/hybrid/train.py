@@ -37,13 +37,14 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.hybrid.click_logs import Clicks, batches, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc, dense_part
 from hpcdist.trainers.hybrid.exchange import TableServer
 from hpcdist.trainers.hybrid.lookups import Lookup, Lookups, Plan, Units, choose
+from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.tables import Layout, TableShard, weight_name
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Prepared:
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, and leave checkpoints and, where the tables are small, the final model."""
     ctx.roles.require(trainer=None, server=None)
-    layout = Layout(cfg.hybrid.tables, cfg.hybrid.dim, ctx.roles.count("server"))
+    layout = Layout(cfg.section(HybridConfig).tables, cfg.section(HybridConfig).dim, ctx.roles.count("server"))
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
     with rpc_group(ctx) as group:
@@ -130,7 +131,7 @@ _shard: TableShard | None = None
 def _serve(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: RpcGroup) -> None:
     """Hold rows of the tables, until rank 0 leaves."""
     global _shard
-    hybrid = cfg.hybrid
+    hybrid = cfg.section(HybridConfig)
     shard = _shard = TableShard(
         layout,
         ctx.role_index,
@@ -186,7 +187,7 @@ def _train(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: Rpc
 
 
 def _set_up(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: RpcGroup) -> Training:
-    hybrid, num_trainers = cfg.hybrid, ctx.roles.count("trainer")
+    hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
     shares = load_clicks(hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in shares)
     num_inputs = len(hybrid.tables) * hybrid.dim + data.numeric.shape[1]
@@ -230,7 +231,7 @@ def _sums(groups: Groups, values: Sequence[float]) -> list[float]:
 
 
 def _samples_of(cfg: Config, data: Clicks, *, epoch: int, start: int) -> Iterator[Tensor]:
-    return batches(len(data), cfg.hybrid.batch_size, seed=cfg.seed, epoch=epoch, start=start)
+    return batches(len(data), cfg.section(HybridConfig).batch_size, seed=cfg.seed, epoch=epoch, start=start)
 
 
 def _prepared(run: Training, data: Clicks, samples: Tensor) -> Prepared:
@@ -291,7 +292,7 @@ def _logits(dense: nn.Module, pooled: Tensor, numeric: Tensor) -> Tensor:
 def _log(run: Training, at: Position, meter: Meter) -> None:
     """Record the interval's mean loss over all trainers."""
     loss_sum, num_steps = _sums(run.groups, [meter.loss_sum, meter.num_steps])
-    samples_per_step = run.cfg.hybrid.batch_size * run.ctx.roles.count("trainer")
+    samples_per_step = run.cfg.section(HybridConfig).batch_size * run.ctx.roles.count("trainer")
     now = time.perf_counter()
     metrics = {
         "train/loss": loss_sum / num_steps,
@@ -311,7 +312,7 @@ def evaluate(run: Training) -> dict[str, float]:
 
     Scores of all trainers are brought together, eight bytes a sample and trainer: an AUC is not a mean of parts.
     """
-    size = run.cfg.hybrid.eval_batch_size
+    size = run.cfg.section(HybridConfig).eval_batch_size
     starts = range(0, run.num_eval_batches * size, size)  # a share that is one sample shorter may end in an empty batch
     prepared = (_prepared(run, run.test, torch.arange(len(run.test))[start : start + size]) for start in starts)
     scores = []
@@ -330,7 +331,7 @@ def evaluate(run: Training) -> dict[str, float]:
 
 def _export(run: Training, layout: Layout) -> None:
     """The final model in one process, where its tables are small enough to be brought together at rank 0."""
-    hybrid = run.cfg.hybrid
+    hybrid = run.cfg.section(HybridConfig)
     num_mb = 4e-6 * sum(layout.tables.values()) * layout.dim
     if num_mb > hybrid.export_max_mb:
         log.info(

@@ -21,7 +21,7 @@ from torch.distributed import rpc
 
 from hpcdist.errors import PeerLost
 from hpcdist.rank.context import Context
-from hpcdist.rank.rpc import RpcGroup, remote
+from hpcdist.rank.network.rpc import RpcGroup, remote
 from hpcdist.trainers.pipeline.schedules import SCHEDULES
 from hpcdist.trainers.pipeline.stages import Stage
 

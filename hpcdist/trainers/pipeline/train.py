@@ -37,11 +37,12 @@ from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor
-from hpcdist.rank.rpc import rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire, device_maps
 from hpcdist.trainers.pipeline.schedules import ideal_bubble
+from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stages import Stage, use_onednn_for_pointwise
 from hpcdist.trainers.pipeline.tuning import boundaries, choose_cut, choose_micro_batches
 
@@ -129,14 +130,14 @@ def _set_up(ctx: Context, cfg: Config) -> Iterator[tuple[Training, Position, Met
         model = model.to(memory_format=torch.channels_last)
     saved = ctx.restore()
     units = choose_cut(ctx, model, _example(cfg, data), saved)
-    stage = Stage(model, units[ctx.rank], checkpointing=cfg.pipeline.activation_checkpointing)
+    stage = Stage(model, units[ctx.rank], checkpointing=cfg.section(PipelineConfig).activation_checkpointing)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name, _ in stage.named_parameters()]
     first = names.index(own[0]) if own else 0
     steps_per_epoch = len(data.train) // cfg.data.batch_size
     ends = (
         boundaries(model, units[: ctx.rank + 1], _example(cfg, data)[:1])
-        if cfg.pipeline.engine == "pipelining"
+        if cfg.section(PipelineConfig).engine == "pipelining"
         else None
     )
     del model  # the other stages' part of it
@@ -165,7 +166,7 @@ def _whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 def _example(cfg: Config, data: ImageData) -> Tensor:
     """Made-up images of the size of a micro-batch (of a quarter of the batch where that is to be measured)."""
-    number = cfg.pipeline.micro_batches
+    number = cfg.section(PipelineConfig).micro_batches
     size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
     shape = (size, 3, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -178,7 +179,7 @@ def _engine(ctx: Context, cfg: Config, stage: Stage, ends: tuple[Tensor, Tensor]
         yield PipeliningEngine(
             stage,
             ctx,
-            schedule=cfg.pipeline.schedule,
+            schedule=cfg.section(PipelineConfig).schedule,
             boundaries=ends,
             channels_last=cfg.model.channels_last,
         )
@@ -187,12 +188,14 @@ def _engine(ctx: Context, cfg: Config, stage: Stage, ends: tuple[Tensor, Tensor]
     with rpc_group(ctx, device_maps=maps) as group:
         mapped = [rank for rank, name in enumerate(group.names) if name in maps]
         wire = Wire(ctx, group, mapped)
-        yield RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.pipeline.schedule)
+        yield RpcEngine(
+            stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=cfg.section(PipelineConfig).schedule
+        )
 
 
 def _num_micro_batches(run: Training, saved: Restored | None) -> int:
     """The config's number; for `auto` the checkpoint's, or the fastest one."""
-    number = run.cfg.pipeline.micro_batches
+    number = run.cfg.section(PipelineConfig).micro_batches
     if isinstance(number, int):
         return number
     if saved is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stages import cut_after, cut_evenly, measure_units, unit_module, unit_names
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
         images: a micro-batch to measure with.
     """
     units, num_stages = unit_names(model), ctx.world_size
-    ends = ctx.config.pipeline.cut or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
+    ends = ctx.config.section(PipelineConfig).cut or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
     if ends != ["measured"]:
         if len(ends) != num_stages - 1:
             raise ConfigError(
@@ -62,7 +63,7 @@ def boundaries(model: nn.Module, stages: Sequence[Sequence[str]], images: Tensor
 def choose_micro_batches(ctx: Context, stage: nn.Module, step: Callable[[int], Any]) -> int:
     """The number of micro-batches with which `step(number)` is fastest, gradients and statistics left as they were."""
     cfg = ctx.config
-    least = ctx.world_size if cfg.pipeline.engine == "pipelining" else 1
+    least = ctx.world_size if cfg.section(PipelineConfig).engine == "pipelining" else 1
     size = cfg.data.batch_size
     numbers = [n for n in CANDIDATES if size % n == 0 and n >= least and size // n > 1] or [least]
     buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}

@@ -1,1 +1,16 @@
 """Trainer `rl`: proximal policy optimization with one agent and several observers."""
+
+from __future__ import annotations
+
+from hpcdist.config.schema import Trainer
+from hpcdist.trainers.rl.schema import RlConfig
+
+TRAINER = Trainer(
+    default_config="rl_cartpole",
+    section=RlConfig,
+    shared_sections=("optim", "schedule"),
+    roles={"agent": 1, "observer": 2},
+    single_roles=("agent",),
+    instead_of_accumulation="rl.minibatches",
+    fixed_keys=("rl.env", "rl.hidden", "rl.normalize_observations", "optim.name"),
+)

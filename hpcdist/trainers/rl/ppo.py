@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpcdist.config.schema import Config
 from hpcdist.trainers.rl.policy import Floats, Policy, log_prob
 from hpcdist.trainers.rl.rollouts import Rollout
+from hpcdist.trainers.rl.schema import RlConfig
 
 
 def learn(
@@ -22,7 +23,7 @@ def learn(
         Sums over optimizer steps of policy loss, value loss, entropy and the divergence from the policy that acted,
         [4] on `device`, and the number of optimizer steps.
     """
-    rl = cfg.rl
+    rl = cfg.section(RlConfig)
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
     gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.discount, rl.gae_lambda))

@@ -27,19 +27,20 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from hpcdist.config.schema import Config, RlConfig
+from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError, PeerLost, RemoteError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.context import Context
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor
-from hpcdist.rank.rpc import RpcGroup, remote, rpc_group
-from hpcdist.rank.step_timing import StepTimer
+from hpcdist.rank.telemetry.step_timing import StepTimer
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.rl.environments import Environments, Floats, Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.trainers.rl.policy import Actor, Policy
 from hpcdist.trainers.rl.ppo import learn
 from hpcdist.trainers.rl.rollouts import Collector, Rollout, random_numbers
+from hpcdist.trainers.rl.schema import RlConfig
 
 log = logging.getLogger(__name__)
 #: What `checkpoint.best` may name.
@@ -157,10 +158,12 @@ def train(ctx: Context, cfg: Config) -> None:
     global _collector, _inference, _timer
     if (best := cfg.checkpoint.best) not in MEASURED:
         raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(MEASURED)}"])
-    problem = Problem.of(cfg.rl.env, cfg.rl.env_options, cfg.rl.max_episode_steps)
+    problem = Problem.of(
+        cfg.section(RlConfig).env, cfg.section(RlConfig).env_options, cfg.section(RlConfig).max_episode_steps
+    )
     if ctx.role == "observer":
         _timer = ctx.timer
-        _collector = collector = Collector(problem, cfg.rl.num_envs, seed=cfg.seed, index=ctx.role_index)
+        _collector = collector = Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=ctx.role_index)
         saved = ctx.restore()
         if saved is not None and saved.local is not None:
             collector.load_state(saved.local)
@@ -187,7 +190,7 @@ def _lead(agent: Agent) -> None:
             return  # stopped, and saved
         _save(agent, _evaluate(agent))
     ctx.end_reason = reason
-    if agent.cfg.rl.record:
+    if agent.cfg.section(RlConfig).record:
         _record(agent)
     example = torch.zeros(2, agent.problem.num_inputs)
     ctx.export_model(agent.policy, example)
@@ -206,16 +209,19 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
 
 
 def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
-    policy = build_policy(problem, cfg.rl).to(ctx.device)
-    at, meter = Course(steps_per_epoch=cfg.rl.updates_per_epoch), Meter(torch.zeros(4, device=ctx.device))
+    policy = build_policy(problem, cfg.section(RlConfig)).to(ctx.device)
+    at, meter = (
+        Course(steps_per_epoch=cfg.section(RlConfig).updates_per_epoch),
+        Meter(torch.zeros(4, device=ctx.device)),
+    )
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
-    test_envs = make_environments(problem, cfg.rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
+    test_envs = make_environments(problem, cfg.section(RlConfig).eval_episodes, random_numbers(cfg.seed, 1, 0))
     if (saved := ctx.restore()) is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         at = Course(**saved.trainer["position"])
-        at.rescale(cfg.rl.updates_per_epoch)
+        at.rescale(cfg.section(RlConfig).updates_per_epoch)
         meter = Meter(**saved.trainer["meter"])
         meter.losses = meter.losses.to(ctx.device)
         pending = [Rollout(*parts) for parts in saved.trainer["pending"]]
@@ -259,7 +265,7 @@ def _update(agent: Agent) -> None:
     cfg, at, meter = agent.cfg, agent.at, agent.meter
     agent.pending = agent.pending or _request(agent, at.step)
     rollout = Rollout.join(_arrived(agent))
-    agent.pending = _request(agent, at.step + 1) if cfg.rl.mode == "async" else ()
+    agent.pending = _request(agent, at.step + 1) if cfg.section(RlConfig).mode == "async" else ()
     for group in agent.optimizer.param_groups:
         group["lr"] = cfg.optim.lr * lr_factor(at.step, agent.total_steps, cfg.schedule)
     losses, num_losses = learn(agent.policy, agent.optimizer, rollout, cfg, agent.ctx.device)
@@ -277,7 +283,7 @@ def _update(agent: Agent) -> None:
 def _request(agent: Agent, number: int) -> list[torch.futures.Future[Rollout]]:
     """Have every observer collect its rollout of this number with the weights as they are now."""
     assert agent.group is not None
-    rl, weights = agent.cfg.rl, agent.policy.actor_state()
+    rl, weights = agent.cfg.section(RlConfig), agent.policy.actor_state()
     if rl.inference == "remote":
         weights = {name: value for name, value in weights.items() if name == "log_std"}
     # Longer than any rollout: it is the supervisor who finds a rank that hangs.

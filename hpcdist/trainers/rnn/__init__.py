@@ -1,1 +1,15 @@
 """Trainer `rnn`: a recurrent language model with its vocabulary on parameter servers."""
+
+from __future__ import annotations
+
+from hpcdist.config.schema import Trainer
+from hpcdist.trainers.rnn.schema import RnnConfig
+
+TRAINER = Trainer(
+    default_config="rnn_lm",
+    section=RnnConfig,
+    shared_sections=("optim", "schedule"),
+    roles={"trainer": 1, "server": 1},
+    instead_of_accumulation="rnn.batch_size",
+    fixed_keys=("rnn.embedding", "rnn.hidden", "rnn.layers", "rnn.tied", "optim.name"),
+)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns
 from hpcdist.trainers.rnn.vocabulary_client import Rows, Servers
 from hpcdist.trainers.rnn.vocabulary_server import step
@@ -47,9 +48,11 @@ class Learner:
         self.servers = servers
         self.state: tuple[Tensor, Tensor] | None = None  #: hidden, at the start of the next batch to be launched
         self.device = device
-        self._copies = deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.rnn.mode == "async" else None
+        self._copies = (
+            deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.section(RnnConfig).mode == "async" else None
+        )
         self._clip = cfg.optim.clip_norm
-        self._dropout = cfg.rnn.dropout
+        self._dropout = cfg.section(RnnConfig).dropout
         self._trainers = trainers
         self._num_trainers = dist.get_world_size(trainers)
         self._num_launched = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcdist.config.schema.checks import above, at_least, check
+from hpcdist.config.schema.paths import IS_PATH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class RnnConfig:
     Roles: `trainer` (first; holds the LSTM) and `server` (holds rows of the embedding and of the decoder).
     """
 
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list, metadata=IS_PATH)
     """Text to learn, as paths or globs (`**` goes into folders); none means the source of Python's standard library."""
     corpus_mb: float = 2.0
     """Read at most so many MB of it; `seed` shuffles the files."""

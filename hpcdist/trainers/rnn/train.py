@@ -40,11 +40,12 @@ from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
 from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import lr_factor
-from hpcdist.rank.rpc import RpcGroup, rpc_group
 from hpcdist.rank.training_position import Position
 from hpcdist.trainers.rnn.language_model import DECODER, ENCODER, LanguageModel, build_lstm, first_rows, sample
 from hpcdist.trainers.rnn.learner import Flight, Learner
+from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Columns, Tokenizer, load_corpus
 from hpcdist.trainers.rnn.vocabulary import VocabularyShard, row_bounds
 from hpcdist.trainers.rnn.vocabulary_client import Servers
@@ -61,7 +62,7 @@ def train(ctx: Context, cfg: Config) -> None:
     trainers = dist.new_group(ranks)
     wire, device_maps = _wire(ctx)
     # One rank reads: all have the same text, wherever they are. Servers need to know how many rows there are.
-    corpus = load_corpus(cfg.rnn, cfg.seed) if ctx.is_main else None
+    corpus = load_corpus(cfg.section(RnnConfig), cfg.seed) if ctx.is_main else None
     size: list[Any] = [corpus and corpus.tokenizer.size]
     dist.broadcast_object_list(size)
     options: dict[str, Any] = {
@@ -97,7 +98,7 @@ def _wire(ctx: Context) -> tuple[torch.device, dict[str, dict[Any, Any]] | None]
 
 
 def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device) -> Server:
-    rnn = cfg.rnn
+    rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
         first_rows(start, stop, rnn.embedding, cfg.seed, ENCODER),
@@ -169,7 +170,7 @@ def _open_trainer(
     wire: torch.device,
     trainers: dist.ProcessGroup,
 ) -> tuple[Training, Position, Meter]:
-    rnn = cfg.rnn
+    rnn = cfg.section(RnnConfig)
     part = ctx.role_index, ctx.roles.count(TRAINER)
     train_columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
     names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
@@ -210,7 +211,7 @@ def _train(run: Training, group: RpcGroup, at: Position, meter: Meter) -> None:
 def _train_epoch(run: Training, group: RpcGroup, at: Position, meter: Meter) -> bool:
     """Do what is left of the epoch; False when the trainers agreed to stop, with everything saved."""
     ctx, cfg, learner = run.ctx, run.cfg, run.learner
-    in_flight = 2 if cfg.rnn.mode == "async" else 1
+    in_flight = 2 if cfg.section(RnnConfig).mode == "async" else 1
     every = cfg.checkpoint.every_steps
     flights: deque[Flight] = deque()
     coming = run.train[at.step_in_epoch]  # the batch to be launched next
@@ -290,7 +291,7 @@ def _save(run: Training, group: RpcGroup, at: Position, meter: Meter, metrics: d
 
 def _finish(run: Training, tokenizer: Tokenizer) -> None:
     """The whole model in one process: what it writes, and the model itself."""
-    rnn = run.cfg.rnn
+    rnn = run.cfg.section(RnnConfig)
     model = LanguageModel(
         vocab_size=run.vocab_size,
         embedding=rnn.embedding,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import OptimConfig
 from hpcdist.errors import HpcdistError, PeerLost
+from hpcdist.rank.network.rpc import remote
 from hpcdist.rank.optimizer import build_optimizer
-from hpcdist.rank.rpc import remote
 from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
 
 T = TypeVar("T")

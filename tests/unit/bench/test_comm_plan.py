@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hpcdist.bench import rpc_calls
+from hpcdist.bench.comm_config import COMM_DTYPES, COMM_OPERATIONS, CommConfig, parse_bytes
 from hpcdist.bench.groups import cuts
 from hpcdist.bench.measurement import Timing
+from hpcdist.bench.measurement_plan import Check, Measurement, elements, points, sizes
 from hpcdist.bench.operations import OPERATIONS
 from hpcdist.bench.pairs import FEW, rounds, tournament
 from hpcdist.bench.patterns import DTYPES, NEVER, REDUCTIONS, contribution, message, reduced
-from hpcdist.bench.plan import Check, Measurement, elements, points, sizes
-from hpcdist.trainers.comm.schema import COMM_DTYPES, COMM_OPERATIONS, CommConfig, parse_bytes
 
 
 def test_names_in_the_schema_are_those_of_the_code() -> None:

@@ -16,17 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.checkpoint import files
+from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.checkpoint.host_copy import HostBuffers
-from hpcdist.checkpoint.saver import (
-    AsyncSaver,
-    CheckpointStore,
-    clean_state_dict,
-    load_clean_state_dict,
-    load_weights,
-    rng_state,
-    set_rng_state,
-)
+from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
+from hpcdist.checkpoint.saver import AsyncSaver
+from hpcdist.checkpoint.state_dict import clean_state_dict, load_clean_state_dict
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.weights import load_weights
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.files import retry
 
@@ -48,14 +44,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        write = files.write_checkpoint
+        write = checkpoint_folder.write_checkpoint
 
         def held(*args: Any, **kwargs: Any) -> None:
             self.reached.set()
             assert self.open.wait(30)
             write(*args, **kwargs)
 
-        monkeypatch.setattr(files, "write_checkpoint", held)
+        monkeypatch.setattr(checkpoint_folder, "write_checkpoint", held)
 
 
 def save(saver: AsyncSaver, step: int, **options: Any) -> None:
@@ -110,13 +106,13 @@ def test_the_next_save_waits_for_the_one_before(
 
 def test_buffers_are_used_again(saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers: list[int] = []
-    write = files.write_checkpoint
+    write = checkpoint_folder.write_checkpoint
 
     def spy(*args: Any, **kwargs: Any) -> None:
         pointers.append(kwargs["model"]["w"].data_ptr())
         write(*args, **kwargs)
 
-    monkeypatch.setattr(files, "write_checkpoint", spy)
+    monkeypatch.setattr(checkpoint_folder, "write_checkpoint", spy)
     for step in (1, 2, 3):
         save(saver, step, block=True)
     assert len(pointers) == 3
@@ -337,8 +333,9 @@ KILLED = '''
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from hpcdist.checkpoint import files as checkpoint_files
-from hpcdist.checkpoint.saver import AsyncSaver, CheckpointStore
+from hpcdist.checkpoint import checkpoint_folder
+from hpcdist.checkpoint.saver import AsyncSaver
+from hpcdist.checkpoint.store import CheckpointStore
 
 def child(folder, fatal, report):
     reached = 0
@@ -351,7 +348,7 @@ def child(folder, fatal, report):
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and "step-" in str(args[0]):
             moment()
     sys.addaudithook(audit)
-    write = checkpoint_files._HashingFile.write
+    write = checkpoint_folder._HashingFile.write
     def watched_fsync(descriptor):
         moment()  # a killed process loses nothing that it has written: the sync itself would only take time
     def torn_write(self, data):
@@ -361,7 +358,7 @@ def child(folder, fatal, report):
         done = write(self, data[:half])
         moment()
         return done + write(self, data[half:])
-    os.fsync, checkpoint_files._HashingFile.write = watched_fsync, torn_write
+    os.fsync, checkpoint_folder._HashingFile.write = watched_fsync, torn_write
     saver = AsyncSaver(CheckpointStore(folder))
     for step in range(1, 4):
         saver.save(step, model={"w": torch.full((50,), float(step))}, trainer=step, rank_states=[], block=True)

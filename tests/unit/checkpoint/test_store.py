@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcdist.checkpoint.files import FileRecord, _HashingFile
+from hpcdist.checkpoint.checkpoint_folder import FileRecord, _HashingFile
 from hpcdist.checkpoint.store import CheckpointStore, Snapshot
 from hpcdist.errors import CheckpointError
 

@@ -21,6 +21,7 @@ from hpcdist.config.loading import (
     to_yaml,
 )
 from hpcdist.config.schema import Config, RoleRequest, describe, exact, role_device
+from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.errors import ConfigError, shown
 
 Write = Callable[[str], Path]
@@ -137,6 +138,10 @@ def test_describe_lists_every_leaf_with_type_default_and_a_line() -> None:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             name = prefix + field.name
+            if name == "sections":
+                for key, kind in trainer_sections().items():
+                    found |= leaves(kind(), f"{key}.")
+                continue
             found |= leaves(value, f"{name}.") if dataclasses.is_dataclass(value) else {name}
         return found
 

@@ -13,7 +13,7 @@ import pytest
 from hpcdist.diagnostics.doctor import torch_trials
 from hpcdist.diagnostics.doctor.software import TOGETHER
 from hpcdist.diagnostics.doctor.torch_trials import Trial, judge_ranks, judge_torch, try_ranks
-from hpcdist.rank import trial
+from hpcdist.rank import startup_check
 
 WELL = (
     {"stage": "torch", "seconds": 1.0, "version": "2.15.0+cu132", "cuda": "13.2"},
@@ -113,10 +113,10 @@ def test_the_trial_itself_says_what_is_wrong(
         raise ArithmeticError("3 of 65536 numbers of a matrix product are wrong")
 
     for stage in ("_import_torch", "_import_torchvision", "_meet", "_all_reduce"):
-        monkeypatch.setattr(trial, stage, lambda *_: {})
-    assert trial.main(["cpu", "gloo", "0", "1", "0"]) == 0
-    monkeypatch.setattr(trial, "_compute", wrong)
-    assert trial.main(["cpu", "gloo", "0", "1", "0"]) == 1
+        monkeypatch.setattr(startup_check, stage, lambda *_: {})
+    assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 0
+    monkeypatch.setattr(startup_check, "_compute", wrong)
+    assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 1
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["stage"] for one in said[:5]] == [one["stage"] for one in WELL]
     wrong_product = "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcdist.files.atomic import read_json
-from hpcdist.rank.flight_recorder import record_collectives, write_records
+from hpcdist.rank.telemetry.flight_recorder import record_collectives, write_records
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hpcdist.files.atomic import read_json
-from hpcdist.rank import heartbeat
-from hpcdist.rank.heartbeat import Heartbeat
+from hpcdist.rank.telemetry import heartbeat
+from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 

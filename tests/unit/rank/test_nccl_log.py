@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.rank import nccl_log
-from hpcdist.rank.nccl_log import NOT_SEEN, OTHER, SOCKETS, active_infiniband, judge, log_env, transport
+from hpcdist.rank.telemetry import nccl_log
+from hpcdist.rank.telemetry.nccl_log import NOT_SEEN, OTHER, SOCKETS, active_infiniband, judge, log_env, transport
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 

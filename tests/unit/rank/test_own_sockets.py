@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from hpcdist.rank import own_sockets
-from hpcdist.rank.own_sockets import attach, detach, tcp_sockets
+from hpcdist.rank.network import own_sockets
+from hpcdist.rank.network.own_sockets import attach, detach, tcp_sockets
 
 HERE = "127.0.0.1"
 

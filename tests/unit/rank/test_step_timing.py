@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist.rank import step_timing
-from hpcdist.rank.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, Totals
-from hpcdist.rank.timed_ddp import MAX_SEARCHES, LastGradient
+from hpcdist.rank.telemetry import step_timing
+from hpcdist.rank.telemetry.step_timing import CudaClock, HostClock, NodeTimes, StepTimer, Totals
+from hpcdist.rank.telemetry.timed_ddp import MAX_SEARCHES, LastGradient
 from hpcdist.rank.topology import Topology
 from hpcdist.run.polling import TIMES_PER_S
 

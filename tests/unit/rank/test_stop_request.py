@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.rank import stop_agreement
-from hpcdist.rank.signals import StopFlag
 from hpcdist.rank.stop_agreement import StopAgreement
+from hpcdist.rank.stop_signals import StopFlag
 
 
 def test_a_request_that_cannot_be_looked_for_is_looked_for_again(

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from hpcdist.bench.comm_config import CommConfig
 from hpcdist.config.loading import load_config, load_run_config
-from hpcdist.config.schema import CommConfig, Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.run import create, snapshot
@@ -88,8 +89,8 @@ def test_a_run_is_named_after_trainer_time_and_chance(
             TrainerConfig(target="no_such_module.sub:train"),
             "trainer.target: no module 'no_such_module' in {cwd} or among the installed packages",
         ),
-        (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of comm, ddp"),
-        (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of comm, ddp"),
+        (TrainerConfig(target="dpp"), "trainer: 'dpp' is not one of ddp, rl"),
+        (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of ddp, rl"),
     ],
 )
 def test_a_trainer_that_is_not_there(project: Path, trainer: TrainerConfig, message: str) -> None:
@@ -99,7 +100,7 @@ def test_a_trainer_that_is_not_there(project: Path, trainer: TrainerConfig, mess
 
 
 def test_a_torch_without_mpi_is_told_before_the_start(project: Path) -> None:
-    config = Config(trainer=TrainerConfig(target="comm"), comm=CommConfig(backend="mpi"))
+    config = Config(trainer=TrainerConfig(target="comm"), sections={"comm": CommConfig(backend="mpi")})
     with pytest.raises(ConfigError, match=r"^comm\.backend=mpi needs a torch that was built with MPI.* or use comm\.b"):
         check_trainer(config, project)
 

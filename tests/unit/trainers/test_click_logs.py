@@ -13,10 +13,10 @@ import pytest
 import torch
 from pyarrow import csv, parquet
 
-from hpcdist.config.schema import HybridConfig
 from hpcdist.errors import DataError
 from hpcdist.trainers.hybrid.click_logs import Bags, Clicks, batches, load_clicks, padded
 from hpcdist.trainers.hybrid.click_model import auc
+from hpcdist.trainers.hybrid.schema import HybridConfig
 
 COLUMNS: dict[str, Any] = {
     "label": [0, 1, 1, 0, 1, 0],

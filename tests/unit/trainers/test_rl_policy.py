@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcdist.config.schema import Config, OptimConfig, RlConfig
+from hpcdist.config.schema import Config, OptimConfig
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.trainers.rl.environments import Problem
 from hpcdist.trainers.rl.policy import Actor, Policy, log_prob
 from hpcdist.trainers.rl.ppo import advantages, learn
 from hpcdist.trainers.rl.rollouts import Collector, Rollout
+from hpcdist.trainers.rl.schema import RlConfig
 
 HOST = torch.device("cpu")
 
@@ -99,7 +100,7 @@ def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     policy, rollout = rollout_of(name)
     plain = copy.deepcopy(policy)
     rl = RlConfig(passes=1, minibatches=1, value_weight=0.7, entropy_weight=0.3)
-    cfg = Config(rl=rl, optim=OptimConfig(name="sgd", lr=1.0, momentum=0.0))
+    cfg = Config(sections={"rl": rl}, optim=OptimConfig(name="sgd", lr=1.0, momentum=0.0))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     sums, num_steps = learn(policy, optimizer, rollout, cfg, HOST)
     assert num_steps == 1
@@ -128,7 +129,7 @@ def test_every_weight_of_the_policy_moves() -> None:
     """The published tutorial of a sibling steps parameters whose gradients lie elsewhere: its weights never move."""
     policy, rollout = rollout_of("Pendulum-v1")
     before = copy.deepcopy(policy.state_dict())
-    cfg = Config(optim=OptimConfig(lr=1e-2, clip_norm=0.5))
+    cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, clip_norm=0.5))
     learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert [key for key, value in policy.state_dict().items() if torch.equal(value, before[key])] == []
 
@@ -143,7 +144,7 @@ def test_steps_that_are_no_transitions_are_not_learnt_from() -> None:
     def trained(of: Rollout) -> list[Tensor]:
         torch.manual_seed(1)
         mine = copy.deepcopy(policy)
-        learn(mine, build_optimizer(mine.parameters(), OptimConfig()), of, Config(), HOST)
+        learn(mine, build_optimizer(mine.parameters(), OptimConfig()), of, Config(sections={"rl": RlConfig()}), HOST)
         return list(mine.parameters())
 
     for one, other in zip(trained(rollout), trained(rollout._replace(**spoilt)), strict=True):
@@ -152,7 +153,7 @@ def test_steps_that_are_no_transitions_are_not_learnt_from() -> None:
 
 def test_the_learning_rate_and_the_clip_bound_an_update() -> None:
     policy, rollout = rollout_of()
-    cfg = Config(rl=RlConfig(passes=30, minibatches=2), optim=OptimConfig(lr=3e-3))
+    cfg = Config(sections={"rl": RlConfig(passes=30, minibatches=2)}, optim=OptimConfig(lr=3e-3))
     _, num_steps = learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert num_steps == 60
     with torch.no_grad():

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcdist.config.loading import load_config
-from hpcdist.config.schema import RlConfig
 from hpcdist.errors import ConfigError
+from hpcdist.trainers.rl.schema import RlConfig
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
+from hpcdist.trainers.rnn.schema import RnnConfig
 
 
 def test_the_shipped_config_is_whole() -> None:
     config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
     assert (list(config.roles), config.checkpoint.best_mode) == (["trainer", "server"], "min")
-    assert config.rnn.files[0].startswith("/")
+    assert config.section(RnnConfig).files[0].startswith("/")
 
 
 @pytest.mark.parametrize(

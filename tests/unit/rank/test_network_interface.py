@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hpcdist.errors import TopologyError
-from hpcdist.rank.network import INTERFACE_VARIABLES, interface_env
+from hpcdist.rank.network.network_interface import INTERFACE_VARIABLES, interface_env
 
 
 def test_the_interface_that_leads_to_the_master() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.rank.step_timing import StepTimer
+from hpcdist.rank.telemetry.step_timing import StepTimer
 
 #: How often the last gradient may turn out to be another one before those that were found have to do.
 MAX_SEARCHES = 5

@@ -30,8 +30,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError
 from hpcdist.rank.context import Context
-from hpcdist.rank.peer_admission import RpcAdmission
-from hpcdist.rank.rpc_signing import sign_messages
+from hpcdist.rank.network.peer_admission import RpcAdmission
+from hpcdist.rank.network.rpc_signing import sign_messages
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

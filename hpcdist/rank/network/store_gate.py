@@ -28,7 +28,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it at run time
 
 from hpcdist.errors import RendezvousError
-from hpcdist.rank import own_sockets
+from hpcdist.rank.network import own_sockets
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"

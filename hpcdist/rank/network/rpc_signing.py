@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.rpc import api, internal
 
 from hpcdist.errors import HpcdistError
-from hpcdist.rank.store_gate import sign
+from hpcdist.rank.network.store_gate import sign
 
 log = logging.getLogger(__name__)
 _SIGNATURE_BYTES = 32

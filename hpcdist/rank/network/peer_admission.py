@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from hpcdist.errors import RendezvousError
-from hpcdist.rank import own_sockets
-from hpcdist.rank.own_sockets import Address, OwnSocket
+from hpcdist.rank.network import own_sockets
+from hpcdist.rank.network.own_sockets import Address, OwnSocket
 
 log = logging.getLogger(__name__)
 #: A connection as one end sees it: its own address and the other's.

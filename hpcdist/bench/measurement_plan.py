@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcdist.bench import overlap, pairs
+from hpcdist.bench.comm_config import COMM_OPERATIONS, CommConfig, parse_bytes
 from hpcdist.bench.correctness import Variety
 from hpcdist.bench.groups import WORLD, cuts
 from hpcdist.bench.operations import OPERATIONS
 from hpcdist.bench.patterns import DTYPES, REDUCTIONS
-from hpcdist.config.schema import CommConfig
-from hpcdist.trainers.comm.schema import COMM_OPERATIONS, parse_bytes
 
 #: What only moves is measured in these.
 BYTES = "uint8"

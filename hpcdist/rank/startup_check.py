@@ -1,6 +1,6 @@
 """What the start of a rank comes down to, tried: import torch, compute, find the others, add something up with them.
 
-    python -P -m hpcdist.rank.trial DEVICE BACKEND RANK RANKS FILE
+    python -P -m hpcdist.rank.startup_check DEVICE BACKEND RANK RANKS FILE
 
 Prints one line of JSON after each stage, so that whoever waits in vain sees how far a rank came: `stage`, `seconds`,
 and what was found. `hpcdist doctor` starts it, and judges.

@@ -22,10 +22,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch exports t
 )
 
 from hpcdist.errors import RendezvousError
-from hpcdist.rank import own_sockets
-from hpcdist.rank.own_sockets import Address
-from hpcdist.rank.peer_admission import guard_gloo
-from hpcdist.rank.store_gate import LOOPBACK, PROOF_S, StoreServer, open_relay, prove
+from hpcdist.rank.network import own_sockets
+from hpcdist.rank.network.own_sockets import Address
+from hpcdist.rank.network.peer_admission import guard_gloo
+from hpcdist.rank.network.store_gate import LOOPBACK, PROOF_S, StoreServer, open_relay, prove
 from hpcdist.rank.topology import Topology
 
 

@@ -1,0 +1,101 @@
+"""The declaration of a shipped trainer, and the lookup of one by its name.
+
+The packages above this one use a trainer through its declaration alone, so that no trainer is named outside
+`hpcdist/trainers/`. The declarations import no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from hpcdist.config.schema.run import Config
+
+
+def _no_problems(config: Config) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A shipped trainer: the attribute `TRAINER` of its package. Its `train` module holds `train(ctx, cfg)`."""
+
+    default_config: str
+    """The shipped config that runs this trainer."""
+    section: type | None = None
+    """The dataclass of its own config section, whose key is the trainer's name."""
+    shared_sections: tuple[str, ...] = ()
+    """The sections for several trainers that this one reads: some of model, data, optim, schedule and precision."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Its roles in rank order, each with an example of a count; empty if it has none."""
+    single_roles: tuple[str, ...] = ()
+    """The roles that have exactly one rank."""
+    instead_of_accumulation: str = ""
+    """The key to use instead of optim.grad_accum_steps, where the trainer does not support that."""
+    check: Callable[[Config], list[str]] = _no_problems
+    """Return the mistakes in a config of this trainer that no section can detect alone."""
+    check_host: Callable[[Config], list[str]] = _no_problems
+    """Return the problems that only the host of the supervisor can detect, such as missing files."""
+    fixed_keys: tuple[str, ...] = ()
+    """The keys that a resume cannot change, because they determine the content of a checkpoint."""
+    is_benchmark: bool = False
+    """Whether a run ends with a report for `hpcdist bench show` instead of final metrics."""
+
+
+def trainer_names() -> tuple[str, ...]:
+    """Return the names of the shipped trainers in the order of the documentation; the first one is the default."""
+    return cast("tuple[str, ...]", importlib.import_module("hpcdist.trainers").NAMES)
+
+
+def default_trainer() -> str:
+    return trainer_names()[0]
+
+
+@functools.cache
+def find_trainer(name: str) -> Trainer | None:
+    """Return the declaration of a shipped trainer, or None if `name` is not the name of one."""
+    if name not in trainer_names():
+        return None
+    return cast(Trainer, importlib.import_module(f"hpcdist.trainers.{name}").TRAINER)
+
+
+def trainer_sections() -> dict[str, type]:
+    """Return the config sections of the shipped trainers by key."""
+    found = {name: find_trainer(name) for name in trainer_names()}
+    return {name: trainer.section for name, trainer in found.items() if trainer and trainer.section}
+
+
+def trainer_problems(config: Config) -> list[str]:
+    """Return the mistakes in a config that concern its shipped trainer; none for a trainer of the user's own."""
+    name = config.trainer.target
+    trainer = find_trainer(name)
+    if trainer is None:
+        return []
+    problems = []
+    if trainer.roles and (
+        tuple(config.roles) != tuple(trainer.roles) or any(config.roles[role] != 1 for role in trainer.single_roles)
+    ):
+        got = ", ".join(f"{role}: {count}" for role, count in config.roles.items()) or "none"
+        needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
+        example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
+        problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
+    if trainer.instead_of_accumulation and config.optim.accumulate != 1:
+        problems.append(
+            f"optim.accumulate={config.optim.accumulate} is not for trainer {name}:"
+            f" use {trainer.instead_of_accumulation}"
+        )
+    return problems + trainer.check(config)
+
+
+def unused_sections(trainer: str) -> set[str]:
+    """Return the keys of the sections that a shipped trainer does not read; none for any other code."""
+    declared = find_trainer(trainer)
+    if declared is None:
+        return set()
+    others = (find_trainer(name) for name in trainer_names())
+    shared = {section for other in others if other for section in other.shared_sections}
+    return {*trainer_names(), *shared} - {trainer, *declared.shared_sections}
