@@ -8,7 +8,7 @@ EXTRAS := train,dev
 MINUTES ?= 60
 WORKERS ?= 3
 
-.PHONY: help quickstart install check unit smoke test faults fuzz bench lock clean
+.PHONY: help quickstart install check unit smoke test faults fuzz bench docs recording screenshots lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,8 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; fi
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh scripts/*.sh
 
 unit: install ## tests that start no processes, in 90 s
@@ -51,10 +53,20 @@ bench: install ## benchmarks against bare loops and other tools; results in benc
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
+docs: install ## build the documentation into site/; a broken link or reference fails
+	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS),docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+recording: install ## record the README's terminal session on a dev cluster; needs root and the Slurm packages
+	$(BIN)/python scripts/record_terminal.py docs/images/recording.svg
+
+screenshots: install ## take the README's pictures of MLflow; needs Chromium
+	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'drawn_as_they_were or cells_of_a_sweep'
+
 lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)
 
 clean: ## remove what was made here, runs excepted
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf --one-file-system /var/tmp/hpcdist-tests

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpcdist.errors import HpcdistError
@@ -17,9 +16,6 @@ from hpcdist.slurm.job_info import SACCT_FIELDS, SQUEUE_FIELDS, JobInfo, parse_s
 
 #: Slurm's own commands go on trying for up to a minute when their controller is away.
 ANSWER_WITHIN_S = 10.0
-#: Whoever follows a job asks no more often than this, and this seldom while nobody answers.
-LOOK_EVERY_S = 5.0
-LOOK_AWAY_S = 30.0
 
 
 class SlurmUnavailableError(HpcdistError):
@@ -143,23 +139,6 @@ class JobSnapshot:
     def dead(self) -> bool:
         """Whether Slurm says that the job neither runs nor will run."""
         return not self.away and (self.facts is None or not self.facts.alive)
-
-
-class JobWatch:
-    """Looks at one job again and again; Slurm is asked every few seconds, and less while it does not answer."""
-
-    def __init__(self, job: JobRef, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._job = job
-        self._clock = clock
-        self._last = JobSnapshot()
-        self._next = float("-inf")
-
-    def look(self) -> JobSnapshot:
-        """The newest look, the same object for some seconds. Never raises: a Slurm that is away is a note."""
-        if self._clock() >= self._next:
-            self._last = look_at(self._job)
-            self._next = self._clock() + (LOOK_AWAY_S if self._last.away else LOOK_EVERY_S)
-        return self._last
 
 
 def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:

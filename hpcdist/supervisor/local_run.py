@@ -19,10 +19,11 @@ from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.supervisor import Supervisor
-from hpcdist.tracking.uri import choose_uri
 
 
-def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str]) -> State:
+def supervise(
+    run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str], *, tracking_uri: str
+) -> State:
     """Hold the run and see it through to its end; returns its last state.
 
     Raises RunFolderError when another supervisor holds it, or when it is only half made.
@@ -37,9 +38,10 @@ def supervise(run: RunDir, config: Config, plan: Plan, report: Reporter, env: Ma
         # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
         env = {**env, **secrets_of(config)}
         import_path = snapshot.import_path(code, run)
-        uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
         with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd) as launcher:
-            supervisor = Supervisor(run, config, launcher, report, tracking_uri=uri, env=env, check_lease=held.check)
+            supervisor = Supervisor(
+                run, config, launcher, report, tracking_uri=tracking_uri, env=env, check_lease=held.check
+            )
             return supervisor.run()
 
 

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.uri import choose_uri, is_server
+from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     """Let MLflow show a run that waits in the queue; a sentence."""
     try:
-        return ship_once(run, choose_uri(env, config.tracking.uri, Path(config.runs_dir)), env)
+        return ship_once(run, resolve_uri(config, env), env)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
 
@@ -87,7 +86,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
     A block that is left by Ctrl-C leaves the run, which goes on, as it is.
     """
     try:
-        uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+        uri = resolve_uri(config, env)
     except TrackingError as error:
         log.warning("%s; the run is followed, not shipped from here", error)
         yield

@@ -30,7 +30,7 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import labels
 from hpcdist.tracking.delivery import Shipper
-from hpcdist.tracking.uri import choose_uri, redact_uri
+from hpcdist.tracking.uri import redact_uri
 
 log = logging.getLogger(__name__)
 
@@ -217,9 +217,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         run = RunDir.open(Path(argv[0]))
         config = labels.read_config(run)
-        configured = (config.get("tracking") or {}).get("uri") or ""
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
-        uri = choose_uri(env, configured, run.path.parent.parent)
+        uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):
             return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:

@@ -32,7 +32,7 @@ from hpcdist.slurm.job_components import table
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.uri import choose_uri
+from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
@@ -143,7 +143,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    uri = resolve_uri(config, env)
     import_path = snapshot.import_path(code, run)
     box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
@@ -161,7 +161,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             launcher,
             JobLog(life=run),
             # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
-            tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
+            tracking_uri=uri if is_server(uri) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import runs, watch
-from hpcdist.cli.render import training_links
+from hpcdist.cli import diagnose, runs
+from hpcdist.cli.review import experiment_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
@@ -221,19 +221,19 @@ def test_a_damaged_file_costs_one_line(
                 error = str(raised)
             return code, error or capsys.readouterr().out
 
-        code, said = command(lambda: runs.runs(runs_dir))
+        code, said = command(lambda: runs.runs(runs_dir=runs_dir))
         assert code == 0, label
         assert "counting/grid-seed_1" in said, f"{label}: the other run is listed"
         assert "counting/half" in said or name in ("state.json", "config.yaml"), label
-        training_links(runs_dir, "sqlite:////x.db", 5000)
+        experiment_links(runs_dir, "sqlite:////x.db", 5000)
         assert find_runs(runs_dir), label
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):
-            command(lambda: runs.status("grid", runs_dir))
+            command(lambda: runs.status("grid", runs_dir=runs_dir))
         for act in (
-            lambda: runs.status("half", runs_dir),
+            lambda: runs.status("half", runs_dir=runs_dir),
             lambda: runs.logs("half", 0, None, False, runs_dir),
-            lambda: watch.explain("half", runs_dir),
+            lambda: diagnose.explain("half", runs_dir),
         ):
             code, said = command(act)
             if code == 2:

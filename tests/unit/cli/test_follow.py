@@ -65,7 +65,7 @@ class Life:
         monkeypatch.setattr(following, "Event", lambda: self)
 
     def wait(self, timeout_s: float) -> None:
-        assert timeout_s == following.LOOK_EVERY_S
+        assert timeout_s == following.POLL_S
         next(self._deeds, lambda: pytest.fail("the run is over"))()
 
 
@@ -262,7 +262,7 @@ def test_a_slurm_that_is_away_is_a_note(
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "running",
-        "job status may be outdated: Slurm does not answer (Unable to contact slurm controller (connect failure))",
+        "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo, parse_facts, parse_sacct, parse_scontrol, parse_squeue, parse_time
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch, SlurmUnavailableError, ask, ask_many, look_at
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, SlurmUnavailableError, ask, ask_many, look_at
 
 RECORDED = Path(__file__).parent / "slurm_22_05"
 
@@ -345,24 +345,6 @@ def test_a_job_of_another_cluster_is_not_taken_for_dead(commands: Commands, monk
     assert look_at(JobRef(id="1", cluster="here")) == JobSnapshot()
     away = look_at(JobRef(id="1", cluster="there"))
     assert (away.away, away.dead) == ("job 1 is on cluster there, this is here", False)
-
-
-# --- looking again and again
-
-
-def test_slurm_is_asked_every_few_seconds_and_less_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, answers, asked = 100.0, [JobSnapshot(), JobSnapshot(away="no answer"), JobSnapshot()], []
-
-    def look(job: JobRef) -> JobSnapshot:
-        asked.append(now)
-        return answers[len(asked) - 1]
-
-    monkeypatch.setattr(job_snapshot, "look_at", look)
-    watch = JobWatch(JobRef(id="1"), clock=lambda: now)
-    while now < 140.0:
-        assert watch.look() is answers[len(asked) - 1]
-        now += 0.5
-    assert asked == [100.0, 105.0, 135.0]
 
 
 @pytest.mark.parametrize(

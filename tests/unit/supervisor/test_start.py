@@ -189,13 +189,13 @@ def test_supervise_holds_the_run_and_passes_code_folder_and_secrets_on(
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
-    state = supervise(run, config, PLAN, None, {"HOME": "/home/ada"})  # type: ignore[arg-type]
+    state = supervise(run, config, PLAN, None, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert state.status == "finished"
     assert supervised["held"]
     assert not run.lease.exists()
     assert supervised["cwd"] == project
     assert supervised["import_path"] == [str(run.code)]
-    assert supervised["tracking_uri"] == f"sqlite:///{config.runs_dir}/mlflow.db"
+    assert supervised["tracking_uri"] == "sqlite:///x"
     assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret"}
     assert load_run_config(run.config, [], supervised["env"]) == config
 
@@ -206,7 +206,7 @@ def test_supervise_on_a_machine_without_the_folder_of_the_start(
     config = make(trainer=TrainerConfig(target="train:train"))
     run = create_run(config, project)
     project.rename(project.with_name("moved"))
-    supervise(run, config, PLAN, None, {})  # type: ignore[arg-type]
+    supervise(run, config, PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised["cwd"] == run.path
     assert supervised["import_path"] == [str(run.code)]
 
@@ -216,7 +216,7 @@ def test_supervise_refuses_a_run_that_is_held(
 ) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
-        supervise(run, make(), PLAN, None, {})  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised == {}
 
 
@@ -226,7 +226,7 @@ def test_supervise_refuses_a_run_that_was_never_made_to_the_end(
     monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match=r"^run first was never made to the end \(no environment\.json\): remove"):
-        supervise(run, make(), PLAN, None, {})  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert not run.lease.exists()
 
 
