@@ -346,7 +346,7 @@ def test_run_refuses_a_name_that_is_taken(
 ) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
-    assert one_line(result).endswith("choose another `name`, or go on with `hpcdist resume first`")
+    assert one_line(result).endswith("choose another `name`, or continue that run with `hpcdist resume first`")
     assert "run" not in supervised
 
 
