@@ -55,7 +55,7 @@ def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[Run
             rows.append(row)
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
-    if problem := next((snapshot.away for snapshot in snapshots.values() if snapshot.away), ""):
+    if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
     return sorted(rows, key=lambda row: row.created), [*notes, *filter(None, [listing.note])]
 
@@ -92,8 +92,8 @@ def read_status(run: RunDir) -> dict[str, Any]:
     state = now.state
     slurm = None
     if snapshot is not None:
-        unknown = f"not available: {snapshot.away}" if snapshot.away else "the job is no longer known"
-        slurm = snapshot.facts.describe(time.time()) if snapshot.facts else unknown
+        unknown = f"not available: {snapshot.error}" if snapshot.error else "the job is no longer known"
+        slurm = snapshot.info.describe(time.time()) if snapshot.info else unknown
     held = holder(run)
     attempt = run.attempt(state.attempt) if state.attempt else None
     ranks = []

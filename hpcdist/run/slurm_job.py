@@ -46,7 +46,7 @@ def record_job_start(run: RunDir, env: Mapping[str, str]) -> None:
     """
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     job_id = f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
-    facts = job_snapshot.look_at(JobRef(id=job_id)).facts
+    facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
     if facts is None:
         return
     starts = _starts(run, job_id)

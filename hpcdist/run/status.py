@@ -16,9 +16,10 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import ENDED, RunDir, State, Status
 from hpcdist.run.lease import hold, holder, last_renewal
 from hpcdist.run.slurm_job import job_of
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, SlurmUnavailableError
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
 #: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
@@ -46,7 +47,7 @@ class RunStatus:
 def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
     """Query Slurm for a run's job. Returns None for a local run."""
     job = job_of(run)
-    return job_snapshot.look_at(job, history=history) if job is not None else None
+    return job_snapshot.take_snapshot(job, history=history) if job is not None else None
 
 
 def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path, JobSnapshot]:
@@ -61,18 +62,18 @@ def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path
             if (job := job_of(run)) and not ((ended := run.read_state().status in ENDED) and skip_ended):
                 jobs[run.path] = (job, ended)
     try:
-        known = job_snapshot.ask_many([job.id for job, _ in jobs.values()]) if len(jobs) > 1 else {}
-    except SlurmUnavailableError as error:
-        return dict.fromkeys(jobs, JobSnapshot(away=str(error), installed=error.installed))
+        known = client.query_jobs([job.id for job, _ in jobs.values()]) if len(jobs) > 1 else {}
+    except SlurmError as error:
+        return dict.fromkeys(jobs, JobSnapshot(error=str(error), installed=error.installed))
     found = {}
     for path, (job, ended) in jobs.items():
         facts = known.get(job.id)
         if facts is not None and job.name in ("", facts.name):
-            found[path] = JobSnapshot(facts=facts)
+            found[path] = JobSnapshot(info=facts)
         elif ended and len(jobs) > 1:
             found[path] = JobSnapshot()
         else:  # squeue does not know jobs of another cluster, nor jobs that ended some minutes ago
-            found[path] = job_snapshot.look_at(job)
+            found[path] = job_snapshot.take_snapshot(job)
     return found
 
 
@@ -92,13 +93,13 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
     """
     # Opening a folder makes a network file system refresh its cached attributes.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
-    facts = snapshot.facts if snapshot else None
+    facts = snapshot.info if snapshot else None
     # The lease of a killed supervisor on another host still looks alive for a while; Slurm knows better.
     held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))
     state = run.read_state()
 
     def status(name: str, reason: str = state.reason, *, final: bool = False) -> RunStatus:
-        error = snapshot.away if snapshot else ""
+        error = snapshot.error if snapshot else ""
         return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=error)
 
     if state.status in ("finished", "cancelled") or state.rejected:
@@ -110,7 +111,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
         return status(state.status)
     if snapshot is None:
         return status("lost", final=True) if state.status == "running" else status(state.status)
-    if snapshot.dead:
+    if snapshot.is_over:
         return status("lost", end_of_job(run, facts), final=True)
     if facts is not None and facts.waiting:
         return status("queued")
@@ -149,7 +150,7 @@ class StatusWatch:
         self._jobs |= jobs
         if is_new or self._clock() >= self._next_query:
             self._snapshots = query_jobs(runs)
-            is_away = any(snapshot.away for snapshot in self._snapshots.values())
+            is_away = any(snapshot.error for snapshot in self._snapshots.values())
             self._next_query = self._clock() + (QUERY_UNAVAILABLE_S if is_away else QUERY_EVERY_S)
         return [self._poll(run) for run in runs]
 
@@ -178,7 +179,7 @@ def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> Sta
     for run in existing:
         try:
             on_slurm = run.slurm.exists()
-            found = status_from(run, JobSnapshot(away="not queried") if on_slurm else None)
+            found = status_from(run, JobSnapshot(error="not queried") if on_slurm else None)
         except RunFolderError:
             num_unreadable += 1
             continue
@@ -232,7 +233,7 @@ def close_if_lost(run: RunDir) -> str:
         if found.name != "lost" and not (found.name == "created" and lease and holder(run) is None):
             return ""
         reason = "its supervisor died"
-    elif found.name != "lost" or not snapshot.dead:
+    elif found.name != "lost" or not snapshot.is_over:
         return ""
     elif found.facts is not None:
         status = _CLOSED_AS.get(found.facts.state, "failed")

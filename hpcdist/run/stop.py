@@ -15,7 +15,7 @@ from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import query_job, status_from
 from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
 #: A job that has left the queue has a supervisor after this time, or never.
@@ -33,7 +33,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
         UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
     snapshot = query_job(run)
-    if snapshot is not None and (holder(run) is None or (snapshot.facts is not None and snapshot.facts.waiting)):
+    if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
         if (done := _dequeue(run, action, snapshot)) is not None:
             return done
         _wait_for_supervisor(run)
@@ -89,16 +89,16 @@ def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapsh
     status = status_from(run, snapshot)
     if status.final:
         raise UserMistake(f"run {run.name} is not running: it is {status.sentence}")
-    if snapshot.away:
+    if snapshot.error:
         raise UserMistake(
-            f"run {run.name} has no supervisor, and Slurm does not answer about job {job.id}: {snapshot.away}"
+            f"run {run.name} has no supervisor, and Slurm does not answer about job {job.id}: {snapshot.error}"
         )
     if status.facts is None or not status.facts.waiting:
         return None
     # A job that starts at this moment is left to its supervisor, which saves.
-    job_snapshot.cancel(job.id, waiting_only=True)
+    client.cancel_job(job.id, pending_only=True)
     after = query_job(run)
-    if after is None or not after.dead:
+    if after is None or not after.is_over:
         return None
     ended: Status = "stopped" if action == "stop" else "cancelled"
     reason = f"{ended} in the queue (`hpcdist {action}` by {user_name()})"

@@ -78,8 +78,8 @@ def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool,
     if held:
         return False, "running"
     ended = state.status in ENDED
-    if job is not None and not job.dead:
-        in_queue = job.facts.state if job.facts is not None else "UNKNOWN"
+    if job is not None and not job.is_over:
+        in_queue = job.info.state if job.info is not None else "UNKNOWN"
         if not (ended and in_queue in ("COMPLETING", "UNKNOWN")):
             return False, f"queued ({in_queue.lower()})"
     if ended:

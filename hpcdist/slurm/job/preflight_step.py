@@ -29,7 +29,7 @@ from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answ
 from hpcdist.rank.topology import port_for
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
-from hpcdist.slurm.current_job import CurrentJob, signal_steps, steps
+from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.job_components import allocations, components
 from hpcdist.slurm.nodelist import expand
@@ -152,7 +152,7 @@ class Preflight:
         done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
         if done.returncode < 0:
             # Killing srun leaves probes that do not end by themselves.
-            signal_steps([step for step, name in (steps() or {}).items() if name == PREFLIGHT_STEP], "KILL")
+            signal_named_steps(PREFLIGHT_STEP, "KILL")
         return Look(read_answers(done.stdout), done.stderr)
 
     # --- what follows

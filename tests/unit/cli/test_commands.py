@@ -555,12 +555,12 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Slurm says the last of these looks of every job."""
     said: list[JobSnapshot] = []
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.look_at", lambda job, history=False: said[-1])
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: said[-1])
     return said.append
 
 
 def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
 
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
@@ -618,7 +618,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     ("look", "message"),
     [
         (
-            JobSnapshot(away="no squeue here"),
+            JobSnapshot(error="no squeue here"),
             "run first has no supervisor, and Slurm does not answer about job 7: no squeue here",
         ),
         (

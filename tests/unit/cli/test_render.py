@@ -27,7 +27,7 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.plan import Plan, rank_command
@@ -360,7 +360,7 @@ def test_the_status_of_a_run_in_the_queue(
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     facts = JobInfo(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=facts))
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
     show_status(console, run)
     monkeypatch.undo()
     time.tzset()
@@ -371,7 +371,7 @@ def test_the_status_of_a_run_in_the_queue(
 @pytest.mark.parametrize(
     ("look", "row"),
     [
-        (JobSnapshot(away="no answer"), "Slurm        not available: no answer"),
+        (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
         (JobSnapshot(), "Slurm        the job is no longer known"),
     ],
     ids=["away", "vanished"],
@@ -379,7 +379,7 @@ def test_the_status_of_a_run_in_the_queue(
 def test_the_status_of_a_job_that_slurm_tells_nothing_of(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: JobSnapshot, row: str
 ) -> None:
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
     show_status(console, waiting(make(status="finished")))
     assert row in rows_of(console)
 
@@ -397,8 +397,8 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
         asked.append(jobs)
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
-    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: asked.append(job.id) or JobSnapshot())
+    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: asked.append(job.id) or JobSnapshot())
     show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
     assert asked == [["7", "8"], "8"]
     text = text_of(console)
@@ -410,7 +410,7 @@ def test_runs_say_that_slurm_is_away(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: JobSnapshot(away="no squeue here"))
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
     show_runs(console, *read_rows(listed(waiting(make(status="queued")))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.files.atomic import read_json
-from hpcdist.rank.worker import Outcome
+from hpcdist.rank.outcome import Outcome
 from hpcdist.run.folder import RunDir
 
 

@@ -24,16 +24,17 @@ from hpcdist.run.status import (
     query_jobs,
     status_from,
 )
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, SlurmUnavailableError
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
-PENDING = JobSnapshot(facts=JobInfo(id="7", state="PENDING", reason="Priority"))
-RUNNING = JobSnapshot(facts=JobInfo(id="7", state="RUNNING", nodes="n1"))
-OVER = JobSnapshot(facts=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
+PENDING = JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Priority"))
+RUNNING = JobSnapshot(info=JobInfo(id="7", state="RUNNING", nodes="n1"))
+OVER = JobSnapshot(info=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
 VANISHED = JobSnapshot()
-AWAY = JobSnapshot(away="no answer")
-NO_SLURM = JobSnapshot(away="no scontrol here", installed=False)
+AWAY = JobSnapshot(error="no answer")
+NO_SLURM = JobSnapshot(error="no scontrol here", installed=False)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_how_a_run_stands(
     with hold(run) if held else nullcontext():
         found = status_from(run, look)
     assert (found.name, found.final) == (name, over)
-    if name == "lost" and look is not None and look.dead:
+    if name == "lost" and look is not None and look.is_over:
         assert found.reason != "a reason"
     else:
         assert found.sentence == f"{name}: a reason"
@@ -132,15 +133,15 @@ def jobs(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RunDir],
     def ask_many(ids: list[str]) -> dict[str, JobInfo]:
         queries.append(ids)
         if error := answers.get("error"):
-            raise SlurmUnavailableError(error.away, installed=True)
-        return {job: answer.facts for job, answer in answers.items() if answer.facts is not None}
+            raise SlurmError(error.error, installed=True)
+        return {job: answer.info for job, answer in answers.items() if answer.info is not None}
 
     def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:
         queries.append(job.id)
         return answers.get(job.id, JobSnapshot())
 
-    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
-    monkeypatch.setattr(job_snapshot, "look_at", look_at)
+    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
     return runs, queries, answers
 
 
@@ -154,7 +155,7 @@ def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
     assert queries == [["7_0", "7_1", "7_2"], "7_2"], "a job that squeue does not know, of a run that has not ended"
     assert query_jobs(runs, skip_ended=True).keys() == {runs[0].path, runs[2].path}
     answers["error"] = AWAY
-    assert {snapshot.away for snapshot in query_jobs(runs).values()} == {"no answer"}
+    assert {snapshot.error for snapshot in query_jobs(runs).values()} == {"no answer"}
     assert query_jobs([local]) == {}
 
 
@@ -176,7 +177,7 @@ def test_a_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
     assert poll() == [("queued", False), ("lost", True), ("finished", True)]
     num_queries = len(queries)
     write_json(runs[1].path / "slurm.json", {"job_id": "8"})
-    answers["8"] = JobSnapshot(facts=JobInfo(id="8", state="PENDING"))
+    answers["8"] = JobSnapshot(info=JobInfo(id="8", state="PENDING"))
     assert poll()[1] == ("queued", False), "submitted again"
     assert len(queries) > num_queries
 
@@ -203,7 +204,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
     """The run is job 7, of which Slurm says what is set."""
     write_json(run.path / "slurm.json", {"job_id": "7"})
     said: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: said[-1])
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: said[-1])
     return said.append
 
 
@@ -211,19 +212,19 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
     ("look", "status", "reason"),
     [
         (OVER, "failed", "job 7 ended as NODE_FAIL on n2"),
-        (JobSnapshot(facts=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
+        (JobSnapshot(info=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
             "stopped",
             "job 7 ended as PREEMPTED on n1",
         ),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="FAILED", signal=9, nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="FAILED", signal=9, nodes="n1")),
             "failed",
             "job 7 ended as FAILED by signal 9 on n1",
         ),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="COMPLETED", nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="COMPLETED", nodes="n1")),
             "failed",
             "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status",
         ),
@@ -286,9 +287,9 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
     def look_at(job: JobRef) -> JobSnapshot:
         asked.append(job.id)
-        return JobSnapshot(facts=facts)
+        return JobSnapshot(info=facts)
 
-    monkeypatch.setattr(job_snapshot, "look_at", look_at)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
     record_job_start(run, env)
@@ -303,6 +304,6 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: AWAY)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: AWAY)
     record_job_start(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

@@ -19,7 +19,7 @@ from hpcdist.run.lease import hold
 from hpcdist.run.sweep import Sweep, make_sweep, parse_axes
 from hpcdist.run.sweep_cells import Choice, choose, hold_sweep, prepare, verdict
 from hpcdist.run.sweep_folder import match
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
@@ -92,7 +92,7 @@ def test_missing_failed_stopped_and_lost_cells_run(
     status: Status, held: bool, in_queue: str | None, runs: bool, why: str
 ) -> None:
     facts = None if in_queue in (None, "UNKNOWN") else JobInfo(id="7", state=str(in_queue))
-    job = None if in_queue is None else JobSnapshot(facts=facts, away="no answer" * (in_queue == "UNKNOWN"))
+    job = None if in_queue is None else JobSnapshot(info=facts, error="no answer" * (in_queue == "UNKNOWN"))
     assert verdict(State(status=status), held=held, job=job) == (runs, why)
     if in_queue is None:
         assert verdict(State(status=status), held=held, job=JobSnapshot()) == (runs, why)
@@ -123,8 +123,8 @@ def test_slurm_is_queried_once_for_all_jobs(make: Make, project: Path, monkeypat
         asked.append(ids)
         return {"7_1": JobInfo(id="7_1", state="PENDING")}
 
-    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: JobSnapshot())
+    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot())
     assert stands(sweep) == [(True, "lost"), (False, "queued (pending)")]
     assert asked == [["7_0", "7_1"]]
 
