@@ -71,7 +71,7 @@ def run(
     """
     from hpcdist.config.loading import load_config
     from hpcdist.run import create
-    from hpcdist.run.find_by_config import unfinished
+    from hpcdist.run.find_by_config import find_unfinished
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if sweep:
@@ -89,7 +89,7 @@ def run(
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
-    found = unfinished(unnamed) if resume and not dry_run else None
+    found = find_unfinished(unnamed) if resume and not dry_run else None
     named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return run_here(named, found, follow=follow, dry_run=dry_run)
 

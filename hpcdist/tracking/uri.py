@@ -45,6 +45,6 @@ def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
     uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:
         raise TrackingError(
-            f"the password of {uri} is not stored in the run folder: set HPCDIST_TRACKING_URI to the complete URI"
+            f"the password of {uri} is not kept in the run folder: set HPCDIST_TRACKING_URI to the whole URI"
         )
     return uri

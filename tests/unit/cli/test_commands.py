@@ -354,7 +354,7 @@ def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
     assert one_line(result) == (
-        f"run folder {tmp_path}/file/runs/digits/first cannot be made (Not a directory):"
+        f"run folder {tmp_path}/file/runs/digits/first cannot be created (Not a directory):"
         " set `runs_dir` to a folder that you can write"
     )
 
@@ -580,11 +580,11 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
     slurm(job("PENDING", reason="Resources"))
     asked: list[tuple[str, bool]] = []
 
-    def scancel(job_id: str, *, waiting_only: bool) -> None:
-        asked.append((job_id, waiting_only))
+    def scancel(job_id: str, *, pending_only: bool) -> None:
+        asked.append((job_id, pending_only))
         slurm(job("CANCELLED"))
 
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", scancel)
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", scancel)
     said = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
@@ -599,7 +599,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", lambda job_id, pending_only: slurm(job("RUNNING")))
     holding = hold(run)
 
     def supervisor_starts(seconds: float) -> None:
