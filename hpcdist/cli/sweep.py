@@ -134,10 +134,10 @@ def _caught_signals() -> Iterator[list[str]]:
 
 def _close_parent_run(run: RunDir, uri: str) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
-    from hpcdist.tracking.parent import Parent
+    from hpcdist.tracking.parent_run import ParentRun
 
     try:
-        parent = Parent.of(run, uri)
+        parent = ParentRun.of(run, uri)
         if parent is not None:
             parent.refresh()
     except TrackingError as error:

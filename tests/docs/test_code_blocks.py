@@ -19,13 +19,13 @@ from doc_blocks import ROOT, blocks, pages
 pytestmark = pytest.mark.processes
 
 
-def tested_pages() -> Iterator[object]:
+def pages_with_tests() -> Iterator[object]:
     for page in pages():
         if any({"test"} == {*block.words} for block in blocks(page)):
             yield pytest.param(page, id=page.stem)
 
 
-@pytest.mark.parametrize("page", [*tested_pages()])
+@pytest.mark.parametrize("page", [*pages_with_tests()])
 def test_console_blocks_run(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         if block.file:

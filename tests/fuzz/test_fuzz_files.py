@@ -26,7 +26,7 @@ from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
 JSON_NOISE = st.sampled_from(

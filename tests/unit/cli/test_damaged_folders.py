@@ -20,7 +20,7 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
-from hpcdist.run.find_by_config import find_unfinished
+from hpcdist.run.find_by_config import unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.pending_config import newest_step
@@ -29,9 +29,9 @@ from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
-from hpcdist.tracking import artifacts, labels
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Tail
+from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.shipping_state import ShippingState
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
@@ -158,15 +158,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """All that shipping reads."""
-    state, config = run.read_state(), labels.read_config(run)
-    labels.params(config)
-    labels.fixed_tags(run, config)
-    labels.job_tags(run)
-    labels.state_tags(state)
+    state, config = run.read_state(), run_metadata.read_config(run)
+    run_metadata.params(config)
+    run_metadata.fixed_tags(run, config)
+    run_metadata.job_tags(run)
+    run_metadata.state_tags(state)
     sweep_of(run)
-    progress = Progress.load(run.journal / "shipped.json")
+    progress = ShippingState.load(run.journal / "shipped.json")
     progress.offsets = {}
-    tail = Tail(run.journal, progress)
+    tail = JournalTail(run.journal, progress)
     tail.new_points(tail.next_chunks(1, over=True))
     list(artifacts.documents(run))
     list(artifacts.preflight(run))
@@ -290,4 +290,4 @@ def test_again_and_compare_pass_over_damaged_runs(whole: Path, tmp_path: Path) -
     run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))
     (run.path / "state.json").write_text("")
     config = load_run_config(other.config, [f"runs_dir={runs_dir}"], {})
-    assert find_unfinished(config) is None
+    assert unfinished(config) is None

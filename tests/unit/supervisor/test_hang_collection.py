@@ -144,7 +144,7 @@ def test_a_full_disk_keeps_nobody_from_ending_the_ranks(attempt: Attempt, caplog
             raise OSError(28, "No space left on device")
 
     assert collect(attempt, Full(), limit_s=5, interrupted=never) is None  # type: ignore[arg-type]
-    assert "stacks cannot be collected in " in caplog.text
+    assert "stack traces cannot be collected in " in caplog.text
     assert "No space left on device" in caplog.text
 
 

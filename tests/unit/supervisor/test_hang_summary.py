@@ -97,9 +97,7 @@ def test_ranks_that_compute_are_told_by_the_lines_of_their_own_code() -> None:
         "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
     )
     # They would run if they could.
-    assert summary.sentence.endswith(
-        "; ranks 0-5 get at most 2% of a core: other processes use their CPUs"
-    )
+    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: other processes use their CPUs")
     assert "of a core" not in summarize([look(0, state="R", cpu_s=0.9), look(1, state="R", cpu_s=0.8)], {}).text
     assert "of a core" not in summarize([look(0, state="R"), look(1)], {}).text
 
