@@ -22,9 +22,11 @@ from hpcdist.containers.image_probe import (
 from hpcdist.containers.rank_container import make_mount_points
 from hpcdist.containers.runtimes import CONTAINERS_STEP, remove_command
 from hpcdist.containers.spec import ContainerSpec
+from hpcdist.files.atomic import write_json
 from hpcdist.files.log_text import last_lines
 from hpcdist.machine.timed_command import run_within
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.nodelist import expand
 
 log = logging.getLogger(__name__)

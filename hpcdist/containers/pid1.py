@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
 #: Exit code of a container whose step is gone.
 ABANDONED = 143

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hpcdist.containers.spec import WITHHELD, ContainerSpec, Mount
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 
 SCRIPT = Path(__file__).with_name("node_wrapper.sh")
 #: Variables that runtimes and srun need on the host. Containers that inherit the environment see them as well.

@@ -28,8 +28,10 @@ from hpcdist.containers.node_steps import ContainerSteps
 from hpcdist.containers.rank_container import container_problems, make_mount_points, rank_container
 from hpcdist.containers.spec import PASSED, ContainerSpec, Mount
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.facts import source_digest
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 IMAGE = "localhost/hpcdist:0.1.0"
 SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
