@@ -499,7 +499,7 @@ def test_an_ambiguous_name_lists_what_it_means(
     make("first")
     make("fire")
     assert one_line(hpcdist(command, "fir")) == (
-        "'fir' means 2 runs (exp/fire, exp/first): write more of the name, or the folder"
+        "'fir' matches 2 runs (exp/fire, exp/first): write more of the name, or the folder"
     )
 
 

@@ -277,7 +277,7 @@ def test_what_is_said_of_damaged_and_of_newer_files(whole: Path, tmp_path: Path)
             said[kind] = str(error).removeprefix(f"{path} ")
     assert said == {
         "torn": "is damaged (it holds no JSON object): restore it, or remove the run folder",
-        "newer": "was written by a newer hpcdist (format 2; this one reads up to 1): upgrade hpcdist",
+        "newer": "was written by a newer hpcdist (format 2; this version reads up to 1): upgrade hpcdist",
         "unknown": "is damaged: status cannot be 'dormant'",
         "later key": "stopped",
         "missing key": "is damaged: it has no status",

@@ -145,7 +145,7 @@ def test_a_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
     make_sweep(runs_dir, "grid", "grid-1")
     make(runs_dir, "grid-1")
     assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
-    with pytest.raises(RunFolderError, match=r"^'gri' means 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
+    with pytest.raises(RunFolderError, match=r"^'gri' matches 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
         resolve("gri", runs_dir)
 
 
@@ -183,7 +183,7 @@ def test_a_run_of_somebody_else_is_shown_by_name_and_not_acted_on(
         for text in ("theirs", str(others.path)):
             code, said = command(*words, "--runs-dir", str(runs_dir), text)
             assert code == 2, (words, said)
-            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts on own runs only"
+            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
             assert wanted in said
     assert not others.attempt(1).request.exists()
 
@@ -221,8 +221,8 @@ def test_a_folder_that_others_may_write_to_is_refused(
     if refused:
         path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
         assert said == (
-            f"hpcdist: {path} may be written by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
-            f" `hpcdist resume` would execute what they put there: `chmod -R go-w {run.path}`\n"
+            f"hpcdist: {path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+            f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
         )
     else:
         assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.epochs=20\n"
