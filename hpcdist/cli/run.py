@@ -124,7 +124,7 @@ def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_r
 
 
 def check_plan(config: Config) -> None:
-    """Raise UserMistake for a config whose ranks cannot be started on this machine."""
+    """Raise UserMistake if this machine cannot start the ranks of a config."""
     from hpcdist.supervisor.plan import Machine, make_plan
 
     make_plan(config, Machine.inspect(os.environ))
