@@ -67,7 +67,7 @@ def test_columns_go_on_where_they_ended() -> None:
     assert columns.num_targets == targets.numel()
     with pytest.raises(IndexError):
         columns[4]
-    with pytest.raises(ConfigError, match="the text has 5 tokens, too few for 4 columns: raise rnn.corpus_mb"):
+    with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn\.corpus_mb"):
         Columns(torch.arange(5), num_columns=4, bptt=7)
 
 
@@ -76,7 +76,7 @@ def test_ranks_share_the_columns_of_one() -> None:
     whole, parts = Columns(stream, 4, 5), [Columns(stream, 2, 5, (index, 2)) for index in range(2)]
     for number in range(len(whole)):
         joined = torch.cat([part[number].ids[part[number].inverse] for part in parts], dim=1)
-        assert torch.equal(joined, whole[number].ids[whole[number.inverse])
+        assert torch.equal(joined, whole[number].ids[whole[number].inverse])
 
 
 def test_a_token_that_stands_there_twice_is_looked_up_once() -> None:
