@@ -88,7 +88,7 @@ def test_a_report_again(bench: Callable[..., Result], left: Callable[..., RunDir
     result = bench("show", "fir")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main")
-    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs are alike")
+    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
 
 
 def test_csv_and_json_to_be_read_by_programs(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
@@ -103,7 +103,7 @@ def test_compared_with_a_run_by_its_name(bench: Callable[..., Result], left: Cal
     left("second", slower(sample(), 4.0))
     out = bench("show", "second", "--compare", "first").out
     assert "compared with first: all_reduce[sum] is slower at 29 of 29 sizes" in out
-    assert "compared with second: nothing got slower" in bench("show", "first", "--compare", "second").out
+    assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
 
 
 def test_the_last_one_is_the_newest_that_is_like_it(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
@@ -117,7 +117,7 @@ def test_the_last_one_is_the_newest_that_is_like_it(bench: Callable[..., Result]
     left("nothing", None)
     left("now", sample())
     left("later", sample())
-    assert "\ncompared with baseline: nothing got slower" in bench("show", "now", "--compare", "last").out
+    assert "\ncompared with baseline: nothing is slower" in bench("show", "now", "--compare", "last").out
     out = bench("show", "two-nodes", "--compare", "last").out
     assert "\ncompared with nothing: two-nodes is the first run of its kind in " in out
 
@@ -130,8 +130,8 @@ def test_what_cannot_be_compared_is_refused_with_both_values(
     result = bench("show", "four", "--compare", "gpu")
     assert (result.code, result.err) == (
         2,
-        "hpcdist: cannot be compared with gpu: partition main now and gpu then, backend gloo now and nccl then,"
-        " number of ranks 4 now and 2 then, number of nodes 4 now and 2 then\n",
+        "hpcdist: cannot be compared with gpu: partition main now and gpu before, backend gloo now and nccl before,"
+        " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
     )
 
 
@@ -141,22 +141,24 @@ def test_refused_before_anything_is_started(bench: Callable[..., Result], left: 
     before = set(four.path.parent.iterdir())
     here = mistake(bench("comm", "--compare", "four", "launch.ranks=2"))
     assert here == (
-        "cannot be compared with four: partition none now and main then, number of nodes 1 now and 4 then,"
-        " number of ranks 2 now and 4 then"
+        "cannot be compared with four: partition none now and main before, number of nodes 1 now and 4 before,"
+        " number of ranks 2 now and 4 before"
     )
     there = mistake(bench("comm", "--compare", "four", "--cluster", "devcluster", "cluster.partition=high"))
-    assert there == ("cannot be compared with four: number of nodes 2 now and 4 then, partition high now and main then")
+    assert there == (
+        "cannot be compared with four: number of nodes 2 now and 4 before, partition high now and main before"
+    )
     backend = mistake(
         bench("comm", "--compare", "four", "--submit", "cluster.nodes=4", "launch.backend=nccl", "launch.device=cuda")
     )
-    assert backend == "cannot be compared with four: backend nccl now and gloo then"
+    assert backend == "cannot be compared with four: backend nccl now and gloo before"
     assert set(four.path.parent.iterdir()) == before
 
 
 def test_runs_that_there_are_not(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("empty", None)
     assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
-    assert "comm/results.json: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
+    assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
     assert mistake(bench("comm", "--compare", "nowhere")).startswith("no run 'nowhere' under ")
     assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
 
