@@ -14,7 +14,7 @@ import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
@@ -57,7 +57,7 @@ def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
     first = lines.index(sentence)
     assert "    ValueError: a mistake in the user's own code" in lines[first : first + 10]
     assert any('counting.py", line ' in line for line in lines[first : first + 10]), output
-    assert f"    whole log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
+    assert f"    full log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
     assert lines[-1] == f"failed: {sentence}, twice in a row: another restart would not help"
     assert "resumed at step 20 from" in runs.attempt(name, 2).log(2).read_text()
     # The others failed only because this one had gone, and are not blamed in any line.
@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
     last = output.splitlines()[-1]
     assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=12 s")
     assert " (stacks of all ranks are in " in last
-    assert "; rank 2 stands elsewhere than the others: in " in last
+    assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
     waits = re.compile(
         r"; rank 2 has not called gloo all_reduce \[2\] \(number \d+ of group control\), which ranks 0-1 wait"
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
             rank == 2
         )
     if spy is not None:
-        assert "py-spy could not look into the process: Permission denied" in attempt.stacks(0).read_text()
+        assert "py-spy could not read the process: Permission denied" in attempt.stacks(0).read_text()
 
     kept = {path.name for path in runs.artifacts(name, "logs/attempt-001").iterdir()}
     assert {
@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
         *(f"rank-0000{rank}.{what}" for rank in range(3) for what in ("stacks.txt", "flight.json")),
     } <= kept
     code, output = runs.command("explain", name)
-    assert "cause:    the ranks stood still: rank 2 stands elsewhere than the others: in " in output
+    assert "cause:    the ranks stood still: rank 2 differs from the others: in " in output
 
 
 def test_mlflow_is_never_there(runs: Runs) -> None:
@@ -168,7 +168,7 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
 
     code, output = runs.command("status", name)
     assert code == 0, output
-    for part in ("running", f"held by      process {first} of", "rank 0       step ", "rank 1       step "):
+    for part in ("running", f"supervisor   process {first} of", "rank 0       step ", "rank 1       step "):
         assert part in output
     code, output = runs.command("logs", name, "--rank", "1")
     assert code == 0, output

@@ -30,7 +30,7 @@ rank.roles rank.topology
 config.redaction config.document
 config.schema
 config
-slurm.job_components slurm.extra_flags
+slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
 containers
 preflight devcluster
@@ -50,7 +50,6 @@ cli
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config.schema.declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer",
-    ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.
@@ -214,12 +213,14 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
     [
         "errors",
         "logs",
+        "files.atomic",
         "files.bounded_json",
         "files.formats",
         "files.retry",
         "config.redaction",
         "config.schema",
         "run.runs_dir",
+        "run.attempt",
         "run.folder",
         "slurm.nodelist",
         "rank.roles",

@@ -13,13 +13,17 @@ from typing import Any
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor.live_nodes import LOOK_S, look_at_nodes
 from hpcdist.diagnostics.doctor.section import Section
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import fill
 from hpcdist.machine.check import LEVELS, Check
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
-from hpcdist.slurm.job_info import parse_time
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
+from hpcdist.run.slurm_job import job_of, job_starts
+from hpcdist.run.status import RunStatus, status_of
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeState
 from hpcdist.slurm.nodelist import expand
 
 #: Attempts that have a line each; nodes of a run that have one where nothing is wrong with them.
@@ -50,10 +54,10 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
 
 
 def _standing(run: RunDir) -> list[Check]:
-    now = stand(run, look_now(run))
+    now = status_of(run)
     checks = [standing_check(run, now)]
-    if now.away:
-        text = f"Slurm cannot be asked: {now.away}"
+    if now.slurm_error:
+        text = f"Slurm cannot be asked: {now.slurm_error}"
         fix = "what is said of nodes below may be old; see `hpcdist doctor`"
         checks.append(Check(name="Slurm", level="warning", text=text, fix=fix))
     started = (read_json(run.environment) or {}).get("host", "")
@@ -67,7 +71,7 @@ def _standing(run: RunDir) -> list[Check]:
     return checks
 
 
-def standing_check(run: RunDir, now: Standing) -> Check:
+def standing_check(run: RunDir, now: RunStatus) -> Check:
     """How a run stands, and what to do where that is not as it should be."""
     text = now.sentence
     if now.facts is not None and now.facts.sentence() not in text:
@@ -140,63 +144,61 @@ def preflight(run: RunDir) -> list[Check]:
 # --- its nodes
 
 
-def nodes_of(run: RunDir, now: Standing) -> list[str]:
+def nodes_of(run: RunDir, now: RunStatus) -> list[str]:
     """Nodes of the run's job in all its lives, those of the present one first."""
     present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
-    earlier = [node for life in reversed(job_lives(run)) for node in expand(str(life.get("nodes", "")))]
+    earlier = [node for life in reversed(job_starts(run)) for node in expand(str(life.get("nodes", "")))]
     return list(dict.fromkeys([*present, *earlier]))
 
 
 def _node_states(run: RunDir) -> list[Check]:
-    nodes = nodes_of(run, stand(run, look_now(run)))
+    nodes = nodes_of(run, status_of(run))
     if not nodes:
         return []
     try:
-        said = answer("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T|%H|%u|%E")
-    except SlurmUnavailableError as error:
+        states = client.node_states(names=nodes)
+    except SlurmError as error:
         text = f"Slurm does not say how they are: {error}"
         return [Check(name="nodes", level="warning", text=text, fix="see `hpcdist doctor`")]
-    return node_states(said, nodes)
+    return node_checks(states, nodes)
 
 
-def node_states(said: str, nodes: Sequence[str]) -> list[Check]:
-    """States of nodes from `sinfo -N -o '%N|%T|%H|%u|%E'`, which has a line for each node and partition."""
-    split = (line.split("|", 4) for line in said.splitlines())
-    rows = {words[0]: words for words in split if len(words) == 5}
+def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
+    """Return a check for each of `nodes`, those that Slurm starts no jobs on first."""
+    known = {state.name: state for state in states}
     bad, well = [], []
     for node in nodes:
-        row = rows.get(node)
-        if row is None:
+        found = known.get(node)
+        if found is None:
             text = "Slurm knows no such node any more"
             bad.append(Check(name=node, level="warning", text=text, node=node))
             continue
-        if row[1].lower().startswith(_BAD) or "*" in row[1]:
-            bad.append(_unfit(*row))
+        if found.state.lower().startswith(_BAD) or "*" in found.state:
+            bad.append(_unfit(found))
         else:
-            well.append((node, row[1]))
+            well.append((node, found.state))
     shown = [Check(name=node, level="ok", text=state, node=node) for node, state in well[:SHOWN_NODES]]
     if len(well) > SHOWN_NODES:
-        states = Counter(state for _, state in well[SHOWN_NODES:])
-        text = ", ".join(f"{count} {state}" for state, count in states.items())
+        counts = Counter(state for _, state in well[SHOWN_NODES:])
+        text = ", ".join(f"{count} {state}" for state, count in counts.items())
         shown.append(Check(name="others", level="ok", text=text))
     return bad + shown
 
 
-def _unfit(node: str, state: str, since: str, who: str, reason: str) -> Check:
-    when = parse_time(since)
-    words = [state + (" (does not answer)" if "*" in state else "")]
-    if when is not None:
-        words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(when))}")
-    if reason.strip().lower() not in ("", "none"):
-        words.append(f"{reason.strip()!r}" + (f" by {who}" if who not in ("Unknown", "") else ""))
+def _unfit(node: NodeState) -> Check:
+    words = [node.state + (" (does not answer)" if "*" in node.state else "")]
+    if node.since is not None:
+        words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
+    if node.reason:
+        words.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
     fix = "Slurm starts nothing there; `hpcdist resume` gets other nodes. "
-    fix += f"Once it is mended staff runs `scontrol update nodename={node} state=resume`"
-    return Check(name=node, level="warning", text=", ".join(words), fix=fix, node=node)
+    fix += f"Once it is mended staff runs `scontrol update nodename={node.name} state=resume`"
+    return Check(name=node.name, level="warning", text=", ".join(words), fix=fix, node=node.name)
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
     """What the nodes say themselves, while the run's job has them."""
-    now = stand(run, look_now(run))
+    now = status_of(run)
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         text = "the run has no nodes at present, so only Slurm's word of them is to be had"

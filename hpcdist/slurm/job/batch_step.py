@@ -16,21 +16,23 @@ from hpcdist.config.loading import load_run_config, secrets_of
 from hpcdist.containers.request import box_for
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
+from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
-from hpcdist.run.status import note_life
+from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
-from hpcdist.slurm.job_components import table
-from hpcdist.supervisor.pending_config import newest_step, settle
+from hpcdist.slurm.job_components import rank_table_lines
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.uri import choose_uri
+from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
@@ -55,7 +57,7 @@ class JobLog:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
             try:
-                note_life(self._life, os.environ)
+                record_job_start(self._life, os.environ)
             except OSError as error:
                 # A full disk is no reason to leave ranks that have just been started.
                 log.warning("it is not noted where this job runs: %s", error)
@@ -102,7 +104,7 @@ def supervise(run_dir: str) -> State:
     # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
-    job = CurrentJob.here(os.environ)
+    job = CurrentJob.from_env(os.environ)
     with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
@@ -141,7 +143,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    uri = resolve_uri(config, env)
     import_path = snapshot.import_path(code, run)
     box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
@@ -150,7 +152,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
     launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
     lead_s = config.cluster.signal_lead_s
-    for line in table(config, launcher.nodes):
+    for line in rank_table_lines(config, launcher.nodes):
         log.info("%s", line)
     with launcher:
         return Supervisor(
@@ -159,7 +161,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             launcher,
             JobLog(life=run),
             # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
-            tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
+            tracking_uri=uri if is_server(uri) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
@@ -170,7 +172,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
     """Queue the job again where that is how the run goes on; returns the state that everyone is to see."""
     asked_by = _asked_by(run, state)
-    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
+    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.is_requeued():
         # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
         return _told(replace(state, status="queued", ended=None))
     # Nobody has asked for a stop where a node is lost, or where Slurm, ahead of the time limit, was quicker to signal
@@ -196,7 +198,7 @@ def _told(state: State) -> State:
 
 def _asked_by(run: RunDir, state: State) -> str | None:
     """Who has asked the last attempt to stop or end."""
-    request = run.attempt(state.attempt).asked()
+    request = run.attempt(state.attempt).read_request()
     return None if request is None else request.by
 
 

@@ -93,5 +93,7 @@ def test_another_document_is_refused(tmp_path: Path, text: str, said: str) -> No
 
 
 def test_a_run_without_results_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"comm/results.json does not exist: is this a run of `hpcdist bench comm`"):
+    with pytest.raises(
+        RunFolderError, match=r"comm/results.json does not exist: is this a run of `hpcdist bench comm`"
+    ):
         read_results(tmp_path)

@@ -22,12 +22,14 @@ from hpcdist_runs import closed_port
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, State, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run import create
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 from hpcdist.tracking import ui
 
 COMMANDS = (
@@ -63,6 +65,8 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
 
     def call(*arguments: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
@@ -83,7 +87,7 @@ def make(tmp_path: Path) -> Callable[..., RunDir]:
         path = tmp_path / "made.yaml"
         path.write_text("experiment: exp\n")
         config = load_config(path, [f"name={name}", f"runs_dir={tmp_path}/runs", *overrides])
-        run = start.create_run(config, tmp_path)
+        run = create.create_run(config, tmp_path)
         for _ in range(state.get("attempt", 0)):
             run.new_attempt()
         run.write_state(replace(run.read_state(), **state))
@@ -97,12 +101,12 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """No rank is started: `supervise` notes what it was given and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         seen.update(run=run, config=config, plan=plan, env=env)
         state: State = seen["ends"]
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen  # type: ignore[return-value]
 
@@ -171,11 +175,11 @@ def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[st
         (["run", "ddp_digits", "seed=3", "--sweep", "seed=1,2"], "--sweep: seed is both swept and overridden"),
         (["run", "ddp_digits", "--sweep", "optim.lr=0.1,-1"], "optim.lr must be > 0, got -1.0"),
         (["run", "ddp_digits", "--sweep", "trainer=ddp,dpp"], "trainer: 'dpp' is not one of "),
-        (["run", "ddp_digits", "--sweep", "seed=1,2", "--detach"], "--detach is for a single run: "),
+        (["run", "ddp_digits", "--sweep", "seed=1,2", "--detach"], "--sweep and --detach exclude each other: "),
         (["run", "ddp_digits", "--sweep", "seed=1,2", "tracking.uri=http://ada:***@mlflow"], "the password of "),
-        (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism is for a job array: "),
+        (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism needs --sweep"),
         (["submit", "ddp_digits", "--sweep", "cluster.nodes=1,2"], "--sweep: cluster.nodes cannot be swept: "),
-        (["config"], "which config? Shipped ones are "),
+        (["config"], "CONFIG is missing: shipped configs are "),
         (["config", "ddp_digits", "seed=x"], "seed must be int, got 'x'"),
         (["status", "nope"], "no run 'nope' under "),
         (["resume", "nope"], "no run 'nope' under "),
@@ -254,7 +258,7 @@ def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
     (kept,) = tmp_path.glob("hpcdist-*.traceback")
     assert (result.code, result.out) == (app.DEFECT, "")
     assert result.err == (
-        f"hpcdist: a defect of hpcdist (ZeroDivisionError: integer division or modulo by zero): please report it with"
+        f"hpcdist: internal error (ZeroDivisionError: integer division or modulo by zero): please report it with"
         f" {kept}\n"
     )
     assert "ZeroDivisionError" in kept.read_text()
@@ -342,7 +346,7 @@ def test_run_refuses_a_name_that_is_taken(
 ) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
-    assert one_line(result).endswith("choose another `name`, or go on with `hpcdist resume first`")
+    assert one_line(result).endswith("choose another `name`, or continue that run with `hpcdist resume first`")
     assert "run" not in supervised
 
 
@@ -350,7 +354,7 @@ def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
     assert one_line(result) == (
-        f"run folder {tmp_path}/file/runs/digits/first cannot be made (Not a directory):"
+        f"run folder {tmp_path}/file/runs/digits/first cannot be created (Not a directory):"
         " set `runs_dir` to a folder that you can write"
     )
 
@@ -359,11 +363,11 @@ def test_run_detached_says_how_to_follow(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(start, "detach", lambda run, env: seen.append(run.name) or 4711)
+    monkeypatch.setattr(local_run, "detach", lambda run, env: seen.append(run.name) or 4711)
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
-        "first runs in the background (process 4711): `hpcdist logs -f first` follows it"
+        "first runs in the background (process 4711): `hpcdist follow first` shows its progress"
     )
     assert seen == ["first"]
     assert "run" not in supervised
@@ -413,7 +417,7 @@ def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir],
 def test_resume_refuses_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first", status="finished", attempt=1)
     message = one_line(hpcdist("resume", "first"))
-    assert message == "run first is finished: to train on, say how far, such as stop.epochs=20"
+    assert message == "run first is finished: to train longer, add an override such as stop.epochs=20"
     assert "run" not in supervised
 
 
@@ -515,8 +519,8 @@ def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("stop", "asked first to save and stop; `hpcdist status first` shows how far it is\n"),
-        ("cancel", "asked first to end at once\n"),
+        ("stop", "first will save and stop; `hpcdist status first` shows its progress\n"),
+        ("cancel", "first will end at once\n"),
     ],
 )
 def test_a_request_is_left_in_the_last_attempt(
@@ -551,12 +555,12 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Slurm says the last of these looks of every job."""
     said: list[JobSnapshot] = []
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.look_at", lambda job, history=False: said[-1])
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: said[-1])
     return said.append
 
 
 def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
 
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
@@ -576,12 +580,12 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
     slurm(job("PENDING", reason="Resources"))
     asked: list[tuple[str, bool]] = []
 
-    def scancel(job_id: str, *, waiting_only: bool) -> None:
-        asked.append((job_id, waiting_only))
+    def scancel(job_id: str, *, pending_only: bool) -> None:
+        asked.append((job_id, pending_only))
         slurm(job("CANCELLED"))
 
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", scancel)
-    said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", scancel)
+    said = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
     state = run.read_state()
@@ -595,7 +599,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", lambda job_id, pending_only: slurm(job("RUNNING")))
     holding = hold(run)
 
     def supervisor_starts(seconds: float) -> None:
@@ -604,7 +608,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
         holding.__enter__()
 
     monkeypatch.setattr("hpcdist.run.stop.time.sleep", supervisor_starts)
-    assert hpcdist("stop", "first").out.startswith("asked first to save and stop")
+    assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
     assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
     assert run.read_state().status == "running"
@@ -614,12 +618,12 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     ("look", "message"),
     [
         (
-            JobSnapshot(away="no squeue here"),
-            "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here",
+            JobSnapshot(error="no squeue here"),
+            "run first has no supervisor, and Slurm does not answer about job 7: no squeue here",
         ),
         (
             JobSnapshot(),
-            "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left",
+            "run first is not running: it is lost: Slurm no longer knows job 7, and its supervisor did",
         ),
     ],
     ids=["away", "vanished"],
@@ -640,9 +644,7 @@ def test_a_run_in_the_queue_cannot_be_resumed(
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    assert one_line(hpcdist("resume", "first")) == (
-        "run first is queued: `hpcdist follow first` shows it, nothing to resume"
-    )
+    assert one_line(hpcdist("resume", "first")) == ("run first is queued and cannot be resumed: `hpcdist follow first`")
 
 
 # --- following
@@ -671,7 +673,7 @@ def test_ctrl_c_leaves_a_run_that_is_followed_as_it_is(
     assert result.code == 130
     assert result.out.splitlines() == [
         "running",
-        "first goes on without you: `hpcdist follow first` shows it again, `hpcdist stop` ends it",
+        "run first continues: `hpcdist follow first` shows it again, `hpcdist stop` stops it",
     ]
     assert not run.attempt(1).request.exists()
 
@@ -715,7 +717,7 @@ def test_sync_ships_all_runs_but_those_that_ship_themselves(
         result = hpcdist("sync")
     assert result.code == 1
     assert result.out.splitlines()[0] == "first: 3 points shipped"
-    assert result.out.splitlines()[1].startswith(f"third: process {os.getpid()} on ")
+    assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
     assert result.err == (
         "second: the password of http://ada:***@mlflow is not kept in the run folder:"
         " set HPCDIST_TRACKING_URI to the whole URI\n"
@@ -767,9 +769,13 @@ def test_ui_takes_no_port_that_is_none(hpcdist: Cli) -> None:
 
 def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
-    assert hpcdist("ui", "--uri", "http://mlflow:5000").out == "the UI of that server is at http://mlflow:5000\n"
+    assert (
+        hpcdist("ui", "--tracking-uri", "http://mlflow:5000").out
+        == "the UI of this MLflow server is at http://mlflow:5000\n"
+    )
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
-    assert hpcdist("ui").out == "the UI of that server is at https://other\n"
+    assert hpcdist("ui").out == "the UI of this MLflow server is at https://other\n"
 
 
 # --- sweeps
@@ -780,16 +786,16 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
     """How cells end, by the last part of their names; all others finish."""
     ends: dict[str, Callable[[RunDir], State]] = {}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         run.new_attempt()
         how = ends.get(run.name.rpartition("-")[2], lambda run: State(status="finished", reason="done"))
         state = replace(how(run), attempt=1)
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.sweep._tell_parent", lambda choice: print("told the parent"))
+    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("told the parent"))
     return ends
 
 
@@ -837,7 +843,7 @@ def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], within: bool) -> None:
     def stopped(run: RunDir) -> State:
         if within:  # the supervisor's own handler leaves this
-            run.attempt(1).ask("stop", by="SIGINT", reason="SIGINT to the supervisor")
+            run.attempt(1).send_request("stop", by="SIGINT", reason="SIGINT to the supervisor")
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
         return State(status="finished")
@@ -847,13 +853,13 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     assert (result.code, result.err) == (0, "")
     ended = "1 created, 1 finished, 1 stopped" if within else "1 created, 2 finished"
     assert f"sweep tune: {ended}" in result.out
-    assert "the same command again runs what is missing or has failed" in result.out
+    assert "run the same command again for missing and failed cells" in result.out
     assert "told the parent" in result.out
 
 
 def test_stopping_one_cell_leaves_the_others(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
-        run.attempt(1).ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        run.attempt(1).send_request("stop", by="ada", reason="`hpcdist stop` by ada")
         return State(status="stopped", reason="saved")
 
     cells["seed_1"] = stopped

@@ -15,7 +15,9 @@ from rich.console import Console
 from hpcdist.cli import follow as following
 from hpcdist.cli.follow import follow, stream_log
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run import status
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
@@ -63,7 +65,7 @@ class Life:
         monkeypatch.setattr(following, "Event", lambda: self)
 
     def wait(self, timeout_s: float) -> None:
-        assert timeout_s == following.LOOK_EVERY_S
+        assert timeout_s == following.POLL_S
         next(self._deeds, lambda: pytest.fail("the run is over"))()
 
 
@@ -119,14 +121,14 @@ def lines_of(console: Console) -> list[str]:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Sets what Slurm says from now on; each look is a new one."""
     now: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: replace(now[-1]))
-    monkeypatch.setattr(job_snapshot, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(job_snapshot, "LOOK_AWAY_S", 0.0)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(status, "QUERY_EVERY_S", 0.0)
+    monkeypatch.setattr(status, "QUERY_UNAVAILABLE_S", 0.0)
     return now.append
 
 
 def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
 
 
 def submitted(run: RunDir) -> RunDir:
@@ -220,7 +222,7 @@ def test_waiting_shows_no_progress(
     [
         (job("CANCELLED"), "cancelled", "job 7 was cancelled in the queue"),
         (job("FAILED", exit_code=1, nodes="n1"), "failed", "job 7 ended as FAILED with exit code 1 on n1"),
-        (JobSnapshot(), "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+        (JobSnapshot(), "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
     ids=["cancelled", "failed", "vanished"],
 )
@@ -255,12 +257,12 @@ def test_a_slurm_that_is_away_is_a_note(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
-    slurm(JobSnapshot(away="Unable to contact slurm controller (connect failure)"))
+    slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
     Life(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "running",
-        "Slurm does not say how the job stands (Unable to contact slurm controller (connect failure))",
+        "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
     ]
 
 
@@ -270,7 +272,9 @@ def test_a_run_that_is_submitted_anew_is_followed_as_its_new_job(
     run = submitted(make(status="queued"))
     states = {"7": "CANCELLED", "8": "PENDING"}
     monkeypatch.setattr(
-        job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=JobInfo(id=job.id, state=states[job.id]))
+        job_snapshot,
+        "take_snapshot",
+        lambda job, history=False: JobSnapshot(info=JobInfo(id=job.id, state=states[job.id])),
     )
     deeds = [
         lambda: write_json(run.path / "slurm.json", {"job_id": "8"}),

@@ -1,4 +1,4 @@
-"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --again`, with a stand-in for podman on PATH."""
+"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --resume`, with a stand-in for podman on PATH."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.containers.images.local_run import without_secrets
 from hpcdist.errors import UserMistake
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 
 Call = Callable[..., tuple[int, str, str]]
 IMAGE: list[dict[str, Any]] = [
@@ -74,7 +75,7 @@ def test_run_in_podman_prints_the_line_and_ends_as_the_container_does(call: Call
     assert shlex.split(line)[1:] == (podman / "words").read_text().splitlines()
     assert line.endswith(" hpcdist run ddp_digits seed=3 --new")
     assert (tmp_path / "runs").is_dir()
-    assert "no GPU is visible here: the container trains on CPUs" in output
+    assert "no GPU is visible: training on CPUs" in output
 
 
 def test_a_dry_run_in_podman_leaves_nothing_behind(call: Call, podman: Path, tmp_path: Path) -> None:
@@ -174,11 +175,11 @@ def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.Mon
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
-    def supervise(run: RunDir, config: Any, *_: object) -> State:
+    def supervise(run: RunDir, config: Any, *_: object, **__: object) -> State:
         seen.update(run=run, config=config)
         return State(status="finished")
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen
 
@@ -187,7 +188,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("flags", "env", "goes_on"),
     [
         ((), {}, False),
-        (("--again",), {}, True),
+        (("--resume",), {}, True),
         ((), {"HPCDIST_RESUME": "1"}, True),
         (("--new",), {"HPCDIST_RESUME": "1"}, False),
     ],
@@ -203,10 +204,10 @@ def test_run_goes_on_with_a_stopped_run_when_asked_to(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    run = start.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
+    run = create.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
     run.write_state(replace(run.read_state(), status="stopped"))
     code, output, _ = call("run", "ddp_digits", *flags)
     assert code == 0
     assert (supervised["run"].name == "first") is goes_on
     assert supervised["config"].name == supervised["run"].name
-    assert ("goes on with first, which the same config has started" in output) is goes_on
+    assert ("continuing run first, which has the same config" in output) is goes_on

@@ -1,0 +1,125 @@
+"""The config, environment and state of a run as parameters and tags of MLflow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcdist.config.loading import plain_tree
+from hpcdist.config.schema import unused_sections
+from hpcdist.errors import ConfigError, TrackingError
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.slurm_job import job_starts
+from hpcdist.tracking.names import clean_name
+from hpcdist.tracking.uri import redact_uri
+
+MAX_PARAM = 6000
+MAX_TAG = 8000
+#: MLflow has no status for a stopped run that can be resumed; the tag `hpcdist.state` holds it.
+MLFLOW_STATUS = {
+    "created": "SCHEDULED",
+    "queued": "SCHEDULED",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+    "stopped": "KILLED",
+}
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """Return the resolved config of a run as plain containers. Raises TrackingError if it cannot be read."""
+    try:
+        return plain_tree(run.config)
+    except ConfigError as error:
+        raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values as text; lists are JSON."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{name}.")
+        else:
+            yield name, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def params(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the config as parameters, with secrets redacted and values of MLflow's maximum length.
+
+    Sections of other trainers are omitted, since they have no effect on this run.
+    """
+    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
+
+
+def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the keys of parameters and user tags, each with its name in MLflow."""
+    own = (config.get("tracking") or {}).get("tags") or {}
+    return [(key, clean_name(key)) for tree in (_used_sections(config), own) for key, _ in flatten(tree)]
+
+
+def _used_sections(config: Mapping[str, Any]) -> dict[str, Any]:
+    trainer = config.get("trainer") or {}
+    unused = set() if trainer.get("script") else unused_sections(trainer.get("target", ""))
+    return {key: value for key, value in config.items() if key not in unused}
+
+
+def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags that do not change: name, source, environment, and the tags of the user."""
+    environment = read_json(run.environment) or {}
+    trainer = config.get("trainer") or {}
+    # `code` is the path that the code was copied from; the commit is a key of its own.
+    facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
+    if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
+        facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
+        facts["container"] = container
+    tags = {clean_name(f"hpcdist.{key}"): text for key, text in flatten(facts)}
+    tags |= {
+        "hpcdist.folder": str(run.path),
+        "mlflow.runName": run.name,
+        "mlflow.source.name": " ".join(trainer.get("script") or [trainer.get("target", "hpcdist")]),
+        "mlflow.source.type": "LOCAL",
+    }
+    for tag, key in (("mlflow.source.git.commit", "git_commit"), ("mlflow.user", "user")):
+        if environment.get(key):
+            tags[tag] = str(environment[key])
+    own = (config.get("tracking") or {}).get("tags") or {}
+    tags |= {clean_name(key): text for key, text in flatten(own)}
+    return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+
+
+def job_tags(run: RunDir) -> dict[str, str]:
+    """Return the tags of the run's Slurm job: id, nodes, and time in the queue over all its starts."""
+    job = read_json(run.path / "slurm.json") or {}
+    lives = job_starts(run)
+    if not job.get("job_id"):
+        return {}
+    facts = {
+        "job_id": job["job_id"],
+        "cluster": job.get("cluster") or None,
+        "nodes": (lives[-1].get("nodes") or None) if lives else None,
+        "lives": len(lives) or None,
+        "queue_s": round(sum(float(life.get("queue_s", 0.0)) for life in lives)) if lives else None,
+    }
+    return {f"hpcdist.slurm.{key}": str(value) for key, value in facts.items() if value is not None}
+
+
+def state_tags(state: State) -> dict[str, str]:
+    """Return the tags of the run's state."""
+    sentence = f"{state.status}: {state.reason}" if state.reason else state.status
+    return {
+        # The description of the run, which MLflow's page shows in full.
+        "mlflow.note.content": _clean_text(sentence)[:MAX_TAG],
+        "hpcdist.attempts": str(state.attempt),
+        "hpcdist.restarts": str(state.restarts),
+        "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.state": state.status,
+        "hpcdist.world_size": str(state.world_size),
+    }
+
+
+def _clean_text(text: str) -> str:
+    """Return text without passwords and without lone surrogates, which file names may contain."""
+    return redact_uri(text).encode(errors="replace").decode()

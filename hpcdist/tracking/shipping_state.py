@@ -1,0 +1,91 @@
+"""The state of the upload of a run (`journal/shipped.json`), and the rule that sends each (key, step) once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.files.atomic import read_json, write_atomic
+from hpcdist.files.formats import fill, stamped
+
+
+@dataclass(kw_only=True)
+class ShippingState:
+    """State from which a new shipper continues after any end of the last one."""
+
+    run_id: str = ""  #: of MLflow
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Journal file → bytes that are in MLflow."""
+    intent: dict[str, int] = field(default_factory=dict)
+    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow stores points
+    that agree in key, time, step and value once."""
+    steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """Metric → attempt → lowest and highest step in MLflow."""
+    marks: dict[str, list[int]] = field(default_factory=dict)
+    """Attempt → time in ms and step of its point of the metric `attempt`."""
+    artifacts: dict[str, str] = field(default_factory=dict)
+    """Artifact → fingerprint of the uploaded file."""
+    model: dict[str, str] = field(default_factory=dict)
+    """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    tags: dict[str, str] = field(default_factory=dict)
+    status: str = ""
+    num_points: int = 0  #: sent
+    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
+    num_broken: int = 0  #: lines that are not records
+    num_refused: int = 0  #: points that MLflow rejected
+
+    @classmethod
+    def load(cls, path: Path) -> ShippingState:
+        """Return the state in a file. A missing or damaged file means a start from the beginning, which is safe.
+
+        Raises RunFolderError if a newer version of hpcdist has written the file.
+        """
+        raw = read_json(path) or {}
+        try:
+            return fill(cls, raw, path)
+        except RunFolderError:
+            return cls()
+
+    def save(self, path: Path) -> None:
+        """Write the state to a file. Raises TrackingError if that fails."""
+        try:
+            write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
+        except OSError as error:
+            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
+
+    def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
+        """Return whether a point is new to MLflow, and record it as sent.
+
+        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept.
+        Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
+        of later attempts.
+
+        Args:
+            was_seen: Returns whether a step between this attempt's lowest and highest was sent; expensive, and called
+                only if the steps of a key do not increase.
+        """
+        shipped = self.steps.setdefault(key, {})
+        for other, (low, high) in shipped.items():
+            if (int(other) < attempt and step <= high) or (int(other) > attempt and step >= low):
+                return False
+        own = shipped.get(str(attempt))
+        if own is None:
+            shipped[str(attempt)] = [step, step]
+        elif step > own[1]:
+            own[1] = step
+        elif step < own[0]:
+            own[0] = step
+        else:
+            return step not in own and not was_seen()
+        return True
+
+    def mark(self, attempt: int, time_ms: int, step: int) -> int | None:
+        """Return the step for an attempt's point of the metric `attempt`; None if it has one."""
+        if str(attempt) in self.marks or any(int(other) > attempt for other in self.marks):
+            return None
+        step = max([step, *(mark[1] + 1 for mark in self.marks.values())])
+        self.marks[str(attempt)] = [time_ms, step]
+        return step

@@ -1,0 +1,61 @@
+"""The code blocks of README, tutorials and how-to guides work as printed.
+
+A console block marked `test` is executed in a temporary folder that holds the page's `file=NAME` blocks.
+`tests/slurm/test_tutorial.py` executes the blocks that are marked `slurm` as well.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, blocks, pages
+
+pytestmark = pytest.mark.processes
+
+
+def pages_with_commands() -> Iterator[object]:
+    for page in pages():
+        if any(block.words == ("test",) for block in blocks(page)):
+            yield pytest.param(page, id=page.stem)
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of the commands: one MLflow database for all of them, whose creation takes seconds."""
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db",
+    }
+
+
+def execute(command: str, folder: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [*pages_with_commands()])
+def test_console_blocks_run(page: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    for block in blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    for block in blocks(page):
+        if block.words == ("test",):
+            for command in block.commands:
+                execute(command, tmp_path, env)
+
+
+def test_the_trainer_of_the_readme_trains(tmp_path: Path, env: dict[str, str]) -> None:
+    (code,) = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
+    (config,) = [block.text for block in blocks(ROOT / "README.md") if "mymodule:train" in block.text]
+    (tmp_path / "mymodule.py").write_text(code)
+    (tmp_path / "config.yaml").write_text(config)
+    execute("hpcdist run config.yaml params.total_steps=20 launch.ranks=2 name=readme", tmp_path, env)
+    (journal,) = tmp_path.glob("runs/*/readme/journal/attempt-001.rank-00000.jsonl")
+    assert '"s":20,' in journal.read_text()

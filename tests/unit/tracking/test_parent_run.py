@@ -1,0 +1,176 @@
+"""The MLflow run above a sweep's cells, in a real database."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run as MlflowEntity
+
+from hpcdist.config.loading import load_config, to_yaml
+from hpcdist.errors import TrackingError
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.lease import hold
+from hpcdist.run.sweep import make_sweep, parse_axes
+from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.parent_run import ParentRun
+
+# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+
+class SweepScene:
+    """A sweep of cells `seed=1`, `seed=2` …, and what MLflow says of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.uri = f"sqlite:///{root}/mlflow.db"
+        self.config = root / "run.yaml"
+        self.config.write_text(f"{{experiment: exp, name: tune, runs_dir: {root}/runs}}\n")
+        self.runs: list[RunDir] = []
+        self.there = self.add("1,2")
+
+    def add(self, seeds: str) -> SweepDir:
+        axes = parse_axes([f"seed={seeds}"], [])
+        sweep = make_sweep(axes, lambda more: load_config(self.config, more), lambda config: "ddp")
+        there = write_sweep(sweep)
+        for cell in sweep.cells:
+            run = RunDir.create(there.path.parent / cell.name)
+            run.config.write_text(to_yaml(cell.config))
+            mark(run, there, cell)
+            self.runs.append(run)
+        return there
+
+    def ship(self, index: int, **state: Any) -> None:
+        """Give a cell a state, and ship it."""
+        run = self.runs[index]
+        run.write_state(replace(run.read_state(), **state))
+        Delivery(run, self.uri).ship_once()
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def entities(self) -> dict[str, MlflowEntity]:
+        """All MLflow runs by name."""
+        experiment = self.client.get_experiment_by_name("exp")
+        assert experiment is not None
+        found = self.client.search_runs([experiment.experiment_id])
+        assert len({run.info.run_name for run in found}) == len(found)
+        return {run.info.run_name: run for run in found}
+
+    def parent(self) -> tuple[str, str]:
+        run = self.entities()["tune"]
+        return run.info.status, run.data.tags["hpcdist.reason"]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, empty_database: Path) -> SweepScene:
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    return SweepScene(tmp_path)
+
+
+def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
+    sweep.ship(0)
+    sweep.ship(1)
+    found = sweep.entities()
+    assert set(found) == {"tune", "seed=1", "seed=2"}
+    for name in ("seed=1", "seed=2"):
+        assert found[name].data.tags["mlflow.parentRunId"] == found["tune"].info.run_id
+        assert found[name].data.tags["hpcdist.run.sweep"] == "tune"
+        assert found[name].data.params["seed"] == name.removeprefix("seed=")
+    parent = found["tune"].data
+    assert parent.params == {"seed": "1, 2"}
+    assert parent.tags["hpcdist.axes"] == '{"seed": ["1", "2"]}'
+    assert parent.tags["hpcdist.folder"] == str(sweep.there.path)
+    assert (read_json(sweep.there.mlflow) or {})["run_id"] == found["tune"].info.run_id
+
+
+def test_the_parent_stands_as_its_cells_do(sweep: SweepScene) -> None:
+    with hold(sweep.there):
+        sweep.ship(0, status="queued")
+        assert sweep.parent() == ("SCHEDULED", "2 cells: 1 created, 1 queued")
+        with hold(sweep.runs[0]):
+            sweep.ship(0, status="running", attempt=1)
+        assert sweep.parent() == ("RUNNING", "2 cells: 1 created, 1 running")
+        sweep.ship(0, status="failed", ended=5.0)
+        assert sweep.parent() == ("RUNNING", "2 cells: 1 created, 1 failed")
+        sweep.ship(1, status="finished", attempt=1, ended=7.0)
+    assert sweep.parent() == ("FAILED", "2 cells: 1 failed, 1 finished")
+    assert sweep.entities()["tune"].info.end_time == 7000
+    sweep.ship(0, status="finished", attempt=2, ended=9.0)
+    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+    sweep.add("3")
+    sweep.ship(2, status="cancelled", attempt=1, ended=11.0)
+    assert sweep.parent() == ("KILLED", "3 cells: 1 cancelled, 2 finished")
+    parent = sweep.entities()["tune"].data
+    assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
+
+
+def test_one_parent_however_many_ship_first(sweep: SweepScene) -> None:
+    parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
+    with ThreadPoolExecutor(6) as pool:
+        ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
+    assert ids == {sweep.entities()["tune"].info.run_id}
+
+
+def test_a_parent_whose_id_was_never_written_down_is_found(sweep: SweepScene) -> None:
+    sweep.ship(0)
+    known = read_json(sweep.there.mlflow) or {}
+    sweep.there.mlflow.write_text(f'{{"run_uid": "{known["run_uid"]}"}}')
+    sweep.ship(1)
+    assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == known["run_id"]
+
+
+def test_mlflow_that_comes_back_gets_it_all(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last cell's end is not taken as told before the parent knows of it."""
+
+    def away(self: ParentRun) -> None:
+        raise TrackingError("no answer")
+
+    sweep.ship(0, status="finished", attempt=1, ended=5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ParentRun, "refresh", away)
+        with pytest.raises(TrackingError, match="no answer"):
+            sweep.ship(1, status="finished", attempt=1, ended=7.0)
+    assert sweep.entities()["seed=2"].info.status == "FINISHED"
+    assert sweep.parent()[0] != "FINISHED"
+    sweep.ship(1)
+    assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
+
+
+def test_who_is_overtaken_looks_again(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep.ship(0)
+    seen = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
+    monkeypatch.setattr(SweepDir, "read_state", lambda self: next(seen))
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
+    assert parent is not None
+    parent.refresh()
+    assert sweep.parent() == ("FINISHED", "new")
+
+
+def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) -> None:
+    shutil.rmtree(sweep.there.path)
+    sweep.ship(0)
+    assert set(sweep.entities()) == {"tune-seed_1"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
+)
+def test_a_folder_that_cannot_be_used_is_told(sweep: SweepScene, broken: str, message: str) -> None:
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
+    assert parent is not None
+    if broken == "sweep.json":
+        sweep.there.file.write_text("{")
+    else:
+        (sweep.there.path / broken).mkdir()
+    with pytest.raises(TrackingError, match=message):
+        parent.cell_tags()
