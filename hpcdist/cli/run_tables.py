@@ -67,7 +67,8 @@ def runs_document(rows: list[RunRow], notes: list[str]) -> dict[str, Any]:
 
 def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: Path) -> None:
     """Print a table of runs, then the notes."""
-    table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
+    names = (Column("run", no_wrap=True), Column("status", no_wrap=True), "step", "attempts")
+    table = Table(*names, Column("created", min_width=10), Column("reason", min_width=12))
     for row in rows:
         table.add_row(
             escape(row.run),
