@@ -89,7 +89,7 @@ def test_show_prints_the_report(bench: Callable[..., Result], left: Callable[...
     result = bench("show", "fir")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main")
-    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs are alike")
+    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
 
 
 def test_csv_and_json_are_complete(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
@@ -104,7 +104,7 @@ def test_compare_with_a_run_by_name(bench: Callable[..., Result], left: Callable
     left("second", slower(sample(), 4.0))
     out = bench("show", "second", "--compare", "first").out
     assert "compared with first: all_reduce[sum] is slower at 29 of 29 sizes" in out
-    assert "compared with second: nothing got slower" in bench("show", "first", "--compare", "second").out
+    assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
 
 
 def test_last_is_the_newest_comparable_run(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
@@ -118,7 +118,7 @@ def test_last_is_the_newest_comparable_run(bench: Callable[..., Result], left: C
     left("nothing", None)
     left("now", sample())
     left("later", sample())
-    assert "\ncompared with baseline: nothing got slower" in bench("show", "now", "--compare", "last").out
+    assert "\ncompared with baseline: nothing is slower" in bench("show", "now", "--compare", "last").out
     out = bench("show", "two-nodes", "--compare", "last").out
     assert "\nno comparison: " in out
 
@@ -131,8 +131,8 @@ def test_incomparable_runs_are_rejected_with_both_values(
     result = bench("show", "four", "--compare", "gpu")
     assert (result.code, result.err) == (
         2,
-        "hpcdist: not comparable with run gpu: partition main now and gpu then, backend gloo now and nccl then,"
-        " number of ranks 4 now and 2 then, number of nodes 4 now and 2 then\n",
+        "hpcdist: not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
+        " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
     )
 
 
@@ -143,22 +143,24 @@ def test_incomparable_runs_are_rejected_before_the_start(
     before = set(four.path.parent.iterdir())
     here = mistake(bench("comm", "--compare", "four", "launch.ranks=2"))
     assert here == (
-        "not comparable with run four: partition none now and main then, number of nodes 1 now and 4 then,"
-        " number of ranks 2 now and 4 then"
+        "not comparable with run four: partition none now and main before, number of nodes 1 now and 4 before,"
+        " number of ranks 2 now and 4 before"
     )
     there = mistake(bench("comm", "--compare", "four", "--cluster", "devcluster", "cluster.partition=high"))
-    assert there == ("not comparable with run four: number of nodes 2 now and 4 then, partition high now and main then")
+    assert there == (
+        "not comparable with run four: number of nodes 2 now and 4 before, partition high now and main before"
+    )
     backend = mistake(
         bench("comm", "--compare", "four", "--submit", "cluster.nodes=4", "launch.backend=nccl", "launch.device=cuda")
     )
-    assert backend == "not comparable with run four: backend nccl now and gloo then"
+    assert backend == "not comparable with run four: backend nccl now and gloo before"
     assert set(four.path.parent.iterdir()) == before
 
 
 def test_missing_runs_are_errors(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("empty", None)
     assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
-    assert "comm/results.json: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
+    assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
     assert mistake(bench("comm", "--compare", "nowhere")).startswith("no run 'nowhere' under ")
     assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
 
