@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from hpcdist.cli.options import ConfigName, Overrides
-from hpcdist.cli.run import supervise_here
+from hpcdist.cli.run import resolve_start, supervise_here
 from hpcdist.cli.terminal import exit_code
 
 app = typer.Typer()
@@ -33,7 +33,7 @@ def supervise(run_dir: Path) -> int:
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
     config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
-    return supervise_here(found, config, follow=True)
+    return supervise_here(found, config, *resolve_start(config), follow=True)
 
 
 @app.command("in-job", hidden=True)
@@ -45,5 +45,5 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
 
     logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
-    # A job whose run a user has cancelled did not fail.
+    # The job of a cancelled run did not fail.
     return exit_code(state) if state.status == "failed" else 0

@@ -60,7 +60,7 @@ def ui(
 
 def experiment_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
     """Return a link to the runs of each experiment in the UI at `address`, whose start page shows no training runs."""
-    from hpcdist.run.folder import read_json
+    from hpcdist.files.atomic import read_json
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking.uri import redact_uri
 
@@ -84,9 +84,9 @@ def sync(
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
 ) -> int:
-    """Upload to MLflow the records that are still missing, and close runs whose supervisor or job died.
+    """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
-    Only runs of the calling user are uploaded, and only from folders that nobody else may write to.
+    Only runs of the calling user are uploaded, and only from folders that no other user can write to.
 
     Examples:
 
@@ -99,9 +99,9 @@ def sync(
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import list_runs, resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
     from hpcdist.tracking.shipper import sync as ship
-    from hpcdist.tracking.uri import choose_uri, is_server
+    from hpcdist.tracking.uri import is_server, resolve_uri
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs:
@@ -118,7 +118,7 @@ def sync(
         try:
             require_trusted(found.path, "sync")
             config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
-            uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+            uri = resolve_uri(config, os.environ)
             # A Slurm job uploads to a server only; a database is filled from the host of the database.
             uploads_itself = job_of(found) is None or is_server(uri)
             if uploads_itself and (busy := holder(found)) is not None:

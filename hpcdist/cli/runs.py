@@ -92,7 +92,7 @@ def _best_metric(run: RunDir) -> str:
 @app.command()
 def logs(
     run: RunName,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank.")] = 0,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,
@@ -128,10 +128,10 @@ def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
     from hpcdist.files.ownership import is_mine
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.status import status_of
 
     found = resolve_run(run, runs_dir)
-    if stand(found, look_now(found)).name == "created":
+    if status_of(found).name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # The config of another user must not receive the caller's secrets.
     env = {**kept(found), **os.environ} if is_mine(found.path) else {}

@@ -1,4 +1,4 @@
-"""The original names of metrics, parameters and tags whose names MLflow does not accept."""
+"""The original names of metrics, parameters and tags with names that MLflow does not accept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
 
 log = logging.getLogger(__name__)
 

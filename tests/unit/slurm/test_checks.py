@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.run.folder import write_json
+from hpcdist.files.atomic import write_json
 from hpcdist.slurm.submit.checks import check_config, check_submission, longest_save
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
@@ -131,7 +131,8 @@ def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_json(save / "manifest.json", {"write_s": 70.4})
     doubts, _ = ask(tmp_path, missing_data="mnist was not found in /data")
     assert doubts == [
-        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that, cluster.signal_lead_s=141",
+        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
+        " cluster.signal_lead_s=141",
         "mnist was not found in /data: the nodes will download it if they have internet access",
         "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
     ]

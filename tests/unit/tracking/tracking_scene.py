@@ -1,4 +1,4 @@
-"""A run folder, and what its supervisor and ranks would do to it."""
+"""A run folder with the actions of its supervisor and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.run.folder import RunDir, State, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.delivery import Delivery
 
 CONFIG: dict[str, Any] = {
@@ -26,7 +27,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Scene:
-    """One run folder, the database it is shipped to, and what a supervisor and ranks would do to them."""
+    """One run folder with its MLflow database, and the actions of a supervisor and ranks."""
 
     def __init__(self, root: Path) -> None:
         self.uri = f"sqlite:///{root}/mlflow.db"

@@ -1,0 +1,242 @@
+"""Checks of Slurm: its commands, controller, accounting and partitions."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hpcdist.machine.check import Check
+from hpcdist.slurm import client as slurm_client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
+
+#: Commands that `hpcdist submit` and the supervisor need.
+NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+#: Oldest version that hpcdist is tested with.
+OLDEST = (22, 5)
+#: Number of partitions with a line of their own.
+SHOWN_PARTITIONS = 12
+#: Error of Slurm's commands without a slurm.conf.
+_UNCONFIGURED = "Could not establish a configuration source"
+_START_IT = "check the machine that runs slurmctld: `scontrol ping`, `systemctl status slurmctld`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmFacts:
+    """Facts reported by Slurm's commands."""
+
+    missing: tuple[str, ...] = ()  #: commands that are not installed
+    settings: dict[str, str] = field(default_factory=dict)  #: `scontrol show config`
+    away: str = ""  #: why the controller did not answer
+    seconds: float = 0.0  #: time until the controller answered
+    partitions: list[Partition] | None = None  #: None if the query failed
+
+    @property
+    def installed(self) -> bool:
+        return len(self.missing) < len(NEEDED)
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.settings)
+
+
+def read_slurm() -> SlurmFacts:
+    """Query the facts that all sections about Slurm need."""
+    missing = tuple(name for name in NEEDED if shutil.which(name) is None)
+    if "scontrol" in missing:
+        return SlurmFacts(missing=missing)
+    begun = time.monotonic()
+    try:
+        settings = slurm_client.settings()
+    except SlurmError as error:
+        return SlurmFacts(missing=missing, away=str(error))
+    took = time.monotonic() - begun
+    try:
+        found = slurm_client.partitions()
+    except SlurmError:
+        found = None
+    return SlurmFacts(missing=missing, settings=settings, seconds=took, partitions=found)
+
+
+class Cached:
+    """Calls a function once and gives the result to all threads that need it."""
+
+    def __init__(self, read: Callable[[], SlurmFacts]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._facts: SlurmFacts | None = None
+
+    def __call__(self) -> SlurmFacts:
+        with self._lock:
+            if self._facts is None:
+                self._facts = self._read()
+            return self._facts
+
+
+# --- commands and controller
+
+
+def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -> list[Check]:
+    """Check whether jobs can be submitted and followed from this machine."""
+    if not found.installed and in_container:
+        text = "none in this container, as intended: hpcdist outside the container submits and supervises jobs"
+        return [Check(name="commands", level="ok", text=text)]
+    if not found.installed:
+        return [
+            Check(
+                name="commands",
+                level="note",
+                text="Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not",
+                fix="on a cluster use a login node or `module load slurm`; for a test cluster:"
+                " `sudo hpcdist devcluster up --install`",
+            )
+        ]
+    checks = []
+    if found.missing:
+        checks.append(
+            Check(
+                name="commands",
+                level="failure",
+                text=f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail",
+                fix="put the folder of Slurm's commands on PATH, or install the package slurm-client",
+            )
+        )
+    if found.away and _UNCONFIGURED in found.away:
+        text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
+        fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
+        checks.append(Check(name="controller", level="warning", text=text, fix=f"{fix} its own)"))
+    elif found.away:
+        checks.append(
+            Check(
+                name="controller",
+                level="failure",
+                text=f"{found.away}: `hpcdist submit` would fail",
+                fix=f"{_START_IT}; check SLURM_CONF",
+            )
+        )
+    if found.reached:
+        checks += [_controller(found), *_accounting(found.settings, user)]
+    return checks
+
+
+def _controller(found: SlurmFacts) -> Check:
+    version = found.settings.get("SLURM_VERSION", "")
+    text = f"{found.settings.get('ClusterName', '?')}, Slurm {version}, answers in {found.seconds:.2g} s"
+    number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if number and number < OLDEST:
+        oldest = ".".join(f"{part:02d}" for part in OLDEST)
+        fix = "run `hpcdist submit --test` and a short run before a long one"
+        return Check(name="controller", level="warning", text=f"{text}: tested with {oldest} and newer", fix=fix)
+    return Check(name="controller", level="ok", text=text)
+
+
+def _accounting(settings: dict[str, str], user: str) -> list[Check]:
+    lost = (
+        f"a job's end is known only for {settings.get('MinJobAge', '300 sec')} (MinJobAge), and `explain` cannot show"
+        " its memory"
+    )
+    if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
+        return [Check(name="accounting", level="note", text=f"Slurm keeps none: {lost}")]
+    try:
+        accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
+    except SlurmError as error:
+        fix = "if sacct fails as well, slurmdbd or its database is down: contact the administrators"
+        return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
+    enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
+    if accounts:
+        return [Check(name="accounting", level="ok", text=f"{user} may use {few(accounts)} (cluster.account)")]
+    if enforced:
+        return [
+            Check(
+                name="accounting",
+                level="failure",
+                text=f"{user} has no account, and this cluster requires one for each job",
+                fix=f"an administrator can add one: `sacctmgr add user {user} account=…`",
+            )
+        ]
+    return [Check(name="accounting", level="ok", text=f"answers; {user} has no account, and none is required")]
+
+
+def few(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# --- partitions
+
+
+def partition_checks(found: SlurmFacts) -> list[Check]:
+    """Return one result per partition: hardware, time limit, and whether it starts jobs."""
+    if not found.reached:
+        return []
+    if found.partitions is None:
+        text = "scontrol or sinfo did not list them"
+        return [Check(name="partitions", level="warning", text=text, fix=f"{_START_IT}")]
+    if not found.partitions:
+        return [Check(name="partitions", level="failure", text="none: no job can start", fix=_START_IT)]
+    ordered = sorted(found.partitions, key=lambda one: one.facts.get("Default") != "YES")
+    checks = [_partition(one) for one in ordered[:SHOWN_PARTITIONS]]
+    if rest := [one.name for one in ordered[SHOWN_PARTITIONS:]]:
+        checks.append(Check(name="more", level="ok", text=f"{len(rest)} partitions: {few(rest, 10)}"))
+    if all(one.facts.get("Default") != "YES" for one in found.partitions):
+        text = "no partition is the default: set cluster.partition"
+        checks.append(Check(name="default", level="note", text=text))
+    return checks
+
+
+def _partition(partition: Partition) -> Check:
+    total, up = _count(partition.nodes), _count([group for group in partition.nodes if group.usable])
+    state = partition.facts.get("State", "UP")
+    shown = [f"{total} node{'s' * (total != 1)}" if up == total else f"{up} of {total} nodes up"]
+    if partition.nodes:
+        shown.append(_hardware(partition.nodes))
+    shown.append(_limits(partition))
+    text = "; ".join(filter(None, shown)) + (" (default)" if partition.facts.get("Default") == "YES" else "")
+    if state != "UP":
+        fix = f"jobs wait until it is up again (`scontrol show partition {partition.name}`)"
+        return Check(name=partition.name, level="note", text=f"{state}; {text}", fix=fix)
+    if not up:
+        fix = f"reasons: `sinfo -R -p {partition.name}`"
+        return Check(name=partition.name, level="warning", text=f"no node accepts jobs; {text}", fix=fix)
+    return Check(name=partition.name, level="ok", text=text)
+
+
+def _hardware(groups: tuple[NodeGroup, ...]) -> str:
+    """Return the hardware of nodes, such as `8-64 cores, 32 GiB, 0-4 GPUs each`."""
+    cores = _span([group.cpus for group in groups])
+    memory = _span([round(group.memory_mb / 1024) for group in groups])
+    gpus = _span([group.gpus for group in groups])
+    return f"{cores} cores, {memory} GiB" + (f", {gpus} GPUs" if gpus != "0" else "") + " each"
+
+
+def _span(values: list[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+
+def _limits(partition: Partition) -> str:
+    words = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
+    if (most := partition.limit("MaxNodes")) is not None:
+        words.append(f"{most} nodes a job")
+    for kind in ("Accounts", "Qos", "Groups"):
+        if (allowed := partition.allowed(kind)) is not None:
+            words.append(f"{kind.lower()} {few(list(allowed), 3)} only")
+    return ", ".join(words)
+
+
+def _duration(text: str) -> str:
+    """Return a time limit such as `1-12:00:00` in words."""
+    if text in ("UNLIMITED", "INFINITE"):
+        return "no time limit"
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return f"at most {text}"
+    days, hours, minutes = (int(part or 0) for part in match.groups()[:3])
+    units = ((days, "day" + "s" * (days != 1)), (hours, "h"), (minutes, "min"))
+    return "at most " + " ".join(f"{value} {unit}" for value, unit in units if value)
+
+
+def _count(groups: tuple[NodeGroup, ...] | list[NodeGroup]) -> int:
+    return sum(group.num_nodes for group in groups)

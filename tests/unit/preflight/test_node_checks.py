@@ -1,0 +1,298 @@
+"""What is wrong with a node, by the answers of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from preflight_scene import findings, healthy, request, sentences
+
+from hpcdist.preflight.node_checks import ORDER
+
+GPU = {
+    "index": 0,
+    "name": "H200",
+    "used_mb": 4,
+    "total_mb": 143771,
+    "uncorrected_errors": 0,
+    "throttled": [],
+    "pids": [],
+}
+INFINIBAND = {"ports": ["mlx5_0:1 (InfiniBand)"], "device": True, "library": True}
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 16])
+def test_a_healthy_cluster_has_nothing_wrong(num_nodes: int) -> None:
+    assert sentences(request(num_nodes), healthy(num_nodes)) == []
+
+
+def test_a_healthy_gpu_cluster_has_nothing_wrong() -> None:
+    gpus = [GPU | {"index": index} for index in range(8)]
+    answers = healthy(gpus=gpus, visible_gpus=8, gpu_device_files=8, infiniband=INFINIBAND)
+    assert sentences(request(gpus_per_node=8, backend="nccl", num_workers=4, tasks_per_node=2), answers) == []
+
+
+def test_a_node_without_an_answer_is_a_failure() -> None:
+    answers = healthy()
+    del answers["n3"]
+    (found,) = findings(request(), answers)
+    assert (found.level, found.node, found.name) == ("failure", "n3", "answer")
+    assert found.sentence() == (
+        "n3: answer: its preflight did not answer; inspect the node: `scontrol show node n3`, `srun -w n3 hostname`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "level", "text"),
+    [
+        (
+            "hpcdist",
+            "0.0.9",
+            "failure",
+            "hpcdist 0.0.9, the other 3 nodes have 0.1.0; install hpcdist as on",
+        ),
+        ("source", "xyz", "failure", "the code of hpcdist xyz, the other 3 nodes have abc"),
+        ("python", "3.11.2", "failure", "python 3.11.2, the other 3 nodes have 3.12.3"),
+        ("python", "3.12.1", "warning", "python 3.12.1, the other 3 nodes have 3.12.3"),
+        ("torch", "2.14.0", "failure", "torch 2.14.0, the other 3 nodes have 2.15.0"),
+        ("torch", "", "failure", "torch is missing, the other 3 nodes have 2.15.0"),
+        ("nccl", "2.29.1", "note", "NCCL 2.29.1, the other 3 nodes have 2.30.7"),
+        ("driver", "570.1.2", "note", "driver 570.1.2, the other 3 nodes have 580.82.07"),
+    ],
+)
+def test_the_odd_one_out_is_named_against_the_majority(key: str, other: str, level: str, text: str) -> None:
+    answers = healthy()
+    answers["n2"]["versions"][key] = other
+    (found,) = sentences(request(), answers)
+    assert found.startswith(f"{level} n2: version: {text}")
+
+
+def test_another_version_has_other_code_which_is_not_said_too() -> None:
+    answers = healthy()
+    answers["n2"]["versions"] |= {"hpcdist": "0.0.9", "source": "xyz"}
+    assert len(sentences(request(), answers)) == 1
+
+
+def test_of_two_nodes_the_first_one_is_right() -> None:
+    answers = healthy(2)
+    answers["n1"]["versions"]["torch"] = "2.14.0"
+    (found,) = sentences(request(2), answers)
+    assert "n2: version: torch 2.15.0, the first node has 2.14.0; install torch as on the others on n2" in found
+
+
+def test_nccl_matters_where_it_is_used() -> None:
+    answers = healthy(gpus=[GPU], visible_gpus=1)
+    answers["n2"]["versions"]["nccl"] = "2.29.1"
+    (found,) = findings(request(backend="nccl", gpus_per_node=1), answers)
+    assert found.level == "failure"
+
+
+def node_finding(change: dict[str, Any], **asked: Any) -> str:
+    """The one finding when n3 answers otherwise."""
+    answers = healthy()
+    answers["n3"] |= change
+    (found,) = sentences(request(**asked), answers)
+    assert " n3: " in found
+    return found
+
+
+def test_a_run_folder_that_is_not_there() -> None:
+    found = node_finding({"witness": False})
+    assert found.startswith("failure n3: run folder: /runs/e/r is not visible there, or not the same one; mount")
+
+
+@pytest.mark.parametrize(
+    ("disk", "checkpoint_bytes", "finding"),
+    [
+        ({"write_error": "No space left on device", "free": 0}, None, "failure n3: disk: checkpoints cannot be written"
+         " to /c: No space left on device (0 MB are free); free space (`df -h /c`"),
+        ({"write_error": "Read-only file system", "free": 10**12}, None, "failure n3: disk: checkpoints cannot be"
+         " written to /c: Read-only file system; free"),
+        ({"error": "no answer in 5 s"}, None, "failure n3: disk: checkpoints cannot be written to /c: no answer"),
+        ({"free": 50 * 10**6}, None, "failure n3: disk: 50 MB are free in /c, possibly too little for a checkpoint"),
+        ({"free": 500 * 10**6}, None, "warning n3: disk: 500 MB are free in /c, possibly"),
+        ({"free": 3 * 10**9}, 2 * 10**9, "warning n3: disk: 3,000 MB are free in /c, the last checkpoint had 2,000 MB"),
+        ({"free": 10**9}, 2 * 10**9, "failure n3: disk: 1,000 MB are free"),
+        ({"free": 10**12, "free_files": 7}, None, "failure n3: disk: 7 more files can be created in /c (`df -i /c`)"),
+        ({"free": 10**12, "free_files": 700}, None, "warning n3: disk: 700 more files"),
+        ({"free": 10**12, "bytes_s": 10**6}, None, "warning n3: disk: writes 1.0 MB/s to /runs/e/r/checkpoints, the"
+         " other nodes 500 MB/s"),
+    ],
+)  # fmt: skip
+def test_a_disk_that_checkpoints_will_not_like(
+    disk: dict[str, Any], checkpoint_bytes: int | None, finding: str
+) -> None:
+    assert node_finding({"checkpoints": {"folder": "/c", **disk}}, checkpoint_bytes=checkpoint_bytes).startswith(
+        finding
+    )
+
+
+def test_what_is_enough_for_small_checkpoints_is_enough() -> None:
+    answers = healthy(checkpoints={"folder": "/c", "free": 500 * 10**6})
+    assert sentences(request(checkpoint_bytes=10**6), answers) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        ({"visible_gpus": 1, "gpus": [GPU]}, "failure", "1 of 2 GPUs are usable; see `nvidia-smi`"),
+        ({"visible_gpus": 0, "gpus": [], "gpu_device_files": 2}, "failure",
+         "0 of 2 GPUs are usable; nvidia-smi fails or does not answer; see"),
+        ({"gpus": [GPU, GPU | {"index": 1, "uncorrected_errors": 2}]}, "failure",
+         "GPU 1 has 2 uncorrected memory errors since its driver was loaded; drain n3 and reset it"),
+        ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is throttled: power brake; check"),
+        ({"gpus": [GPU | {"used_mb": 9000, "pids": [12, 13]}]}, "warning",
+         "9,000 of 143,771 MB of GPU 0 are in use by process 12, 13; find their"),
+        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "140,000 of 143,771 MB of GPU 0 are in use; find their"),
+        ({"gpus": [GPU | {"used_mb": None, "uncorrected_errors": None}], "visible_gpus": 0}, "failure", "0 of 2 GPUs"),
+    ],
+)  # fmt: skip
+def test_gpus_that_will_not_do(change: dict[str, Any], level: str, text: str) -> None:
+    answers = healthy(gpus=[GPU, GPU | {"index": 1}], visible_gpus=2, gpu_device_files=2)
+    answers["n3"] |= change
+    (found,) = sentences(request(backend="nccl", gpus_per_node=2), answers)
+    assert found.startswith(f"{level} n3: gpu: {text}")
+
+
+def test_gpus_do_not_matter_where_none_are_asked_for() -> None:
+    assert sentences(request(), healthy(gpus=[GPU | {"uncorrected_errors": 7}])) == []
+
+
+def test_a_gloo_run_may_go_on_without_gpus() -> None:
+    (found,) = sentences(request(gpus_per_node=2), healthy())
+    assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs are usable")
+
+
+def test_a_driver_that_is_older_than_torchs_cuda() -> None:
+    answers = healthy(gpus=[GPU], visible_gpus=1)
+    answers["n3"]["versions"]["driver"] = "550.54.15"
+    found = sentences(request(backend="nccl", gpus_per_node=1), answers)
+    assert found[0].startswith("failure n3: driver: torch 2.15.0 needs driver 580.65 or newer for its CUDA 13.2, found")
+    assert found[1:] == [line for line in found if "version: driver 550.54.15" in line]
+
+
+@pytest.mark.parametrize(
+    ("look", "finding"),
+    [
+        ({"error": "Name or service not known", "forward_s": 0.1}, "failure n3: names: its own name cannot be looked"),
+        ({"late": 5.0}, "warning n3: names: looking up its own name, or its address, took more than 5 s"),
+        ({"address": "10.0.0.3", "forward_s": 2.0}, "warning n3: names: looking up its own name took 2.0 s"),
+        ({"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Host name lookup failure", "reverse_s": 4.0},
+         "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
+    ],
+)  # fmt: skip
+def test_names_that_are_slow_or_unknown(look: dict[str, Any], finding: str) -> None:
+    assert node_finding({"lookups": {"n3": look}}).startswith(finding)
+
+
+def test_an_address_without_a_name_does_not_matter_when_that_is_told_at_once() -> None:
+    look = {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 0.01}
+    assert sentences(request(), healthy(lookups={"n1": look})) == []
+
+
+def test_the_first_node_must_not_take_itself_for_loopback() -> None:
+    loopback = {"address": "127.0.1.1", "forward_s": 0.0}
+    answers = healthy()
+    answers["n2"]["lookups"] = {"n2": loopback}
+    assert sentences(request(), answers) == [], "the others go by the way to the first one"
+    answers["n1"]["lookups"] = {"n1": loopback}
+    (found,) = sentences(request(), answers)
+    assert found.startswith(
+        "failure n1: names: its own name resolves to 127.0.1.1, which other nodes cannot reach; set"
+    )
+    for answer in answers.values():
+        answer["network"]["addresses"] = ["127.0.0.1"]
+    assert sentences(request(), answers) == [], "all nodes are on one machine"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"infiniband": INFINIBAND | {"device": False}}, "but /dev/infiniband is missing: NCCL will use sockets; pass"),
+        ({"infiniband": INFINIBAND | {"library": False}}, "but libibverbs cannot be loaded: NCCL will use sockets"),
+        ({"variables": {"NCCL_IB_DISABLE": "1"}}, "but NCCL_IB_DISABLE=1; unset it in cluster.env"),
+        ({"locked_memory": 65536}, "but only 0 MB may be locked in memory: NCCL may fail"),
+        ({"infiniband": {}}, "has 0 active InfiniBand ports, most nodes have 1"),
+    ],
+)
+def test_infiniband_that_nccl_will_not_use(change: dict[str, Any], text: str) -> None:
+    answers = healthy(gpus=[GPU], visible_gpus=1, infiniband=INFINIBAND)
+    answers["n3"] |= change
+    (found,) = sentences(request(backend="nccl", gpus_per_node=1), answers)
+    assert found.startswith("warning n3: infiniband: ")
+    assert text in found
+    assert sentences(request(), answers) == [], "gloo does not use it"
+
+
+def test_a_faster_interface_lies_idle() -> None:
+    slow = {"name": "eno1", "address": "10.0.0.3", "up": True, "speed_mbit": 1000}
+    fast = {"name": "ib0", "address": "10.1.0.3", "up": True, "speed_mbit": 100000}
+    found = node_finding({"interfaces": [slow, fast]})
+    assert found.startswith(
+        "warning n3: interface: the nodes' names resolve to eno1 (1,000 Mbit/s), while ib0 (100,000 Mbit/s) is up;"
+        " cluster.env.NCCL_SOCKET_IFNAME=ib0"
+    )
+    for harmless in (fast | {"up": False}, fast | {"speed_mbit": None}, fast | {"speed_mbit": 1000}):
+        answers = healthy()
+        answers["n3"]["interfaces"] = [slow, harmless]
+        assert sentences(request(), answers) == []
+
+
+def test_memory_that_data_workers_share() -> None:
+    small = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
+    found = node_finding({"shm": small}, num_workers=2)
+    assert found.startswith(
+        "warning n3: shm: /dev/shm has 64 MiB; data workers and NCCL pass tensors through it; start"
+    )
+    assert sentences(request(), healthy(shm=small)) == [], "nobody uses it"
+
+
+def test_a_full_temporary_folder() -> None:
+    found = node_finding({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}})
+    assert found.startswith("warning n3: temporary files: 1 MB are free in /tmp; free space, or set cluster.env.TMPDIR")
+
+
+def test_more_data_workers_than_the_affinity_mask_has_cores() -> None:
+    found = node_finding({"cores": 1}, num_workers=4, tasks_per_node=2)
+    assert found.startswith("warning n3: cores: 2 ranks with 4 data workers each share 1 cores; raise")
+    assert sentences(request(), healthy(cores=1)) == [], "no data workers"
+
+
+def test_what_all_nodes_have_in_common_is_said_once() -> None:
+    answers = healthy()
+    for index, answer in enumerate(answers.values()):
+        answer["checkpoints"] = {"folder": "/c", "free": (500 + index) * 10**6}
+    (found,) = findings(request(), answers)
+    assert found.node == ""
+    assert found.sentence().startswith("disk: on all 4 nodes (n1, n2, n3, n4): 500 MB are free in /c")
+    answers["n4"]["checkpoints"]["free"] = 10**12
+    (found,) = findings(request(), answers)
+    assert found.sentence().startswith("disk: on 3 of 4 nodes (n1, n2, n3): 500 MB")
+    answers["n3"]["checkpoints"]["free"] = 10**12
+    assert [check.node for check in findings(request(), answers)] == ["n1", "n2"], "no common cause"
+
+
+def test_the_worst_comes_first_and_causes_before_what_follows() -> None:
+    answers = healthy()
+    answers["n2"]["checkpoints"] = {"folder": "/c", "free": 500 * 10**6}
+    answers["n3"]["witness"] = False
+    answers["n3"]["checkpoints"] = {"folder": "/c", "error": "No such file or directory"}
+    answers["n3"]["versions"]["torch"] = "2.14.0"
+    answers["n4"]["versions"]["driver"] = "1.2"
+    found = [(check.level, check.node, check.name) for check in findings(request(), answers)]
+    assert found == [
+        ("failure", "n3", "run folder"),  # and nothing of a disk that is not the run's
+        ("failure", "n3", "version"),
+        ("warning", "n2", "disk"),
+        ("note", "n4", "version"),
+    ]
+    assert {name for _, _, name in found} <= set(ORDER)
+
+
+def test_a_node_whose_machine_facts_are_missing_is_judged_by_the_rest() -> None:
+    answers = healthy()
+    for key in ("versions", "gpus", "visible_gpus", "gpu_device_files", "cores", "interfaces", "infiniband"):
+        del answers["n3"][key]
+    del answers["n3"]["locked_memory"], answers["n3"]["variables"]
+    (found,) = sentences(request(), answers)
+    assert found.startswith("warning n3: driver: its driver or Python's file system does not answer")
