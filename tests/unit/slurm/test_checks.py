@@ -131,7 +131,8 @@ def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_json(save / "manifest.json", {"write_s": 70.4})
     doubts, _ = ask(tmp_path, missing_data="mnist was not found in /data")
     assert doubts == [
-        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that, cluster.signal_lead_s=141",
+        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
+        " cluster.signal_lead_s=141",
         "mnist was not found in /data: the nodes will download it if they have internet access",
         "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
     ]
