@@ -108,7 +108,7 @@ def _run_sections(run: RunDir) -> list[Section]:
     from hpcdist.diagnostics.doctor.run_report import run_sections
     from hpcdist.diagnostics.doctor.sections import machine_sections
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
 
     config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
     sections = run_sections(run, config)

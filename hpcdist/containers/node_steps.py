@@ -14,9 +14,11 @@ from typing import Any
 from hpcdist.containers.request import prepare_image
 from hpcdist.containers.runtimes import CONTAINERS_STEP, Box, remove_command
 from hpcdist.containers.trial_start import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure
+from hpcdist.files.atomic import write_json
 from hpcdist.files.log_text import last_lines
 from hpcdist.machine.timed_command import run_within
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.nodelist import expand
 
 log = logging.getLogger(__name__)

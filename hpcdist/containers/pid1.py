@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
 #: The step is gone: exit code of a container that ends for that.
 ABANDONED = 143

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 
 SCRIPT = Path(__file__).with_name("contained.sh")
 #: What a rank needs to know, by name. Whatever else stands in a job's environment stays outside.

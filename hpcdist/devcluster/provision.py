@@ -14,7 +14,7 @@ from hpcdist.devcluster import argv, processes, render
 from hpcdist.devcluster.settings import HEAD, LINK, Layout, Settings
 from hpcdist.devcluster.system import run, succeeds
 from hpcdist.errors import DevClusterError
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
 #: The kernel may hold a mount for a moment after the last process has gone.
 UNMOUNT_ATTEMPTS = 50

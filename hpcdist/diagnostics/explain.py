@@ -20,10 +20,12 @@ from hpcdist.diagnostics.failure_patterns import (
     first_match,
     quote,
 )
+from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import MAX_LINE_CHARS, last_lines
 from hpcdist.files.ownership import stays_inside
-from hpcdist.run.folder import Attempt, RunDir, State, read_json
-from hpcdist.run.status import Standing, look_now, stand
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm.job_info import JobInfo
 
 #: No more of a log than its end is searched, and no more logs than this.
@@ -54,12 +56,12 @@ def explain(run: RunDir) -> list[str]:
 
     Whoever held up the others goes last.
     """
-    now = stand(run, look_now(run, history=True))
-    straggling = run.attempt(now.state.attempt).straggling() if now.state.attempt else []
+    now = status_of(run, history=True)
+    straggling = run.attempt(now.state.attempt).current_stragglers() if now.state.attempt else []
     return [*_explain(run, now), *(f"{'slow:':<10}{text}" for text in straggling)]
 
 
-def _explain(run: RunDir, now: Standing) -> list[str]:
+def _explain(run: RunDir, now: RunStatus) -> list[str]:
     state = now.state
     if now.name == "finished":
         times = f" after {state.restarts} restart{'s' * (state.restarts != 1)}" if state.restarts else ""
@@ -74,12 +76,12 @@ def _explain(run: RunDir, now: Standing) -> list[str]:
         "cause": finding.cause,
         "evidence": finding.evidence,
         "fix": finding.fix,
-        "slurm": now.facts.describe(time.time()) if now.facts else now.away,
+        "slurm": now.facts.describe(time.time()) if now.facts else now.slurm_error,
     }
     return [f"{name + ':':<10}{text}" for name, text in lines.items() if text]
 
 
-def _finding(run: RunDir, now: Standing) -> Finding | None:
+def _finding(run: RunDir, now: RunStatus) -> Finding | None:
     state, facts = now.state, now.facts
     if now.name == "queued":
         return _why_waiting(facts)

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.errors import PreflightError
+from hpcdist.files.atomic import write_json
 from hpcdist.rank.network.process_group import Groups, deadline
 from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, write_json
+from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
 #: Whole numbers up to here are exact, and so are sums that stay below.

@@ -27,9 +27,10 @@ import psutil
 
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.files.lock import exclusive
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 LOCK = ".lease.lock"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.run.folder import RunDir, sync_folder
+from hpcdist.files.atomic import write_atomic
+from hpcdist.run.folder import RunDir
 
 
 def keep(run: RunDir, values: Mapping[str, str]) -> None:
@@ -23,23 +23,8 @@ def keep(run: RunDir, values: Mapping[str, str]) -> None:
     if not values:
         run.secrets.unlink(missing_ok=True)
         return
-    text = json.dumps(formats.stamped({"values": dict(values)}))
-    retry.retry(lambda: _write(run, text), run.secrets)
-
-
-def _write(run: RunDir, text: str) -> None:
-    temporary = run.secrets.with_name(f".{run.secrets.name}.{secrets.token_hex(4)}")
-    try:
-        # Never readable by others, not even for a moment, whatever the umask is.
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, run.secrets)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(run.path)
+    # The mode of the temporary file, too: the values are never readable by others, whatever the umask is.
+    write_atomic(run.secrets, json.dumps(formats.stamped({"values": dict(values)})), durable=True, mode=0o600)
 
 
 def kept(run: RunDir) -> dict[str, str]:

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from hpcdist.checkpoint.checkpoint_folder import read_manifest
 from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.preflight.probe import answer_lines, read_answers
 from hpcdist.preflight.wire import Link, Stranger
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.status import job_of, look_now, stand
+from hpcdist.run.slurm_job import job_of
+from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.tracking.journal_reader import read_records
 
@@ -101,7 +103,7 @@ def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> N
             lambda: run.read_state(),
             lambda: job_of(run),
             lambda: holder(run),
-            lambda: stand(run, look_now(run)),
+            lambda: status_of(run),
             lambda: run.attempt(1).outcomes(),
             lambda: read_manifest(run.checkpoints / "step-00000100"),
             lambda: SweepDir(run.path).read(),

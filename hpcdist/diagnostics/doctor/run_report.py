@@ -13,11 +13,14 @@ from typing import Any
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor.live_nodes import LOOK_S, look_at_nodes
 from hpcdist.diagnostics.doctor.section import Section
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import fill
 from hpcdist.machine.check import LEVELS, Check
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
+from hpcdist.run.slurm_job import job_of, job_starts
+from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeState
@@ -51,10 +54,10 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
 
 
 def _standing(run: RunDir) -> list[Check]:
-    now = stand(run, look_now(run))
+    now = status_of(run)
     checks = [standing_check(run, now)]
-    if now.away:
-        text = f"Slurm cannot be asked: {now.away}"
+    if now.slurm_error:
+        text = f"Slurm cannot be asked: {now.slurm_error}"
         fix = "what is said of nodes below may be old; see `hpcdist doctor`"
         checks.append(Check(name="Slurm", level="warning", text=text, fix=fix))
     started = (read_json(run.environment) or {}).get("host", "")
@@ -68,7 +71,7 @@ def _standing(run: RunDir) -> list[Check]:
     return checks
 
 
-def standing_check(run: RunDir, now: Standing) -> Check:
+def standing_check(run: RunDir, now: RunStatus) -> Check:
     """How a run stands, and what to do where that is not as it should be."""
     text = now.sentence
     if now.facts is not None and now.facts.sentence() not in text:
@@ -141,15 +144,15 @@ def preflight(run: RunDir) -> list[Check]:
 # --- its nodes
 
 
-def nodes_of(run: RunDir, now: Standing) -> list[str]:
+def nodes_of(run: RunDir, now: RunStatus) -> list[str]:
     """Nodes of the run's job in all its lives, those of the present one first."""
     present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
-    earlier = [node for life in reversed(job_lives(run)) for node in expand(str(life.get("nodes", "")))]
+    earlier = [node for life in reversed(job_starts(run)) for node in expand(str(life.get("nodes", "")))]
     return list(dict.fromkeys([*present, *earlier]))
 
 
 def _node_states(run: RunDir) -> list[Check]:
-    nodes = nodes_of(run, stand(run, look_now(run)))
+    nodes = nodes_of(run, status_of(run))
     if not nodes:
         return []
     try:
@@ -195,7 +198,7 @@ def _unfit(node: NodeState) -> Check:
 
 def _live(run: RunDir, config: Config) -> list[Check]:
     """What the nodes say themselves, while the run's job has them."""
-    now = stand(run, look_now(run))
+    now = status_of(run)
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
         text = "the run has no nodes at present, so only Slurm's word of them is to be had"

@@ -16,21 +16,23 @@ from hpcdist.config.loading import load_run_config, secrets_of
 from hpcdist.containers.request import box_for
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
+from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
-from hpcdist.run.status import note_life
+from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
 from hpcdist.slurm.job_components import rank_table_lines
-from hpcdist.supervisor.pending_config import newest_step, settle
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.uri import choose_uri
+from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
@@ -55,7 +57,7 @@ class JobLog:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
             try:
-                note_life(self._life, os.environ)
+                record_job_start(self._life, os.environ)
             except OSError as error:
                 # The ranks have been started and must not be left alone because of a full disk.
                 log.warning("the nodes and the queue time of this job are not recorded: %s", error)
@@ -141,7 +143,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    uri = resolve_uri(config, env)
     import_path = snapshot.import_path(code, run)
     box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
@@ -159,7 +161,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             launcher,
             JobLog(life=run),
             # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
-            tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
+            tracking_uri=uri if is_server(uri) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
@@ -196,7 +198,7 @@ def _log_end(state: State) -> State:
 
 def _stop_origin(run: RunDir, state: State) -> str | None:
     """Return the origin of the last attempt's stop request, or None."""
-    request = run.attempt(state.attempt).asked()
+    request = run.attempt(state.attempt).read_request()
     return None if request is None else request.by
 
 

@@ -21,12 +21,14 @@ from typing import Any
 from hpcdist.config.schema import Config, DataConfig
 from hpcdist.containers.runtimes import Box, outer_env
 from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.machine.check import Check
 from hpcdist.machine.timed_command import last_line, run_within
 from hpcdist.preflight.judge import judge
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
-from hpcdist.run.folder import Attempt, RunDir, write_atomic, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.job_components import allocations, components

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hpcdist.containers.node_steps import ContainerSteps
+from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import PIECE_BYTES, last_lines
 from hpcdist.files.retry import retry
 from hpcdist.machine.timed_command import last_line
-from hpcdist.run.folder import Attempt, read_json
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.srun import step_name
 from hpcdist.slurm.nodelist import expand
@@ -251,7 +252,7 @@ class RankStep:
             return
         # A further change within the resolution of the folder's time stamp does not change the time stamp.
         self._search_again = began < self._changed_at + FOLDER_TICK_S
-        outcomes = self._attempt.outcomes(besides=self._reported)
+        outcomes = self._attempt.outcomes(skip=self._reported)
         self._reported |= outcomes.keys()
         for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
             if outcome["outcome"] in ("failed", "rejected"):

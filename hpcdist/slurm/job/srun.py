@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job_components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.supervisor.plan import processor_env

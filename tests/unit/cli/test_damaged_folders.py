@@ -19,15 +19,16 @@ from hpcdist.cli.review import experiment_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json
 from hpcdist.run.find_by_config import unfinished
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
+from hpcdist.run.pending_config import newest_step
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
-from hpcdist.supervisor.pending_config import newest_step
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.shipping_state import ShippingState
@@ -169,7 +170,7 @@ def sync_without_mlflow(run: RunDir) -> None:
     tail.new_points(tail.next_chunks(1, over=True))
     list(artifacts.documents(run))
     list(artifacts.preflight(run))
-    list(artifacts.left_by_trainer(run))
+    list(artifacts.trainer_artifacts(run))
     list(artifacts.reports(run, ended=True))
     list(artifacts.checkpoints(run, config))
 

@@ -17,8 +17,8 @@ from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.diagnostics.doctor import runs_folder, sections, slurm, torch_trials
 from hpcdist.diagnostics.doctor.mlflow_store import revisions
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor import start
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -132,7 +132,7 @@ def test_a_tracking_uri_that_has_lost_its_password(doctor: Doctor, monkeypatch: 
 
 def test_a_run_of_this_machine_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
     config = load_config("ddp_digits", ["name=first", f"runs_dir={tmp_path}/runs", "experiment=exp"])
-    run = start.create_run(config, tmp_path)
+    run = create.create_run(config, tmp_path)
     assert isinstance(run, RunDir)
     code, out, err = doctor("first", "--json")
     assert (code, err) == (0, "")

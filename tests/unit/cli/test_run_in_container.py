@@ -18,8 +18,9 @@ from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.containers.images.local_run import without_secrets
 from hpcdist.errors import UserMistake
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 
 Call = Callable[..., tuple[int, str, str]]
 IMAGE: list[dict[str, Any]] = [
@@ -174,11 +175,11 @@ def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.Mon
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
-    def supervise(run: RunDir, config: Any, *_: object) -> State:
+    def supervise(run: RunDir, config: Any, *_: object, **__: object) -> State:
         seen.update(run=run, config=config)
         return State(status="finished")
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen
 
@@ -203,7 +204,7 @@ def test_run_goes_on_with_a_stopped_run_when_asked_to(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    run = start.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
+    run = create.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
     run.write_state(replace(run.read_state(), status="stopped"))
     code, output, _ = call("run", "ddp_digits", *flags)
     assert code == 0

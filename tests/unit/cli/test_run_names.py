@@ -15,7 +15,8 @@ from typer.main import get_command
 from hpcdist.cli.app import app, main
 from hpcdist.config.loading import load_config, run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
 from hpcdist.run.sweep_folder import SweepDir
 
@@ -123,9 +124,8 @@ def test_a_run_by_folder_name_and_prefix(
     for words in ENDING:
         code, said = command(*words, "--runs-dir", str(runs_dir), name)
         assert code == 2, (words, said)
-        assert said == ("hpcdist: run first is not running: nobody holds it, and its last state is 'finished'\n"), (
-            "the run was found"
-        )
+        expected = "hpcdist: run first is not running: it has no supervisor, and its last state is 'finished'\n"
+        assert said == expected, "the run was found"
 
 
 def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
@@ -136,7 +136,7 @@ def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> 
         assert isinstance(found, SweepDir)
         assert found.path == sweep.path
         code, said = command("stop", "--runs-dir", str(runs_dir), text)
-        assert (code, said) == (2, "hpcdist: nothing of sweep grid runs or waits (1 cells: 1 missing)\n")
+        assert (code, said) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
     with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
         resolve_run("grid", runs_dir)
 

@@ -21,8 +21,10 @@ from hpcdist.containers.request import box_for, prepare_image, problems
 from hpcdist.containers.runtimes import PASSED, Box, Mount
 from hpcdist.containers.trial_start import digest, judge, judge_nodes, look_command, look_env, own_failure
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.facts import source_digest
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 IMAGE = "localhost/hpcdist:0.1.0"
 BOX = Box(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))

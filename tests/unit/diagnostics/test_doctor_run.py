@@ -15,9 +15,10 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor import live_nodes, run_report
 from hpcdist.diagnostics.doctor.run_report import attempts, node_checks, preflight, run_sections
+from hpcdist.files.atomic import write_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.cluster_nodes import parse_node_states
 from hpcdist.slurm.job_info import JobInfo

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hpcdist.diagnostics.explain import explain
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
@@ -190,9 +191,9 @@ def test_a_hang_shows_who_stood_elsewhere_than_the_others(run: RunDir) -> None:
     put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stacks of all ranks are in …)")
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("rank 1 on n1 made no progress for launch.hang_timeout_s=15 s\n")
-    run.attempt(1).stacks_summary.write_text("rank 1 stands elsewhere than the others: in wait (a.py:3)\n\nmore\n")
+    run.attempt(1).stacks_summary.write_text("rank 1 differs from the others: in wait (a.py:3)\n\nmore\n")
     found = rows(run)
-    assert found["cause"] == "the ranks stood still: rank 1 stands elsewhere than the others: in wait (a.py:3)"
+    assert found["cause"] == "the ranks stood still: rank 1 differs from the others: in wait (a.py:3)"
     assert found["evidence"].startswith("attempts/001/stacks.txt, and the stacks of each rank in attempts/001/rank-*")
     # What made it hang may stand in a log.
     log(run, 0, "OSError: [Errno 28] No space left on device\n")

@@ -16,7 +16,8 @@ import yaml
 from hpcdist.config.loading import load_config, run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking.journal import JournalWriter

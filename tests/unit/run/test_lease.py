@@ -22,8 +22,9 @@ import psutil
 import pytest
 
 from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run import lease
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, holder
 
 #: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.

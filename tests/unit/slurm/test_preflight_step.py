@@ -12,9 +12,10 @@ import pytest
 from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
 from hpcdist.containers.runtimes import Box
 from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
@@ -200,7 +201,7 @@ def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
 def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
     scene.judge([DISK])
     scene.say("n1")
-    scene.attempt.ask("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
+    scene.attempt.send_request("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
     scene.look()
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.job.srun import node_names_command, rank_env, srun_command, step_command, watchdog_command
 
 RANK = ["python", "-m", "worker", "/shared/my run"]

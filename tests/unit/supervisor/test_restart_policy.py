@@ -90,8 +90,8 @@ def test_a_failure_says_which_role_it_struck() -> None:
     struck = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
     assert struck.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
     hung = failure("hung", "made no progress", 7)
-    told = replace(hung, detail="rank 1 stands elsewhere than the others")
-    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 stands elsewhere than the others"
+    told = replace(hung, detail="rank 1 differs from the others")
+    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"
     assert told.same_as(hung), "the lines of two stacks may differ"
 
 

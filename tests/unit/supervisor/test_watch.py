@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
-from hpcdist.run.folder import Attempt, Request, RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import LOOKS_PER_S
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
@@ -86,7 +88,7 @@ class Scene:
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
-        monkeypatch.setattr(attempt, "asked", self._asked)
+        monkeypatch.setattr(attempt, "read_request", self._read_request)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
@@ -107,9 +109,9 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
-    def _asked(self, *, within_s: float) -> Request | None:
+    def _read_request(self, *, within_s: float) -> Request | None:
         self.reads.append("request.json")
-        return Attempt(self.ranks.attempt.path).asked(within_s=within_s)
+        return Attempt(self.ranks.attempt.path).read_request(within_s=within_s)
 
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
@@ -289,15 +291,15 @@ def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, m
     assert told.startswith(
         "n2 is 43 % slower than the median node (compute 90.0 ms against 60.0 ms a step, data alike)"
     )
-    (line,) = attempt.straggler_lines()
+    (line,) = attempt.straggler_events()
     assert (line["text"], line["event"], line["name"], line["rank"]) == (told, "slow", "n2", 2)
-    assert attempt.straggling() == [told]
+    assert attempt.current_stragglers() == [told]
 
     ranks.exits, ranks.end_at = {}, 220.0
     assert watch.until_over() is None
     assert notes[1:] == ["n2 is as fast as the median node again"]
-    assert len(attempt.straggler_lines()) == 2
-    assert attempt.straggling() == []
+    assert len(attempt.straggler_events()) == 2
+    assert attempt.current_stragglers() == []
 
 
 def test_a_full_disk_does_not_keep_a_straggler_from_being_told(

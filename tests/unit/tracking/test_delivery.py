@@ -16,7 +16,8 @@ from mlflow import MlflowClient
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import LOOKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.journal_tail import Point

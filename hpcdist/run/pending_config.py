@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hpcdist.config.loading import leaves, plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
+from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
 from hpcdist.run import secret_file
-from hpcdist.run.folder import Attempt, RunDir, State, read_json, sync_folder, write_atomic
-from hpcdist.supervisor.launcher import Reporter
-from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.run.folder import RunDir, State
 
 _SHOWN_KEYS = 3
 
@@ -85,9 +83,9 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
     """
     if not retry.exists(run.next_config):
         return state
-    beat = run.attempt(state.attempt).last_beat(0) or {}
+    beat = run.attempt(state.attempt).read_beat(0) or {}
     if state.status == "finished" or beat.get("step", 0) > first_step:
-        _adopt(run)
+        adopt(run)
     elif state.status == "failed":
         keys = _changed(run)
         drop(run)
@@ -99,9 +97,9 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
     return state
 
 
-def _adopt(run: RunDir) -> None:
+def adopt(run: RunDir) -> None:
     retry.rename(run.next_config, run.config)
-    retry.retry(lambda: sync_folder(run.path), run.path)
+    retry.retry(lambda: fsync_folder(run.path), run.path)
 
 
 def _changed(run: RunDir) -> str:
@@ -122,39 +120,3 @@ def _flat_config(config: Config) -> dict[str, Any]:
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-
-
-class AdoptingReporter:
-    """Passes on all that a reporter is told, and adopts the pending config at the first completed step.
-
-    A plain script has no steps: its first output counts as one.
-    """
-
-    def __init__(self, run: RunDir, report: Reporter) -> None:
-        self._run = run
-        self._report = report
-        self._pending = run.next_config.is_file()
-        self.first_step = newest_step(run) or 0
-
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        self.first_step = newest_step(self._run) or 0
-        self._report.attempt(attempt, num_ranks)
-
-    def progress(self, beat: Mapping[str, Any]) -> None:
-        self._progressed(beat.get("step", 0) > self.first_step)
-        self._report.progress(beat)
-
-    def note(self, text: str) -> None:
-        self._report.note(text)
-
-    def output(self, text: str) -> None:
-        self._progressed(True)
-        self._report.output(text)
-
-    def failure(self, failure: Failure, log: Path) -> None:
-        self._report.failure(failure, log)
-
-    def _progressed(self, has_step: bool) -> None:
-        if self._pending and has_step:
-            _adopt(self._run)
-            self._pending = False

@@ -13,9 +13,11 @@ import yaml
 from hpcdist.config.loading import load_config, load_run_config, run_yaml
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.run.folder import Attempt, RunDir, State, Status, write_json
-from hpcdist.supervisor import pending_config
-from hpcdist.supervisor.pending_config import AdoptingReporter
+from hpcdist.files.atomic import write_json
+from hpcdist.run import pending_config
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.supervisor.reporter import AdoptingReporter
 from hpcdist.supervisor.restart_policy import Failure
 
 
