@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.containers.runtimes import Box, outer_env
+from hpcdist.containers.runtimes import outer_env
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.machine.check import Check
 from hpcdist.machine.timed_command import last_line, run_within
-from hpcdist.preflight.judge import judge
+from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
 from hpcdist.run.attempt import Attempt
@@ -67,7 +68,7 @@ class Preflight:
         nodes: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],
-        box: Box | None,
+        box: ContainerSpec | None,
         het: bool,
     ) -> None:
         self._run = run
@@ -212,7 +213,7 @@ def find_problems(request: Request, found: StepAnswers, tasks: Sequence[str]) ->
                 fix="the ranks start nevertheless",
             )
         ]
-    checks = judge(request, found.answers)
+    checks = check_nodes(request, found.answers)
     silent = {node: task for task, node in enumerate(tasks) if node not in found.answers}
     return [
         replace(check, text=f"{check.text}: {message}")
