@@ -1,10 +1,10 @@
 """A communication benchmark as a run: every operation is checked on every rank, then measured.
 
-What was found grows in the artifact `comm/results.json` (see `hpcdist/bench/results.py`) and in metrics
-`comm/<operation>/…`, whose step is the power of two of the size: MLflow's step axis then is the size. A step of the
-run is one point; a stopped benchmark goes on with the next one.
+Results are added to the artifact `comm/results.json` (see `hpcdist/bench/results.py`) and to the metrics
+`comm/<operation>/…`. The step of these metrics is the logarithm of the size, so that MLflow's step axis shows the size.
+A step of the run is one point of the plan; a resumed benchmark continues with the next point.
 
-Sizes and bandwidths are those of nccl-tests,
+Sizes and bandwidths are defined as in nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Check and measure everything; times are those of the slowest rank."""
+    """Do all points of the plan; times are those of the slowest rank."""
     bench = Bench(ctx, cfg)
     began = time.monotonic()
     while (index := bench.done) < len(bench.points):
@@ -71,7 +71,7 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 class Bench:
-    """One rank's side of the benchmark. Results are the same on every rank, but for RPC's, which rank 0 has."""
+    """The benchmark on one rank. Results are equal on all ranks, except those of RPC, which only rank 0 has."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
@@ -88,7 +88,7 @@ class Bench:
         self.watch = Stopwatch(self.teams[WORLD])
         self.points = points(self.cfg, nodes)
         self.done = 0
-        #: Where the count of steps begins; later for a benchmark that had to begin anew.
+        #: First step of the benchmark; not 0 if it had to start again.
         self.first_step = 0
         self.results = Results(
             backend=backend,
@@ -110,11 +110,11 @@ class Bench:
         self.ctx.save(step, model=None, trainer=state)
 
     def _resume(self) -> None:
-        """Go on after the last point that was saved; another plan or other ranks begin anew."""
+        """Continue after the last saved point; start again if the plan or the ranks differ."""
         if (saved := self.ctx.restore()) is None:
             return
         if saved.trainer["plan"] != self._plan():
-            log.warning("other ranks or another config than those that were stopped: the benchmark begins anew")
+            log.warning("the ranks or the config differ from the checkpoint: the benchmark starts again")
             self.first_step = saved.step
             return
         before = Results.from_json(saved.trainer["results"])
@@ -129,14 +129,14 @@ class Bench:
         return hashlib.sha256(f"{self.ctx.world_size} {self.points}".encode()).hexdigest()
 
     def write(self) -> None:
-        """Let people see what there is so far."""
+        """Write the results so far."""
         if self.ctx.is_main:
             write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
 
     # --- points
 
     def do(self, point: Point) -> None:
-        """Raises CommError when a result is wrong."""
+        """Do one point. Raises CommError if a result is wrong."""
         if isinstance(point, Check):
             self._check(point)
         elif isinstance(point, Measurement):
@@ -172,12 +172,12 @@ class Bench:
         kind, rows = series.variety.kind, self._rows_of(series)
         count = elements(point.size, series.dtype, team.largest if kind.has_parts else 1)
         size = count * DTYPES[series.dtype].itemsize if point.size else 0
-        is_new = not rows or rows[-1].bytes != size  # else it was rounded up to what was measured already
+        is_new = not rows or rows[-1].bytes != size  # else it was rounded up to a measured size
         is_there = self._is_there(series.variety.title, series.team, series.dtype)
         if is_new and is_there and not self._is_cut(series, point, rows):
             self._measure_size(point, count, size)
         if point.is_last:
-            self._tell(series)
+            self._log_series(series)
             self.write()
 
     def _measure_size(self, point: Measurement, count: int, size: int) -> None:
@@ -224,7 +224,7 @@ class Bench:
         ]
 
     def _is_cut(self, series: Series, point: Measurement, rows: list[Row]) -> bool:
-        """Whether the size would take too long, by the one before."""
+        """Return whether the size would take too long, estimated from the previous one."""
         if not rows:
             return False
         last = rows[-1]
@@ -245,8 +245,8 @@ class Bench:
             metrics[f"{key}/busbw_gb_per_s"] = row.busbw / 1e9
         self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
 
-    def _tell(self, series: Series) -> None:
-        """A line a series in the log."""
+    def _log_series(self, series: Series) -> None:
+        """Log one line per series."""
         if not (rows := self._rows_of(series)):
             return
         latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
@@ -256,7 +256,7 @@ class Bench:
     def _measure_pairs(self, point: Round) -> None:
         if not self._is_there("send_recv", WORLD, BYTES):
             return
-        if not self.results.pairs:  # what comes first is measured worse, whichever it is
+        if not self.results.pairs:  # the first measurement is slower than others
             pairs.measure_round(point.ways, self.teams[WORLD])
         mine = pairs.measure_round(point.ways, self.teams[WORLD])
         found = self.words.everyones(json.dumps(asdict(mine)) if mine else "")
@@ -268,7 +268,7 @@ class Bench:
         team, dtype = self.teams[WORLD], self.cfg.dtypes[0] if point.variety.kind.reduces else BYTES
         series = Series(variety=point.variety, mode="blocking", team=WORLD, dtype=dtype)
         if not any(row.size >= point.size for row in self._rows_of(series)):
-            return  # not there, or so slow that it was cut off before
+            return  # not available, or too slow for this size
         count = elements(point.size, dtype, team.size if point.variety.kind.has_parts else 1)
         operation = point.variety.make(team, count, DTYPES[dtype])
         self.results.overlap.append(measure_overlap(operation, self.words, longest_s=self.cfg.longest_s))
