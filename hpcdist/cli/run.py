@@ -102,13 +102,13 @@ def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_r
         found: An unfinished run of this config to continue.
     """
     from hpcdist.cli.render import show_plan
-    from hpcdist.machine import compiler
+    from hpcdist.machine.compiler import require_compiler
     from hpcdist.machine.own_image import image_facts
     from hpcdist.run import create
 
     plan, uri = resolve_start(config)
     if config.model.compile and not config.trainer.script:
-        compiler.check(plan.device, {**os.environ, **config.launch.env})
+        require_compiler(plan.device, {**os.environ, **config.launch.env})
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)
     if plan.device == "cpu" and config.launch.device == "auto":

@@ -1,7 +1,7 @@
-"""The config of a resume that changes keys: kept beside the old one until a step has shown that it works.
+"""The changed config of a resume, kept beside the old one until the first step is completed with it.
 
-`config.next.yaml` is what ranks read while it exists. The supervisor makes it `config.yaml` when the first step of the
-new attempt is completed, and removes it when the run fails before that; a run that is stopped keeps it.
+Ranks read `config.next.yaml` if it exists. The supervisor renames it to `config.yaml` after the first completed step,
+and removes it if the run fails before. A stopped run keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN_KEYS = 3
 
 
 def newest_step(run: RunDir) -> int | None:
-    """The step of the newest checkpoint that has a manifest, None without one; its content is not verified."""
+    """Return the step of the newest checkpoint with a manifest, or None; the content is not verified."""
     steps = []
     found = retry.retry(lambda: list(run.checkpoints.glob("step-*/manifest.json")), run.checkpoints)
     for path in found:
@@ -33,7 +33,7 @@ def newest_step(run: RunDir) -> int | None:
 
 
 def check(run: RunDir, config: Config) -> None:
-    """Raise ConfigError, before anything is written, for changes that the run's checkpoint cannot go on with."""
+    """Raise ConfigError for changes that are incompatible with the run's checkpoint, before anything is written."""
     step = newest_step(run)
     if step is None:
         return
@@ -54,11 +54,11 @@ def check(run: RunDir, config: Config) -> None:
 
 
 def propose(run: RunDir, config: Config) -> None:
-    """Make `config` what the next attempt uses; `config.yaml` stays until that has completed a step.
+    """Make `config` the config of the next attempt; `config.yaml` stays until that attempt has completed a step.
 
-    Hold the run's lease around this. A run without any attempt has no config that is known to work: it is replaced.
+    The caller holds the run's lease. In a run without attempts, `config.yaml` is replaced at once.
     """
-    # The config before may need its own ones again.
+    # The secrets of the old config may be needed again.
     secret_file.keep(run, {**secret_file.kept(run), **secrets_of(config)})
     text = run_yaml(config)
     if _flat(plain_tree(run.config)) == _flat_config(config):
@@ -71,15 +71,15 @@ def propose(run: RunDir, config: Config) -> None:
 
 
 def drop(run: RunDir) -> None:
-    """Go on with `config.yaml`."""
+    """Discard the pending config."""
     retry.remove(run.next_config)
 
 
 def settle(run: RunDir, state: State, first_step: int) -> State:
-    """Decide on a pending config at the end of a run's attempts; returns the state, with a sentence about it.
+    """Adopt or discard a pending config after the last attempt. Returns the state, with a reason if discarded.
 
     Args:
-        first_step: the step that the last attempt began at.
+        first_step: step at which the last attempt began.
     """
     if not retry.exists(run.next_config):
         return state
@@ -91,8 +91,7 @@ def settle(run: RunDir, state: State, first_step: int) -> State:
         drop(run)
         return replace(
             state,
-            reason=f"{state.reason}; config.yaml is as it was before the resume, since no step was completed with the"
-            f" changed {keys}",
+            reason=f"{state.reason}; config.yaml was restored, because no step was completed with the changed {keys}",
         )
     return state
 

@@ -18,7 +18,7 @@ from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.log_text import LogTail
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, looks_at_once
+from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.hang.collect import collect
 from hpcdist.supervisor.launcher import Ranks
 from hpcdist.supervisor.reporter import Reporter
@@ -90,7 +90,7 @@ class Watch:
     """Watches the ranks of one attempt until none is left.
 
     A look costs the same however many ranks there are: it is for their ends, for requests, for rank 0, and for some
-    of the others in turn (`pace.looks_at_once`).
+    of the others in turn (`pace.num_due_ranks`).
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class Watch:
 
     def _in_turn(self, now: float) -> list[int]:
         """The ranks whose signs of life are due for a look."""
-        count = looks_at_once(self._num_ranks, now - self._looked, self._config.launch.hang_timeout_s)
+        count = num_due_ranks(self._num_ranks, now - self._looked, self._config.launch.hang_timeout_s)
         self._looked = now
         first, self._turn = self._turn, (self._turn + count) % self._num_ranks
         ranks = ((first + place) % self._num_ranks for place in range(count))

@@ -20,7 +20,7 @@ from hpcdist.config.loading import load_config, load_run_config, to_yaml
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.preflight.probe import answer_lines, read_answers
-from hpcdist.preflight.wire import Link, Stranger
+from hpcdist.preflight.protocol import Link, UnknownPeerError
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import job_of
@@ -177,8 +177,8 @@ def test_hellos_of_strangers(data: bytes, connecting: bool) -> None:
         with ours, theirs:
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(Stranger):
-                await LocalLink(ours).greet("token", {"node": "n1"}, connecting=connecting)
+            with pytest.raises(UnknownPeerError):
+                await LocalLink(ours).handshake("token", {"node": "n1"}, connecting=connecting)
 
     asyncio.run(greet())
 

@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
         *(f"rank-0000{rank}.{what}" for rank in range(3) for what in ("stacks.txt", "flight.json")),
     } <= kept
     code, output = runs.command("explain", name)
-    assert "cause:    the ranks stood still: rank 2 differs from the others: in " in output
+    assert "cause:    the ranks hung: rank 2 differs from the others: in " in output
 
 
 def test_mlflow_is_never_there(runs: Runs) -> None:

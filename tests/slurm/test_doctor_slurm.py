@@ -32,7 +32,7 @@ def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
     words = " ".join(page.split())
     for said in (
         "ok controller hpcdist, Slurm 22.",
-        "ok accounting root may charge devcluster, root",
+        "ok accounting root may use devcluster, root",
         "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
         "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",

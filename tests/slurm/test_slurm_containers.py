@@ -265,7 +265,7 @@ def foreign_image(folder: Path) -> Path:
         ),
         (
             ["container.runtime=charliecloud", "container.image=FOREIGN"],
-            "is for another processor than this machine has",
+            "is for another processor architecture than this machine has",
         ),
         (["container.runtime=charliecloud", "container.image=/nowhere"], "no such file or folder: /nowhere"),
         (

@@ -101,7 +101,7 @@ def test_who_waits_is_told_that_the_job_was_cancelled_in_the_queue(
     waiting.until(f"queued: job {job} waits (BeginTime)")
     code, output = slurm_runs.command("explain", name)
     assert code == 0
-    assert "it may not start before the time that was asked for, or was requeued a moment ago (BeginTime)" in output
+    assert "its requested start time is in the future, or Slurm has just requeued it (BeginTime)" in output
     devcluster.run("scancel", job)
     code, lines = waiting.end()
     assert (code, lines[-1]) == (130, f"cancelled: job {job} was cancelled in the queue"), lines
@@ -181,6 +181,6 @@ def test_a_rejected_run_is_explained(slurm_runs: SlurmRuns, tmp_path: Path) -> N
     assert code == 2, lines
     code, output = slurm_runs.command("explain", name)
     rows = {key: text.strip() for key, _, text in (line.partition(":") for line in output.splitlines())}
-    assert rows["cause"] == "what was asked for cannot be run"
+    assert rows["cause"] == "the configuration cannot run on these nodes"
     assert f"{tmp_path}/nowhere" in rows["evidence"] + rows["status"]
     assert rows["slurm"].startswith(f"job {job} ended as ")

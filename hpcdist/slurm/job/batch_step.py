@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcdist import logs
 from hpcdist.config.loading import load_run_config, secrets_of
-from hpcdist.containers.request import box_for
+from hpcdist.containers.rank_container import rank_container
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
 from hpcdist.files.atomic import read_json
@@ -145,7 +145,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
     uri = resolve_uri(config, env)
     import_path = snapshot.import_path(code, run)
-    box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
+    box = rank_container(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
     if box is not None:
         # The host's packages are not the image's.

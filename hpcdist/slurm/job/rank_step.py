@@ -247,7 +247,7 @@ class RankStep:
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:
-                code = self._containers.meaning(self._attempt, rank, host, code)
+                code = self._containers.exit_code(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
@@ -292,7 +292,7 @@ class RankStep:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         if self._containers is not None:
-            self._containers.remove_left()
+            self._containers.remove_containers()
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

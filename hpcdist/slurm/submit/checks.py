@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.containers import request as containing
+from hpcdist.containers.rank_container import container_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
@@ -61,7 +61,7 @@ def check_submission(
     sbatch_flags = {name: value for cluster in requests for name, value in cluster.sbatch.items()}
     problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
     problems += rejected_flags("srun", config.cluster.srun)
-    problems += containing.problems(config, cwd or Path.cwd(), os.environ)
+    problems += container_problems(config, cwd or Path.cwd(), os.environ)
     findings = _check_cluster(config, requests, missing_data)
     blocking = problems + ([] if force else findings.errors)
     estimate = ""

@@ -193,7 +193,7 @@ def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
     make(runs_dir, "mnist", "fire")
     with pytest.raises(
         RunFolderError,
-        match=r"^'fir' means 2 runs \(digits/first, mnist/fire\): write more of the name, or the folder$",
+        match=r"^'fir' matches 2 runs \(digits/first, mnist/fire\): write more of the name, or the folder$",
     ):
         resolve_run("fir", runs_dir)
 
@@ -201,7 +201,7 @@ def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
 def test_one_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
     make(runs_dir, "digits", "first")
     mnist = make(runs_dir, "mnist", "first")
-    with pytest.raises(RunFolderError, match=r"^'first' means 2 runs"):
+    with pytest.raises(RunFolderError, match=r"^'first' matches 2 runs"):
         resolve_run("first", runs_dir)
     assert resolve_run("mnist/first", runs_dir).path == mnist.path
 

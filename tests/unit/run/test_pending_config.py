@@ -75,7 +75,7 @@ def test_a_failure_before_the_first_step_leaves_the_old_config(run: RunDir, runs
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
     state = pending_config.settle(run, ended(run, "failed"), 40)
     assert state.reason == (
-        "rank 0 failed; config.yaml is as it was before the resume, since no step was completed with the changed"
+        "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
         " data.batch_size, optim.lr"
     )
     assert lr(run.effective_config) == 0.002

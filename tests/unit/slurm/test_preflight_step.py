@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
-from hpcdist.containers.runtimes import Box
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import Check
@@ -275,7 +275,7 @@ def test_the_step_of_a_heterogeneous_job_stands_in_containers_with_gpus_where_as
     config = Config(
         roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
     )
-    box = Box(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus=True)
+    box = ContainerSpec(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus="all")
     words = preflight_command(config, components(config), [("n1",), ("n2", "n3")], ["probe"], box, het=True)
     first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
     assert first[0] == "--het-group=0"

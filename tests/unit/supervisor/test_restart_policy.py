@@ -144,7 +144,7 @@ OTHER = failure(error="OSError: disk", step=3)
             False,
             Decision(restart=False, reason="rank 1 on n1 failed with no GPU"),
         ),
-        # Nor are nodes that are not fit for a run: they are the same a second later.
+        # Nor are nodes that are unfit for a run: they are the same a second later.
         (
             [Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")],
             9,

@@ -14,7 +14,7 @@ from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
 from hpcdist.files.atomic import read_json
 from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.folder import RunDir
-from hpcdist.run.polling import LOOKS_PER_S
+from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
 from hpcdist.supervisor.stragglers import Told
@@ -128,7 +128,7 @@ def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
     scene.ranks.end_at = 200.0
     assert scene.watch.until_over() is None
     per_s = len(scene.stats) / scene.ranks.time
-    assert per_s <= LOOKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
+    assert per_s <= CHECKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
     assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
     assert scene.reads.count("request.json") == scene.ranks.looks
     assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
@@ -141,7 +141,7 @@ def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: in
     assert failure is not None
     assert (failure.kind, failure.rank, failure.host, failure.step) == ("hung", victim, f"n{victim}", 10 * victim)
     late_s = scene.ranks.time - (100 + HANG_S)
-    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
+    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / CHECKS_PER_S + 2
     assert scene.limits == [STACKS_S]
 
 
