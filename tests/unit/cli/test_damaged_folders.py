@@ -20,7 +20,7 @@ from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
-from hpcdist.run.find_by_config import unfinished
+from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.pending_config import newest_step
@@ -179,7 +179,7 @@ def doctor(run: RunDir) -> None:
     """Run the checks of `doctor RUN` on the folder, without checks of machines."""
     config = load_run_config(run.config, [], {}, require_secrets=False)
     for section in run_sections(run, config)[:3]:
-        section.look()
+        section.run()
 
 
 @pytest.fixture(autouse=True)
@@ -290,4 +290,4 @@ def test_resume_and_compare_skip_damaged_runs(whole: Path, tmp_path: Path) -> No
     run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))
     (run.path / "state.json").write_text("")
     config = load_run_config(other.config, [f"runs_dir={runs_dir}"], {})
-    assert unfinished(config) is None
+    assert find_unfinished(config) is None

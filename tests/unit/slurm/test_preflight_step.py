@@ -68,7 +68,7 @@ class Scene:
             self.asked.append(request)
             return checks
 
-        self.patch.setattr(preflight_step, "judge", fake)
+        self.patch.setattr(preflight_step, "check_nodes", fake)
 
     def look(self, spare: str = "", *, het: bool = False, nodes: Sequence[str] = NODES, **settings: Any) -> Preflight:
         found = Preflight(
