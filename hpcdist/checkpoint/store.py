@@ -68,7 +68,7 @@ class CheckpointStore:
         folder: made at the first write.
         keep_last: how many of the newest to keep, at least 2.
         best_metric: the best checkpoint by this metric is kept as well.
-        best_mode: whether the largest or the smallest value is the best.
+        monitor_mode: whether the largest or the smallest value is the best.
 
     `skipped` says, one line each, what the last `latest()` passed over and why.
     Raises CheckpointError for a `keep_last` below 2: with one, a broken disk block ends the run.
@@ -80,7 +80,7 @@ class CheckpointStore:
         *,
         keep_last: int = 2,
         best_metric: str | None = None,
-        best_mode: Literal["max", "min"] = "max",
+        monitor_mode: Literal["max", "min"] = "max",
     ) -> None:
         if keep_last < 2:
             raise CheckpointError(f"checkpoint.keep_last must be >= 2, got {keep_last}")
@@ -88,7 +88,7 @@ class CheckpointStore:
         self.skipped: list[str] = []
         self._keep_last = keep_last
         self._best_metric = best_metric
-        self._best_mode = best_mode
+        self._best_mode = monitor_mode
         self._looked = False
         self._newest: Found | None = None  # known to be whole: verified or written by this process
         self._broken: set[Path] = set()

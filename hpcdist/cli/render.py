@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from hpcdist.config.loading import redacted
 from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.written import redacted
 from hpcdist.errors import RunFolderError
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json, read_record

@@ -50,7 +50,7 @@ def run(
 
         hpcdist run ddp_digits
 
-        hpcdist run configs/ddp_mnist.yaml data.root=~/data optim.lr=0.01 launch.ranks=4
+        hpcdist run configs/ddp_mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
 
         hpcdist run ddp_mnist --detach
 
@@ -154,7 +154,7 @@ def resume(
 
         hpcdist resume ddp-2026
 
-        hpcdist resume runs/digits/first stop.epochs=20 --with-current-code
+        hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.files.ownership import require_trusted
@@ -171,7 +171,7 @@ def resume(
     if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
         raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
     if found.read_state().status == "finished" and not overrides:
-        raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.epochs=20")
+        raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.max_epochs=20")
     on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")

@@ -118,7 +118,7 @@ def _best_metric(run: RunDir) -> str:
     from hpcdist.config.loading import load_run_config
 
     try:
-        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.best
+        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.monitor
     except UserMistake:
         return ""
 
@@ -137,7 +137,9 @@ def show_config(
 
         hpcdist config --schema
     """
-    from hpcdist.config.loading import load_config, shipped_configs, to_yaml
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.shipped import shipped_configs
+    from hpcdist.config.written import to_yaml
 
     if schema:
         from hpcdist.config.schema import describe

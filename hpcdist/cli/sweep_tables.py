@@ -36,7 +36,7 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """A table of all cells with status and final metric; returns the exit code that follows from them."""
     cells = [(choice.cell.label, choice.run) for choice in choices]
-    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.best)
+    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.monitor)
     if set(names) != {"finished"}:
         say("the same command again runs what is missing or has failed")
     if {"failed", "lost", "unreadable"} & set(names):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.loading import secrets_of
 from hpcdist.config.schema import Config
+from hpcdist.config.written import secrets_of
 from hpcdist.containers.runtimes import DETACHED, PASSED, WITHHELD, Box, Mount, contain, without_nested
 from hpcdist.containers.trial_start import LOOK_S, judge, look_command, look_env
 from hpcdist.errors import UserMistake
@@ -101,12 +101,12 @@ def check_here(config: Config, box: Box, env: Mapping[str, str]) -> dict[str, An
     prepare_image(box)
     command = look_command(box)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(box.runtime, box.runtime)
-    if not config.container.check_here or shutil.which(tool, path=env.get("PATH")) is None:
+    if not config.container.check_image or shutil.which(tool, path=env.get("PATH")) is None:
         return None
     if box.runtime in DETACHED and (said := _missing_in_store(box, env)):
         raise UserMistake(
             f"container.image: {box.image} is not in {box.runtime}'s store on this machine ({said}): build or load it,"
-            " or set container.check_here=false where only the nodes have it"
+            " or set container.check_image=false where only the nodes have it"
         )
     done = run_within(command.words, LOOK_S, env=look_env(box, env))
     facts, problem, _ = judge(box, done.stdout, done.stderr, "this machine")

@@ -26,7 +26,9 @@ def _any(*texts: str) -> re.Pattern[str]:
 
 HOST_MEMORY_FIX = "ask for more (cluster.mem), or need less: smaller data.batch_size, fewer ranks per node"
 NODE_FIX = "`hpcdist resume` goes on from the newest checkpoint; cluster.exclude keeps away from the node"
-TIME_FIX = "more cluster.time_min, or more cluster.signal_lead_s so that the ranks can save; `hpcdist resume` goes on"
+TIME_FIX = (
+    "more cluster.time_limit_min, or more cluster.signal_lead_s so that the ranks can save; `hpcdist resume` goes on"
+)
 HANG_FIX = "the ranks' stacks show where they stand; if a step may take so long, raise the timeout that is named"
 
 #: The first that matches counts: causes stand before what follows from them.
@@ -183,15 +185,18 @@ PATTERNS = (
 WAITING = {
     "Priority": (
         "jobs of higher priority come first",
-        "wait, or ask for less: fewer nodes, a shorter cluster.time_min",
+        "wait, or ask for less: fewer nodes, a shorter cluster.time_limit_min",
     ),
-    "Resources": ("no nodes are free that fit", "wait, or ask for less: fewer nodes, a shorter cluster.time_min"),
+    "Resources": ("no nodes are free that fit", "wait, or ask for less: fewer nodes, a shorter cluster.time_limit_min"),
     "BeginTime": ("it may not start before the time that was asked for, or was requeued a moment ago", "wait"),
     "Dependency": ("it waits for another job", "wait; `scontrol show job` names the other one"),
     "DependencyNeverSatisfied": ("the job that it depends on has failed: it never starts", "cancel it, submit it anew"),
     "JobHeldUser": ("someone holds it", "`scontrol release` lets it go"),
     "JobHeldAdmin": ("the cluster's staff holds it", "ask them"),
-    "PartitionTimeLimit": ("it asks for more time than the partition allows", "smaller cluster.time_min; submit anew"),
+    "PartitionTimeLimit": (
+        "it asks for more time than the partition allows",
+        "smaller cluster.time_limit_min; submit anew",
+    ),
     "PartitionNodeLimit": ("it asks for more nodes than the partition allows", "smaller cluster.nodes; submit anew"),
     "PartitionDown": ("the partition is down", "wait, or another cluster.partition"),
     "ReqNodeNotAvail": ("nodes that it asks for are down or reserved", "wait, or loosen cluster.constraint or exclude"),

@@ -90,13 +90,13 @@ class Context:
         self._journal = journal
         self._heartbeat = heartbeat
         self.timer = StepTimer(clock_of(device))
-        self._times = NodeTimes(self.timer, topology, config.tracking.log_every)
+        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         heartbeat.timing = self.timer.report
         self._store = CheckpointStore(
             run.checkpoints,
             keep_last=config.checkpoint.keep_last,
-            best_metric=config.checkpoint.best,
-            best_mode=config.checkpoint.best_mode,
+            best_metric=config.checkpoint.monitor,
+            monitor_mode=config.checkpoint.monitor_mode,
         )
         self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
         self._shard_writer = BackgroundWriter(str(run.checkpoints))
@@ -271,7 +271,7 @@ class Context:
             model: wrapped or not; it is saved under its own names. Rank 0's counts; None where it has none.
             trainer: what else the next start needs, equal on all ranks: optimizer, position.
             local: what this rank alone needs; small, since it travels to rank 0.
-            metrics: what is known of this checkpoint; `checkpoint.best` is looked up here.
+            metrics: what is known of this checkpoint; `checkpoint.monitor` is looked up here.
             shard: what this rank owns of a model that lies on several; then every rank gives one, empty or not.
 
         Raises CheckpointError when this save cannot begin or an earlier one has failed.

@@ -29,9 +29,9 @@ class Position:
 
     def total_steps(self, stop: StopConfig) -> int:
         """The step that training ends at: what is done, and what is left of the epochs from here."""
-        num_left = max(0, stop.epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
+        num_left = max(0, stop.max_epochs - self.epoch) * self.steps_per_epoch - self.step_in_epoch
         total = self.step + max(0, num_left)
-        return total if stop.steps is None else min(total, stop.steps)
+        return total if stop.max_steps is None else min(total, stop.max_steps)
 
     def count_step(self) -> None:
         """One more step is done; the epoch is closed by `close_epoch`."""
@@ -55,11 +55,13 @@ class Position:
         self.steps_per_epoch = steps_per_epoch
 
     def note_evaluation(self, metrics: Mapping[str, float], checkpoint: CheckpointConfig) -> None:
-        """Take what an evaluation at this step has found. Raises ConfigError unless it has `checkpoint.best`."""
-        if checkpoint.best not in metrics:
-            raise ConfigError([f"checkpoint.best={checkpoint.best!r} is not measured: use one of {', '.join(metrics)}"])
-        value = metrics[checkpoint.best]
-        better = self.best is None or _reaches(value, self.best, checkpoint.best_mode, equal=False)
+        """Take what an evaluation at this step has found. Raises ConfigError unless it has `checkpoint.monitor`."""
+        if checkpoint.monitor not in metrics:
+            raise ConfigError(
+                [f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"]
+            )
+        value = metrics[checkpoint.monitor]
+        better = self.best is None or _reaches(value, self.best, checkpoint.monitor_mode, equal=False)
         self.best = value if better else self.best
         self.num_evals_without_better = 0 if better else self.num_evals_without_better + 1
         self.evaluated_step = self.step
@@ -80,10 +82,10 @@ class Position:
         if self.evaluated_step != self.step or self.best is None:
             return ""
         threshold, whose = (stop.threshold, "stop.threshold") if stop.threshold is not None else goal or (None, "")
-        if threshold is not None and _reaches(self.best, threshold, checkpoint.best_mode, equal=True):
-            return f"{checkpoint.best} reached {self.best:.6g} ({whose}={threshold:g}) at step {self.step}"
+        if threshold is not None and _reaches(self.best, threshold, checkpoint.monitor_mode, equal=True):
+            return f"{checkpoint.monitor} reached {self.best:.6g} ({whose}={threshold:g}) at step {self.step}"
         if stop.patience is not None and self.num_evals_without_better >= stop.patience:
-            return f"no better {checkpoint.best} in {stop.patience} evaluations (stop.patience) at step {self.step}"
+            return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
         if self.step >= total_steps:
             return f"trained {self.step} steps, {self.epochs:.4g} epochs"
         return ""

@@ -12,7 +12,7 @@ _LENGTH = "cluster.nodes and cluster.tasks_per_node"
 #: Flags that are ours to set, and the key that steers each; empty where nothing may.
 _SBATCH_KEYS = {
     "job-name": "name",
-    "time": "cluster.time_min",
+    "time": "cluster.time_limit_min",
     "nodes": "cluster.nodes",
     "ntasks": _LENGTH,
     "ntasks-per-node": "cluster.tasks_per_node",

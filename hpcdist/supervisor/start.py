@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.config.loading import run_yaml, secrets_of
 from hpcdist.config.schema import Config, find_trainer, trainer_names
+from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files import retry
 from hpcdist.machine.own_image import image_facts

@@ -9,7 +9,7 @@ from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import describe
-from hpcdist.config.schema.exact import exact
+from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.config.schema.run import Config, cross_check, role_device, to_tree
@@ -48,5 +48,6 @@ __all__ = [
     "role_device",
     "to_tree",
     "trainer_names",
+    "type_mismatch",
     "unused_sections",
 ]

@@ -17,7 +17,14 @@ from hpcdist.errors import ImageError
 #: Runs inside; prints one JSON object. What it imports is what hpcdist declares, and every module of hpcdist.
 PROBE = Path(__file__).with_name("probe.py")
 #: Two ranks on CPUs, so that the check means the same on a machine with any number of GPUs.
-TRAINING = ("ddp_digits", "stop.steps=20", "launch.ranks=2", "launch.device=cpu", "runs_dir=/tmp/check", "name=check")
+TRAINING = (
+    "ddp_digits",
+    "stop.max_steps=20",
+    "launch.num_ranks=2",
+    "launch.device=cpu",
+    "runs_dir=/tmp/check",
+    "name=check",
+)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def processors(share: Share) -> list[Check]:
 def _cores(share: Share) -> Check:
     if share.quota is not None and share.quota < share.cores - 0.5:
         text = f"{share.cores} visible, but a quota allows the time of {share.quota:.1f}: more threads stand still"
-        fix = f"launch.threads={max(1, int(share.quota) // 2)} for two ranks, or a larger --cpus for the container"
+        fix = f"launch.num_threads={max(1, int(share.quota) // 2)} for two ranks, or a larger --cpus for the container"
         return Check(name="cores", level="warning", text=text, fix=fix)
     if share.cores < 2:
         text = "1: two ranks share it, and take twice the time"
@@ -131,7 +131,7 @@ def _memory(share: Share) -> Check:
     limit = share.memory_limit_bytes
     text = f"{share.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB by a cgroup's limit"
     if (limit or share.memory_bytes) < _LITTLE_MEMORY:
-        fix = "fewer ranks (launch.ranks=1), or a larger --memory (container) or --mem (Slurm)"
+        fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
         return Check(name="memory", level="warning", text=f"{text}: two ranks need about 2 GiB", fix=fix)
     return Check(name="memory", level="ok", text=text)
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.loading import secret_keys
 from hpcdist.config.schema import ClusterConfig, Config
+from hpcdist.config.written import secret_keys
 from hpcdist.containers import request as containing
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.formats import LARGEST
@@ -145,11 +145,11 @@ def _check_folder(config: Config, chosen: Sequence[Partition], found: Findings) 
 
 
 def _check_lead(config: Config, found: Findings) -> None:
-    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_min * 60
+    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_limit_min * 60
     if lead >= limit_s:
         found.wrong.append(
             f"cluster.signal_lead_s={lead}: the run would be asked to save at its start,"
-            f" as cluster.time_min={config.cluster.time_min} is {limit_s} s: lower the one or raise the other"
+            f" as cluster.time_limit_min={config.cluster.time_limit_min} is {limit_s} s: lower one or raise the other"
         )
     save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
     # One save may be on its way when the ranks are asked for another.

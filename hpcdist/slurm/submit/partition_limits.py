@@ -91,9 +91,9 @@ def _own_groups() -> list[str]:
 def _check_size(cluster: ClusterConfig, partition: Partition, found: Findings) -> None:
     name, nodes = partition.name, partition.nodes
     longest = parse_minutes(partition.facts.get("MaxTime", ""))
-    if longest is not None and cluster.time_min > longest:
+    if longest is not None and cluster.time_limit_min > longest:
         found.wrong.append(
-            f"cluster.time_min={cluster.time_min}: partition {name} allows {longest:g}: lower it;"
+            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {longest:g}: lower it;"
             " a run that needs longer saves, requeues itself and goes on"
         )
     total = sum(group.num_nodes for group in nodes)

@@ -191,8 +191,8 @@ class Bench:
             caller(operations),
             self.watch,
             self.words,
-            budget_s=self.cfg.budget_s,
-            longest_s=self.cfg.longest_s,
+            budget_s=self.cfg.measure_s,
+            longest_s=self.cfg.max_iteration_s,
             after_barrier=kind.is_one_way,
             divided_by=depth * kind.hops(team.largest),
         )
@@ -229,9 +229,9 @@ class Bench:
             return False
         last = rows[-1]
         calls_s = last.median_s * last.depth * series.variety.kind.hops(last.group_size)
-        if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.longest_s:
+        if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.max_iteration_s:
             return False
-        note = f"{series.title}: nothing above {last.size} B, of which one takes {last.median_s:.2g} s (comm.longest_s)"
+        note = f"{series.title}: nothing above {last.size} B, as one takes {last.median_s:.2g} s (comm.max_iteration_s)"
         if note not in self.results.notes:
             self.results.notes.append(note)
         return True
@@ -271,7 +271,7 @@ class Bench:
             return  # not there, or so slow that it was cut off before
         count = elements(point.size, dtype, team.size if point.variety.kind.has_parts else 1)
         operation = point.variety.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.words, longest_s=self.cfg.longest_s))
+        self.results.overlap.append(measure_overlap(operation, self.words, longest_s=self.cfg.max_iteration_s))
         self.write()
 
     # --- the end

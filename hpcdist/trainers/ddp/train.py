@@ -93,7 +93,7 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
     # DDP may not skip its exchange (no_sync) and take the graph for static at the same time.
-    options: dict[str, Any] = {"static_graph": cfg.optim.accumulate == 1}
+    options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
     if ctx.device.type == "cpu":
         # DDP's size, but for the first bucket too, which is 1 MB otherwise: a message costs more than it hides here.
         options["bucket_cap_mb"] = 25
@@ -112,7 +112,7 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
 
         settle_buckets(model, loss)
     batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.accumulate)
+    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
     return Training(
         ctx=ctx,
         cfg=cfg,
@@ -135,16 +135,16 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
         _epoch_indices(run, at.epoch),
         batch_size=cfg.data.batch_size,
         device=ctx.device,
-        start_batch=at.step_in_epoch * cfg.optim.accumulate,
+        start_batch=at.step_in_epoch * cfg.optim.grad_accum_steps,
         epoch=at.epoch,
         channels_last=cfg.model.channels_last,
     )
-    for micro_batches in grouped(batches, cfg.optim.accumulate):
+    for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
         if at.step >= run.total_steps:
             break
         _step(run, at.step, micro_batches, meter)
         at.count_step()
-        if at.step % cfg.tracking.log_every == 0:
+        if at.step % cfg.tracking.log_every_steps == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
@@ -194,9 +194,9 @@ def _step(run: Training, step: int, micro_batches: list[Batch], meter: Meter) ->
                 loss = F.cross_entropy(model(images), labels) / len(micro_batches)
             scaler.scale(loss).backward()
         meter.loss_sum += loss.detach()
-    if cfg.optim.clip_norm is not None:
+    if cfg.optim.max_grad_norm is not None:
         scaler.unscale_(run.optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
@@ -213,7 +213,7 @@ def _autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
 def _log(run: Training, at: Position, meter: Meter) -> None:
     """Record the interval's mean loss over all ranks; the one place where a step waits for the device."""
     loss_sum, num_steps = run.ctx.sum_over_ranks([meter.loss_sum.item(), meter.num_steps])
-    samples_per_step = run.cfg.data.batch_size * run.cfg.optim.accumulate * run.ctx.world_size
+    samples_per_step = run.cfg.data.batch_size * run.cfg.optim.grad_accum_steps * run.ctx.world_size
     metrics = {
         "train/loss": loss_sum / num_steps,
         "train/lr": run.optimizer.param_groups[0]["lr"],

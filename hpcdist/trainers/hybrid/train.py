@@ -97,12 +97,14 @@ class Prepared:
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, and leave checkpoints and, where the tables are small, the final model."""
-    ctx.roles.require(trainer=None, server=None)
-    layout = Layout(cfg.section(HybridConfig).tables, cfg.section(HybridConfig).dim, ctx.roles.count("server"))
+    ctx.roles.require(trainer=None, parameter_server=None)
+    layout = Layout(
+        cfg.section(HybridConfig).tables, cfg.section(HybridConfig).embedding_dim, ctx.roles.count("parameter_server")
+    )
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
     with rpc_group(ctx) as group:
-        if ctx.role == "server":
+        if ctx.role == "parameter_server":
             _serve(ctx, cfg, layout, groups, group)
         else:
             _train(ctx, cfg, layout, groups, group)
@@ -190,8 +192,8 @@ def _set_up(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: Rp
     hybrid, num_trainers = cfg.section(HybridConfig), ctx.roles.count("trainer")
     shares = load_clicks(hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in shares)
-    num_inputs = len(hybrid.tables) * hybrid.dim + data.numeric.shape[1]
-    dense = dense_part(num_inputs, hybrid.hidden)
+    num_inputs = len(hybrid.tables) * hybrid.embedding_dim + data.numeric.shape[1]
+    dense = dense_part(num_inputs, hybrid.hidden_sizes)
     model = ctx.wrap(dense, process_group=groups.dense, static_graph=True)
     if num_trainers > 2:  # a + b is b + a, so two trainers agree in any order
         example = torch.zeros(2, num_inputs, device=ctx.device)
@@ -200,7 +202,7 @@ def _set_up(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: Rp
     plan = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
     # A setting wins over what was found; without waiting for updates there is nothing to be had later.
     plan = Plan(
-        pool_at_server=plan.pool_at_server if hybrid.pool == "auto" else hybrid.pool == "server",
+        pool_at_server=plan.pool_at_server if hybrid.pool_on == "auto" else hybrid.pool_on == "parameter_server",
         ahead=hybrid.mode == "async" or (plan.ahead if hybrid.prefetch == "auto" else hybrid.prefetch == "values"),
     )
     log.info("%d training and %d test samples; %s", len(data), len(test), plan)
@@ -214,7 +216,7 @@ def _set_up(ctx: Context, cfg: Config, layout: Layout, groups: Groups, group: Rp
         test=test,
         model=model,
         optimizer=build_optimizer(model.parameters(), cfg.optim),
-        lookups=Lookups(groups.exchange, ctx.ranks_of("server"), layout, plan),
+        lookups=Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan),
         steps_per_epoch=math.ceil(len(data) / hybrid.batch_size),
         num_eval_batches=math.ceil(max(num_test) / hybrid.eval_batch_size),
     )
@@ -258,7 +260,7 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
         meter.num_steps += 1
         at.count_step()
         after = next(prepared, None)  # made while the servers apply the gradients
-        if at.step % run.cfg.tracking.log_every == 0:
+        if at.step % run.cfg.tracking.log_every_steps == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the trainers leave before.
@@ -346,11 +348,11 @@ def _export(run: Training, layout: Layout) -> None:
         layout.tables,
         dim=layout.dim,
         num_numeric=run.test.numeric.shape[1],
-        hidden=hybrid.hidden,
+        hidden=hybrid.hidden_sizes,
         bag_size=bag_size,
     )
     state = {f"dense.{name}": value for name, value in run.model.module.state_dict().items()}
-    servers = run.rpc.of_role("server")
+    servers = run.rpc.of_role("parameter_server")
     for table in layout.tables:
         parts = [rpc.rpc_async(server, _rows_of, (table,)) for server in servers]
         state[weight_name(table)] = torch.cat([part.wait() for part in parts])
@@ -366,7 +368,7 @@ def _save(run: Training, at: Position, meter: Meter, metrics: dict[str, float]) 
     run.lookups.flush()
     dist.barrier(group=run.groups.host)
     if run.ctx.is_main:
-        run.rpc.order("save", at.step, to=run.rpc.of_role("server"))
+        run.rpc.order("save", at.step, to=run.rpc.of_role("parameter_server"))
     run.ctx.save(
         at.step,
         model=nn.ModuleDict({"dense": run.model}),

@@ -166,7 +166,7 @@ def _whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 def _example(cfg: Config, data: ImageData) -> Tensor:
     """Made-up images of the size of a micro-batch (of a quarter of the batch where that is to be measured)."""
-    number = cfg.section(PipelineConfig).micro_batches
+    number = cfg.section(PipelineConfig).num_micro_batches
     size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
     shape = (size, 3, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -195,7 +195,7 @@ def _engine(ctx: Context, cfg: Config, stage: Stage, ends: tuple[Tensor, Tensor]
 
 def _num_micro_batches(run: Training, saved: Restored | None) -> int:
     """The config's number; for `auto` the checkpoint's, or the fastest one."""
-    number = run.cfg.section(PipelineConfig).micro_batches
+    number = run.cfg.section(PipelineConfig).num_micro_batches
     if isinstance(number, int):
         return number
     if saved is not None:
@@ -216,7 +216,7 @@ def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
             break
         _step(run, at.step, images, labels, meter)
         at.count_step()
-        if at.step % cfg.tracking.log_every == 0:
+        if at.step % cfg.tracking.log_every_steps == 0:
             _log(run, at, meter)
         stop = ctx.should_stop(at.step, run.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
@@ -270,8 +270,8 @@ def _step(run: Training, step: int, images: Tensor | None, labels: Tensor | None
     before = run.engine.idle_s
     meter.loss_sum += run.engine.step(images, labels, run.num_micro_batches)
     meter.idle_s += run.engine.idle_s - before
-    if run.cfg.optim.clip_norm is not None:
-        _clip(run, run.cfg.optim.clip_norm)
+    if run.cfg.optim.max_grad_norm is not None:
+        _clip(run, run.cfg.optim.max_grad_norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     meter.num_steps += 1

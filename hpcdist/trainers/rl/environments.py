@@ -54,15 +54,15 @@ class Problem:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
                 modes = env.metadata.get("render_modes") or ()
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise ConfigError([f"rl.env={name} cannot be made: {' '.join(str(error).split())}"]) from error
+            raise ConfigError([f"rl.env_id={name} cannot be made: {' '.join(str(error).split())}"]) from error
         assert spec is not None
         if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
-            raise ConfigError([f"rl.env={name} observes {observed}: trainer rl takes vectors, a Box with one axis"])
+            raise ConfigError([f"rl.env_id={name} observes {observed}: trainer rl takes vectors, a Box with one axis"])
         is_box = isinstance(acts, spaces.Box) and len(acts.shape) == 1
         if not is_box and not isinstance(acts, spaces.Discrete):
-            raise ConfigError([f"rl.env={name} acts in {acts}: trainer rl takes Discrete, or a Box with one axis"])
+            raise ConfigError([f"rl.env_id={name} acts in {acts}: trainer rl takes Discrete, or a Box with one axis"])
         if spec.max_episode_steps is None:
-            raise ConfigError([f"rl.env={name} has no time limit of its own: set rl.max_episode_steps"])
+            raise ConfigError([f"rl.env_id={name} has no time limit of its own: set rl.max_episode_steps"])
         none = np.zeros(0, np.float32)
         return cls(
             name=name,

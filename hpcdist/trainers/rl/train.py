@@ -43,7 +43,7 @@ from hpcdist.trainers.rl.rollouts import Collector, Rollout, random_numbers
 from hpcdist.trainers.rl.schema import RlConfig
 
 log = logging.getLogger(__name__)
-#: What `checkpoint.best` may name.
+#: What `checkpoint.monitor` may name.
 MEASURED = ("eval/return", "eval/return_std")
 
 
@@ -67,7 +67,7 @@ def collect(index: int, number: int, rl: RlConfig, weights: dict[str, Tensor], t
     is_local = rl.inference == "local"
     infer = Actor(weights, rl.activation) if is_local else functools.partial(_ask_agent, index, timeout_s)
     began = time.perf_counter()
-    rollout = _collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
+    rollout = _collector.collect(number, rl.num_rollout_steps, infer, weights.get("log_std"))
     if is_local:  # else the agent's answers, which are the same for all, are most of it
         _timer.add(compute_s=time.perf_counter() - began)
     return rollout
@@ -156,10 +156,10 @@ class Agent:
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or told to end, evaluate after each epoch, and leave checkpoints and the final policy."""
     global _collector, _inference, _timer
-    if (best := cfg.checkpoint.best) not in MEASURED:
-        raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(MEASURED)}"])
+    if (best := cfg.checkpoint.monitor) not in MEASURED:
+        raise ConfigError([f"checkpoint.monitor={best!r} is not measured: use one of {', '.join(MEASURED)}"])
     problem = Problem.of(
-        cfg.section(RlConfig).env, cfg.section(RlConfig).env_options, cfg.section(RlConfig).max_episode_steps
+        cfg.section(RlConfig).env_id, cfg.section(RlConfig).env_kwargs, cfg.section(RlConfig).max_episode_steps
     )
     if ctx.role == "observer":
         _timer = ctx.timer
@@ -190,7 +190,7 @@ def _lead(agent: Agent) -> None:
             return  # stopped, and saved
         _save(agent, _evaluate(agent))
     ctx.end_reason = reason
-    if agent.cfg.section(RlConfig).record:
+    if agent.cfg.section(RlConfig).record_episode:
         _record(agent)
     example = torch.zeros(2, agent.problem.num_inputs)
     ctx.export_model(agent.policy, example)
@@ -201,7 +201,7 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     return Policy(
         num_inputs=problem.num_inputs,
         num_outputs=problem.num_outputs,
-        hidden=cfg.hidden,
+        hidden=cfg.hidden_sizes,
         is_discrete=problem.is_discrete,
         activation=cfg.activation,
         normalize=cfg.normalize_observations,
@@ -216,7 +216,7 @@ def _set_up(ctx: Context, cfg: Config, problem: Problem) -> Agent:
     )
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
-    test_envs = make_environments(problem, cfg.section(RlConfig).eval_episodes, random_numbers(cfg.seed, 1, 0))
+    test_envs = make_environments(problem, cfg.section(RlConfig).num_eval_episodes, random_numbers(cfg.seed, 1, 0))
     if (saved := ctx.restore()) is not None:
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
@@ -248,7 +248,7 @@ def _train_epoch(agent: Agent) -> bool:
     while at.step < agent.total_steps and at.step_in_epoch < at.steps_per_epoch:
         _update(agent)
         at.count_step()
-        if at.step % cfg.tracking.log_every == 0:
+        if at.step % cfg.tracking.log_every_steps == 0:
             _log(agent)
         stop = ctx.should_stop(at.step, agent.total_steps)
         # A save before an evaluation waits for it, unless the ranks leave before.
@@ -360,7 +360,7 @@ def _end_reason(agent: Agent) -> str:
     """Why training is over, or nothing while it goes on."""
     cfg, at, problem = agent.cfg, agent.at, agent.problem
     goal = None
-    if problem.reward_threshold is not None and cfg.checkpoint.best == "eval/return":
+    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
     reason = at.end_reason(cfg.stop, cfg.checkpoint, agent.total_steps, goal=goal)
     return f"{reason}, {at.env_steps} environment steps" if reason else ""

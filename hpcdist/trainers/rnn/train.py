@@ -51,12 +51,12 @@ from hpcdist.trainers.rnn.vocabulary import VocabularyShard, row_bounds
 from hpcdist.trainers.rnn.vocabulary_client import Servers
 from hpcdist.trainers.rnn.vocabulary_server import CALL_S, Server, answer_with
 
-TRAINER, SERVER = "trainer", "server"
+TRAINER, SERVER = "trainer", "parameter_server"
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, measure perplexity after each epoch, and leave checkpoints, a text and the final model."""
-    ctx.roles.require(trainer=None, server=None)
+    ctx.roles.require(trainer=None, parameter_server=None)
     ranks = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(ranks)
     trainers = dist.new_group(ranks)
@@ -101,8 +101,8 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device)
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
-        first_rows(start, stop, rnn.embedding, cfg.seed, ENCODER),
-        None if rnn.tied else first_rows(start, stop, rnn.hidden, cfg.seed, DECODER),
+        first_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
+        None if rnn.tie_weights else first_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
         start=start,
         vocab_size=vocab_size,
     )
@@ -175,7 +175,7 @@ def _open_trainer(
     train_columns, held_out = (Columns(stream, rnn.batch_size, rnn.bptt, part) for stream in streams)
     names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
     servers = Servers(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
-    lstm = build_lstm(rnn.embedding, rnn.hidden, rnn.layers, rnn.dropout)
+    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
     learner = Learner(lstm, cfg, servers, trainers, ctx.device)
     ctx.seed_per_rank()
     at, meter = Position(steps_per_epoch=len(train_columns)), Meter()
@@ -226,7 +226,7 @@ def _train_epoch(run: Training, group: RpcGroup, at: Position, meter: Meter) -> 
         meter.loss_sum += learner.land(flight, lr, coming.ids)
         meter.num_tokens += len(flight.batch.targets)
         at.count_step()
-        if at.step % cfg.tracking.log_every == 0:
+        if at.step % cfg.tracking.log_every_steps == 0:
             _log(run, at, meter, lr)
         stop = ctx.should_stop(at.step, run.total_steps)
         if flights:
@@ -294,18 +294,18 @@ def _finish(run: Training, tokenizer: Tokenizer) -> None:
     rnn = run.cfg.section(RnnConfig)
     model = LanguageModel(
         vocab_size=run.vocab_size,
-        embedding=rnn.embedding,
-        hidden=rnn.hidden,
-        layers=rnn.layers,
+        embedding=rnn.embedding_size,
+        hidden=rnn.hidden_size,
+        layers=rnn.num_layers,
         dropout=rnn.dropout,
-        tied=rnn.tied,
+        tied=rnn.tie_weights,
     )
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in run.learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **run.learner.servers.weights()})
-    if rnn.sample_tokens:
+    if rnn.num_sample_tokens:
         prompt = tokenizer.encode([rnn.prompt])[0]
         generator = torch.Generator().manual_seed(run.cfg.seed)
-        tokens = sample(model, prompt, rnn.sample_tokens, rnn.temperature, generator)
+        tokens = sample(model, prompt, rnn.num_sample_tokens, rnn.temperature, generator)
         path = run.ctx.artifact("sample.txt")
         path.write_text(tokenizer.decode([*prompt, *tokens]))
     with warnings.catch_warnings():

@@ -139,7 +139,7 @@ def test_refused_before_anything_is_started(bench: Callable[..., Result], left: 
     """As far as it is known by then."""
     four = left("four", replace(sample(), partition="main"))
     before = set(four.path.parent.iterdir())
-    here = mistake(bench("comm", "--compare", "four", "launch.ranks=2"))
+    here = mistake(bench("comm", "--compare", "four", "launch.num_ranks=2"))
     assert here == (
         "cannot be compared with four: partition none now and main then, number of nodes 1 now and 4 then,"
         " number of ranks 2 now and 4 then"
@@ -171,7 +171,7 @@ def test_left_in_the_background_it_says_how_to_see_it(
 
 
 def test_a_dry_run_starts_nothing(bench: Callable[..., Result], tmp_path: Path) -> None:
-    result = bench("comm", "--dry-run", "name=planned", "launch.ranks=3")
+    result = bench("comm", "--dry-run", "name=planned", "launch.num_ranks=3")
     assert (result.code, "3 × cpu, gloo" in result.out) == (0, True)
     result = bench("comm", "--dry-run", "--cluster", "devcluster", "name=planned", "cluster.nodes=4")
     assert (result.code, "#SBATCH --nodes=4" in result.out) == (0, True)

@@ -13,7 +13,8 @@ import pytest
 from typer.main import get_command
 
 from hpcdist.cli.app import app, main
-from hpcdist.config.loading import load_config, run_yaml
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.run.folder import RunDir, write_json
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
@@ -225,4 +226,4 @@ def test_a_folder_that_others_may_write_to_is_refused(
             f" `hpcdist resume` would execute what they put there: `chmod -R go-w {run.path}`\n"
         )
     else:
-        assert said == "hpcdist: run first is finished: to train on, say how far, such as stop.epochs=20\n"
+        assert said == "hpcdist: run first is finished: to train on, say how far, such as stop.max_epochs=20\n"

@@ -31,18 +31,18 @@ def judged(cfg: Config, values: list[float]) -> list[str]:
         ),
         (
             StopConfig(threshold=0.3),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
+            CheckpointConfig(monitor="eval/loss", monitor_mode="min"),
             [0.5, 0.31, 0.3],
             "eval/loss reached 0.3 (stop.threshold=0.3)",
         ),
         (StopConfig(patience=2), CheckpointConfig(), [0.5, 0.6, 0.6, 0.5], "no better eval/accuracy in 2 evaluations"),
         (
             StopConfig(patience=1),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
+            CheckpointConfig(monitor="eval/loss", monitor_mode="min"),
             [0.5, 0.4, 0.41],
             "no better eval/loss in 1 evaluations",
         ),
-        (StopConfig(epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
+        (StopConfig(max_epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
     ],
 )
 def test_stop_rules(stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str) -> None:
@@ -57,11 +57,11 @@ def test_better_again_starts_the_patience_anew() -> None:
 
 def test_the_best_must_be_measured() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.best='f1' is not measured: use one of eval/loss"):
-        judged(Config(checkpoint=CheckpointConfig(best="f1")), [0.5])
+        judged(Config(checkpoint=CheckpointConfig(monitor="f1")), [0.5])
 
 
 def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
-    at, cfg = Position(step=10, epoch=1, steps_per_epoch=10), Config(checkpoint=CheckpointConfig(best="eval/return"))
+    at, cfg = Position(step=10, epoch=1, steps_per_epoch=10), Config(checkpoint=CheckpointConfig(monitor="eval/return"))
     at.note_evaluation({"eval/return": 480.0}, cfg.checkpoint)
     goal = (475.0, "the environment's own threshold")
     reason = "eval/return reached 480 (the environment's own threshold=475) at step 10"
@@ -71,10 +71,10 @@ def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
 
 def test_steps_and_epochs_go_on_from_where_a_run_stands() -> None:
     at = Position(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10)
-    assert at.total_steps(StopConfig(epochs=3)) == 30
-    assert at.total_steps(StopConfig(epochs=3, steps=12)) == 12
+    assert at.total_steps(StopConfig(max_epochs=3)) == 30
+    assert at.total_steps(StopConfig(max_epochs=3, max_steps=12)) == 12
     at.rescale(20)  # half as large batches
-    assert (at.step_in_epoch, at.epochs, at.total_steps(StopConfig(epochs=3))) == (10, 1.5, 15 + 50 - 20)
+    assert (at.step_in_epoch, at.epochs, at.total_steps(StopConfig(max_epochs=3))) == (10, 1.5, 15 + 50 - 20)
     assert not at.close_epoch()
     at.step_in_epoch = 20
     assert at.before_evaluation(100)

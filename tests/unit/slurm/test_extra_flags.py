@@ -37,7 +37,7 @@ def test_flags_that_are_ours_to_set() -> None:
     )
     assert collisions(cluster) == [
         "cluster.sbatch.nodes says again what a key says: use cluster.nodes",
-        "cluster.sbatch.time says again what a key says: use cluster.time_min",
+        "cluster.sbatch.time says again what a key says: use cluster.time_limit_min",
         "cluster.sbatch.output: hpcdist sets --output by itself: remove it",
         "cluster.sbatch.N: write the flag's long name without dashes, such as mail-type",
         "cluster.sbatch.ntasks_per_node says again what a key says: use cluster.tasks_per_node",

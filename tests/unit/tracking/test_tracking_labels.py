@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.config.loading import load_config, to_yaml
+from hpcdist.config.loading import load_config
 from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.written import to_yaml
 from hpcdist.run.folder import RunDir, write_json
 from hpcdist.tracking.labels import fixed_tags, names, params
 from hpcdist.tracking.names import is_allowed

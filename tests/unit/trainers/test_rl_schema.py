@@ -34,4 +34,4 @@ def test_the_shipped_config_is_checked_for_its_roles() -> None:
     with pytest.raises(ConfigError, match="needs one agent, then observers, got agent: 2, observer: 2"):
         load_config("rl_cartpole", ["roles.agent=2"])
     with pytest.raises(ConfigError, match=r"optim\.accumulate=2 is not for trainer rl: use rl\.minibatches"):
-        load_config("rl_cartpole", ["optim.accumulate=2"])
+        load_config("rl_cartpole", ["optim.grad_accum_steps=2"])

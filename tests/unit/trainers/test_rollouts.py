@@ -80,7 +80,7 @@ def test_a_problem_is_described() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoSuchThing-v0", "rl.env=NoSuchThing-v0 cannot be made: Environment `NoSuchThing` doesn't exist"),
+        ("NoSuchThing-v0", "rl.env_id=NoSuchThing-v0 cannot be made: Environment `NoSuchThing` doesn't exist"),
         ("no_such_module:Thing-v0", "cannot be made: No module named 'no_such_module'"),
         ("FrozenLake-v1", r"observes Discrete\(16\): trainer rl takes vectors, a Box with one axis"),
         ("Endless-v0", "has no time limit of its own: set rl.max_episode_steps"),
