@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 EXTRAS := train,dev
 
 MINUTES ?= 60
+WORKERS ?= 3
 
-.PHONY: help quickstart install check test faults fuzz bench lock clean
+.PHONY: help quickstart install check unit smoke test faults fuzz bench docs recording screenshots lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,15 +27,24 @@ check: install ## formatting, lint and types, also of Dockerfiles and shell scri
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/hadolint docker/Dockerfile docker/mlflow.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; fi
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh docker/*.sh hpcdist/containers/*.sh scripts/*.sh
 
+unit: install ## tests that start no processes, in 90 s
+	$(BIN)/python -m pytest tests/unit -m 'not processes and not faults' -n 2
+
+smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
+	$(BIN)/python -m pytest tests/multiproc -m smoke
+
+# Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own.
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest -m 'faults or smoke' --timeout 1800
+	$(BIN)/python -m pytest -m 'faults or quick_fault' --timeout 1800
 
 fuzz: install ## random input of all kinds for MINUTES (60), with new seeds each time
 	$(BIN)/python scripts/fuzz.py $(MINUTES)
@@ -43,10 +53,20 @@ bench: install ## benchmarks against bare loops and other tools; results in benc
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/run_all.py
 
+docs: install ## build the documentation into site/; a broken link or reference fails
+	PYTHON=$(PYTHON) bash scripts/install.sh $(VENV) $(EXTRAS),docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+recording: install ## record the README's terminal session on a dev cluster; needs root and the Slurm packages
+	$(BIN)/python scripts/record_terminal.py docs/images/recording.svg
+
+screenshots: install ## take the README's pictures of MLflow; needs Chromium
+	HPCDIST_DOCS_IMAGES=docs/images HPCDIST_REQUIRE_BROWSER=1 $(BIN)/python -m pytest tests/browser -k 'drawn_as_they_were or cells_of_a_sweep'
+
 lock: install ## pin the images' packages anew, with hashes; UPGRADE=--upgrade takes the newest
 	UV=$(BIN)/uv bash docker/lock.sh $(UPGRADE)
 
 clean: ## remove what was made here, runs excepted
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf --one-file-system /var/tmp/hpcdist-tests

@@ -173,9 +173,9 @@ class SyncCounter:
             return
         frames = [frame for frame in traceback.extract_stack() if f"{os.sep}hpcdist{os.sep}" in frame.filename]
         names = {frame.name for frame in frames}
-        if "_train_epoch" not in names or frames[-1].name == "_epoch_indices":
+        if "train_epoch" not in names or frames[-1].name == "epoch_indices":
             return
-        part = next((name for name in ("_log", "_save", "_step", "batches") if name in names), "loop")
+        part = next((name for name in ("interval_metrics", "save", "train_step", "batches") if name in names), "loop")
         self.places[f"{part}: {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -36,21 +38,65 @@ def runs_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+# --- processes, and tests that run beside each other
+
+TESTS = Path(__file__).parent
+#: Tests of these folders share a service. pytest-xdist runs the tests of one group in one worker.
+GROUPS = ("slurm", "container", "browser", "multiproc", "faults")
+PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+#: Processes that the running test has started.
+started: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in GROUPS:
+            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.xdist_group(folder))
+
+
+def _note_process(event: str, arguments: tuple[object, ...]) -> None:
+    if event in PROCESS_EVENTS:
+        started.append(f"{event} {arguments[0] if arguments else ''}")
+
+
+sys.addaudithook(_note_process)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    started.clear()
+    return (yield)
+
+
 # --- the table of faults
 
-CELLS = pytest.StashKey[list[Cell]]()
+
+class FaultTable:
+    """Collects the rows from the reports, which arrive in this process also from workers of pytest-xdist."""
+
+    def __init__(self) -> None:
+        self.cells: list[Cell] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.cells += [Cell(**row) for name, row in report.user_properties if name == "cell"]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.cells:
+            terminalreporter.section("faults")
+            terminalreporter.write("\n".join(as_lines(self.cells)) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[CELLS] = []
+    config.pluginmanager.register(FaultTable())
 
 
 @pytest.fixture
 def cell(request: pytest.FixtureRequest) -> Cell:
-    """This test's row in the table that pytest prints at the end."""
-    found = Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
-    request.config.stash[CELLS].append(found)
-    return found
+    """Return this test's row in the table that pytest prints at the end."""
+    return Cell(fault=request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "), trainer="ddp")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,13 +106,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if isinstance(found, Cell) and report.when == "call":
         found.seconds = report.duration
         found.verdict = "ok" if report.passed else "FAILED"
+        report.user_properties.append(("cell", asdict(found)))
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if cells := config.stash[CELLS]:
-        terminalreporter.section("faults")
-        terminalreporter.write("\n".join(as_lines(cells)) + "\n")
 
 
 # --- faults of file operations

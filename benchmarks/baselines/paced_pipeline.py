@@ -18,20 +18,21 @@ import torch.distributed as dist
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.trainers.pipeline import train as pipeline
-from hpcdist.trainers.pipeline.train import Meter, Training
+from hpcdist.trainers.pipeline.setup import StageSetup, open_stage
+from hpcdist.trainers.pipeline.train import step_batches, train_step
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    with pipeline._set_up(ctx, cfg) as (run, _, meter):
+    with open_stage(ctx, cfg) as setup:
+        batch = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
         if not ctx.is_main:
             while (command := _shared(None)) != "":
-                _measure(run, meter, command)
+                _measure(ctx, cfg, setup, batch, command)
             return
         with open(cfg.params["commands"]) as commands, open(cfg.params["answers"], "w", buffering=1) as answers:
             answers.write("ready\n")
             for line in commands:
-                answers.write(" ".join(map(str, _measure(run, meter, _shared(line.strip())))) + "\n")
+                answers.write(" ".join(map(str, _measure(ctx, cfg, setup, batch, _shared(line.strip())))) + "\n")
         _shared("")
 
 
@@ -42,59 +43,56 @@ def _shared(command: str | None) -> str:
     return box[0]
 
 
-def _measure(run: Training, meter: Meter, command: str) -> list[float]:
-    ctx = run.ctx
-    what, _, number = command.partition(" ")
+def _measure(
+    ctx: Context,
+    cfg: Config,
+    setup: StageSetup,
+    batch: tuple[torch.Tensor | None, torch.Tensor | None],
+    command: str,
+) -> list[float]:
+    measurement, _, number = command.partition(" ")
     ctx.barrier()
-    if what == "step":
-        from dataclasses import replace
-
-        images, labels = _batch(run)
+    if measurement == "step":
+        images, labels = batch
         ctx.barrier()
         began = time.perf_counter()
-        pipeline._step(replace(run, num_micro_batches=int(number)), 0, images, labels, meter)
+        train_step(cfg, setup, images, labels, int(number))
         ctx.barrier()
         return [time.perf_counter() - began]
     mine = [0.0] * ctx.world_size
-    if what == "together":
-        mine[ctx.rank] = _one_micro_batch(run, int(number))
+    if measurement == "together":
+        mine[ctx.rank] = _one_micro_batch(ctx, cfg, setup, int(number))
     for rank in range(ctx.world_size):
         ctx.barrier()
-        if rank == ctx.rank and what == "alone":
-            mine[rank] = _one_micro_batch(run, int(number))
-        if rank == ctx.rank and what == "update":
-            mine[rank] = _update(run)
+        if rank == ctx.rank and measurement == "alone":
+            mine[rank] = _one_micro_batch(ctx, cfg, setup, int(number))
+        if rank == ctx.rank and measurement == "update":
+            mine[rank] = _update(setup)
     ctx.barrier()
     return ctx.sum_over_ranks(mine)
 
 
-def _batch(run: Training) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if not hasattr(_batch, "found"):
-        _batch.found = next(pipeline._batches(run, epoch=0, start=0))  # type: ignore[attr-defined]
-    return _batch.found  # type: ignore[attr-defined, no-any-return]
-
-
-def _one_micro_batch(run: Training, number: int) -> float:
+def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) -> float:
     """Mean seconds, forward and backward, of as many micro-batches as a step has."""
-    size = run.cfg.data.batch_size // number
-    side = run.cfg.data.image_size or 0
-    shape = (size, 3, side, side) if run.is_first else (size, 512, side // 8, side // 8)
+    size = cfg.data.batch_size // number
+    side = cfg.data.image_size or 0
+    shape = (size, 3, side, side) if ctx.rank == 0 else (size, 512, side // 8, side // 8)
     x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
     seconds = []
     for _ in range(number + 1):
-        part = x.clone().requires_grad_(not run.is_first)
+        part = x.clone().requires_grad_(ctx.rank > 0)
         began = time.perf_counter()
-        y = run.stage(part)
+        y = setup.stage(part)
         y.backward(torch.ones_like(y))
         seconds.append(time.perf_counter() - began)
-    run.optimizer.zero_grad()
+    setup.optimizer.zero_grad()
     return sum(seconds[1:]) / number  # the first one makes the gradients that the others are added to
 
 
-def _update(run: Training) -> float:
-    for parameter in run.stage.parameters():
+def _update(setup: StageSetup) -> float:
+    for parameter in setup.stage.parameters():
         parameter.grad = torch.zeros_like(parameter)
     began = time.perf_counter()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
     return time.perf_counter() - began

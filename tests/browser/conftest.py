@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,3 +61,20 @@ def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) ->
         page = context.new_page()
         yield page
         page.screenshot(path=screenshots / f"{request.node.name}.png")
+
+
+@pytest.fixture
+def docs_image() -> Callable[[Page, str], None]:
+    """Return a function that writes a page as PNG into HPCDIST_DOCS_IMAGES, where that is set (`make screenshots`)."""
+    folder = os.environ.get("HPCDIST_DOCS_IMAGES")
+
+    def take(page: Page, name: str) -> None:
+        if folder:
+            size = page.viewport_size
+            page.set_viewport_size({"width": 1280, "height": 720})
+            page.wait_for_timeout(1000)  # charts are laid out anew
+            page.screenshot(path=Path(folder) / f"{name}.png")
+            if size:
+                page.set_viewport_size(size)
+
+    return take

@@ -240,13 +240,16 @@ def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None
     expect(page.get_by_role("heading", name="Logged models (1)")).to_be_attached()
 
 
-def test_model_metrics_are_drawn_as_they_were(page: Page, weekend: Weekend) -> None:
+def test_model_metrics_are_drawn_as_they_were(
+    page: Page, weekend: Weekend, docs_image: Callable[[Page, str], None]
+) -> None:
     page.goto(weekend.page_of("monday", "model-metrics"))
     for metric, num_points in (("train/loss", 45), ("train/lr", 45), ("eval/accuracy", 2), ("eval/loss", 2)):
         values = weekend.series("monday", metric)
         assert len(values) == num_points
         expect_curve(page, metric, values)
     show_all(page)
+    docs_image(page, "mlflow-metrics")
 
 
 def test_system_metrics_are_drawn_in_their_tab(page: Page, weekend: Weekend) -> None:
@@ -300,7 +303,9 @@ def test_a_run_that_did_not_finish(
     expect(page.get_by_role("dialog")).to_contain_text(weekend.runs.run_dir(name).read_state().reason)
 
 
-def test_the_cells_of_a_sweep_are_below_it(page: Page, weekend: Weekend, screenshots: Path) -> None:
+def test_the_cells_of_a_sweep_are_below_it(
+    page: Page, weekend: Weekend, screenshots: Path, docs_image: Callable[[Page, str], None]
+) -> None:
     page.goto(weekend.page_of("tune"))
     expect_status(page, "Finished")
     expect_tag(page, "hpcdist.reason", "2 cells: 2 finished")
@@ -315,6 +320,7 @@ def test_the_cells_of_a_sweep_are_below_it(page: Page, weekend: Weekend, screens
     for cell in cells:
         expect(cell).to_be_visible()
     page.screenshot(path=screenshots / "a_sweep.png")
+    docs_image(page, "mlflow-sweep")
 
 
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:

@@ -22,9 +22,12 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.pipeline import train, tuning
-from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine, Wire
+from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine
 from hpcdist.trainers.pipeline.schema import PipelineConfig
+from hpcdist.trainers.pipeline.setup import open_stage
+from hpcdist.trainers.pipeline.stage_checkpoint import stage_shard
 from hpcdist.trainers.pipeline.stages import Stage, cut_after, unit_module, unit_names, use_onednn_for_pointwise
+from hpcdist.trainers.pipeline.wire import Inbox, Wire
 
 SIZE, NUM_MICRO_BATCHES = 8, 4
 CUTS = {2: ["layer2"], 3: ["layer1.0", "layer3"]}
@@ -101,8 +104,9 @@ def scene(here: Rank, path: Path) -> Iterator[Context]:
 
 def by_rpc(here: Rank, path: Path) -> list[str]:
     found = []
-    with scene(here, path) as ctx, rpc_group(ctx) as group:
-        wire = Wire(ctx, group)
+    inbox = Inbox()
+    with scene(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+        wire = Wire(ctx, group, inbox)
         units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
         for schedule, checkpointing in (("1f1b", False), ("gpipe", False), ("1f1b", True), ("gpipe", True)):
             stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
@@ -160,29 +164,32 @@ AUTO = Config(
 
 
 def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
-    """The number chosen, the one that a second attempt has, and what is not as it was before the choice."""
-    with open_context(here, RunDir(path), AUTO) as ctx, train._set_up(ctx, AUTO) as (run, at, meter):
+    """The number chosen, the number in the next attempt, and the tensors that the choice has changed."""
+    with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
+        chosen = train.select_micro_batches(ctx, AUTO, setup)
         torch.manual_seed(0)
         fresh = build_model("resnet18", num_classes=10, in_channels=3, image_size=16).state_dict()
-        changed = [name for name, value in run.stage.state_dict().items() if not torch.equal(value, fresh[name])]
-        changed += [name for name, parameter in run.stage.named_parameters() if parameter.grad is not None]
-        train._step(run, 0, *next(train._batches(run, epoch=0, start=0)), meter)
-        at.step = at.step_in_epoch = 1
-        train._save(run, at, meter, {})
+        changed = [name for name, value in setup.stage.state_dict().items() if not torch.equal(value, fresh[name])]
+        changed += [name for name, parameter in setup.stage.named_parameters() if parameter.grad is not None]
+        images, labels = next(train.step_batches(ctx, AUTO, setup.data, epoch=0, start=0))
+        train.train_step(AUTO, setup, images, labels, chosen)
+        ctx.save(
+            1,
+            model=None,
+            trainer={"units": [list(names) for names in setup.units], "num_micro_batches": chosen},
+            shard=stage_shard(setup.stage, setup.optimizer),
+        )
         ctx.close()
-        chosen = run.num_micro_batches
     tuning.CANDIDATES = (chosen % 8 * 2 or 1,)
-    with open_context(here, RunDir(path), AUTO) as ctx, train._set_up(ctx, AUTO) as (run, at, _):
-        assert (at.step, at.step_in_epoch) == (1, 1)
-        return chosen, run.num_micro_batches, changed
+    with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
+        return chosen, train.select_micro_batches(ctx, AUTO, setup), changed
 
 
 def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
-    """The weights and the number of optimizer states that three stages take from a checkpoint of two."""
+    """The weights and the number of optimizer states that three stages load from a checkpoint of two."""
     config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
-    with open_context(here, RunDir(path), config) as ctx, train._set_up(ctx, config) as (run, at, _):
-        assert at.step == 1
-        return run.stage.state_dict(), len(run.optimizer.state_dict()["state"])
+    with open_context(here, RunDir(path), config) as ctx, open_stage(ctx, config) as setup:
+        return setup.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
 
 
 @pytest.mark.faults

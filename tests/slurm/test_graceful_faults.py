@@ -13,7 +13,7 @@ from hpcdist.devcluster import cluster
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.smoke
+@pytest.mark.quick_fault
 def test_a_requeue(scene: FaultScene) -> None:
     scene.submit_held("requeue")
     scene.cluster.run("scontrol", "requeue", scene.job)

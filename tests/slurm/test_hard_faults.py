@@ -19,7 +19,7 @@ QUICK = "launch.hang_timeout_s=30"
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.smoke
+@pytest.mark.quick_fault
 def test_a_rank_is_killed(scene: FaultScene) -> None:
     scene.submit_held("SIGKILL of a rank")
     started = scene.cluster.job(scene.job)["StartTime"]
@@ -55,7 +55,7 @@ def test_a_rank_is_stopped(scene: FaultScene) -> None:
     assert not psutil.pid_exists(victim)
 
 
-@pytest.mark.smoke
+@pytest.mark.quick_fault
 def test_the_supervisor_is_killed(scene: FaultScene) -> None:
     """The shell of the batch step starts another one in the same allocation, and that one first ends the old ranks."""
     scene.submit_held("SIGKILL of the supervisor")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
-    "victim", [pytest.param("n2", marks=pytest.mark.smoke), pytest.param("n1", marks=pytest.mark.faults)]
+    "victim", [pytest.param("n2", marks=pytest.mark.quick_fault), pytest.param("n1", marks=pytest.mark.faults)]
 )
 def test_a_node_reboots_within_seconds(scene: FaultScene, victim: str) -> None:
     """Slurm has not noticed that the node was away and keeps the step, so that the nodes stay busy for the next one.

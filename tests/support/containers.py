@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -9,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,11 @@ class Containers:
 
     def make_base(self) -> None:
         """A Debian with Python, as a registry's would be. Raises CalledProcessError without a network."""
-        if self.has(BASE):
-            return
+        with self.locked():
+            if not self.has(BASE):
+                self._make_base()
+
+    def _make_base(self) -> None:
         root = self.folder / "rootfs"
         packages = "python3,python3-venv,ca-certificates"
         # In a mount namespace of its own: killed in the middle, debootstrap would leave /proc mounted in there.
@@ -112,8 +117,19 @@ class Containers:
             subprocess.run(["podman", "import", "-", BASE], env=self.env, stdin=packed.stdout, check=True)
         shutil.rmtree(root)
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the store for a build: tests in another process wait, and find its layers."""
+        with (STORE / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def build(self, target: str) -> str:
         """Build one of our images with our own command, from a checkout full of what must stay outside."""
+        with self.locked():
+            return self._build(target)
+
+    def _build(self, target: str) -> str:
         checkout = self.folder / "checkout"
         if not checkout.exists():
             _copy_checkout(checkout, self.canary)

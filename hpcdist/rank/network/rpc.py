@@ -67,8 +67,9 @@ def remote(function: Callable[P, T]) -> Callable[P, T]:
 class RpcGroup:
     """All ranks of a run, by the names `role:index` that RPC knows them by."""
 
-    def __init__(self, ctx: Context, timeout_s: float) -> None:
+    def __init__(self, ctx: Context, timeout_s: float, target: object = None) -> None:
         self._ctx = ctx
+        self.target = target
         self._timeout_s = timeout_s
         self._orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
@@ -148,6 +149,17 @@ class RpcGroup:
                 raise PeerLost(f"{name} belongs to {token!r}, this is {self.token!r}")
 
 
+def rpc_target(kind: type[T]) -> T:
+    """Return this rank's object of that class that calls of other ranks are meant for.
+
+    A `@remote` function calls it: the object is the one that this rank has given to `rpc_group`.
+    """
+    target = _here().target
+    if not isinstance(target, kind):
+        raise HpcdistError(f"{_here().where} has no {kind.__name__} for calls of other ranks")
+    return target
+
+
 _group: RpcGroup | None = None
 _starts = itertools.count()
 
@@ -178,6 +190,7 @@ def rpc_group(
     timeout_s: float = 60.0,
     num_threads: int = 16,
     device_maps: dict[str, dict[Any, Any]] | None = None,
+    target: object = None,
 ) -> Iterator[RpcGroup]:
     """Start RPC on every rank, check every pair, and end it together after the block.
 
@@ -188,9 +201,10 @@ def rpc_group(
         timeout_s: how long a call may take unless it says otherwise.
         num_threads: how many calls this rank answers at once.
         device_maps: by peer, this rank's GPU to that one's; tensors of mapped GPUs travel directly.
+        target: the object that calls of other ranks use (`rpc_target`), for as long as the group is open.
     """
     global _group
-    group = RpcGroup(ctx, timeout_s)
+    group = RpcGroup(ctx, timeout_s, target)
     _group = group
     sign_messages(ctx.attempt.read_key())
     options = rpc.TensorPipeRpcBackendOptions(

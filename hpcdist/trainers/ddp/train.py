@@ -1,4 +1,4 @@
-"""Image classification with DistributedDataParallel: every rank trains the whole model on its share of the data.
+"""Image classification with DistributedDataParallel: each rank trains the whole model on its share of the data.
 
 Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
@@ -6,15 +6,14 @@ Source of the method: https://docs.pytorch.org/tutorials/intermediate/ddp_tutori
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -26,60 +25,78 @@ from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.models.image import build_model
 from hpcdist.rank.context import Context
 from hpcdist.rank.ddp_buckets import settle_buckets
-from hpcdist.rank.optimizer import build_optimizer, lr_factor
-from hpcdist.rank.training_position import Position
-
-
-class Meter:
-    """This rank's loss since the last logged point, summed up on the device: reading it would wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), device=device)
-        self.num_steps = 0
-        self.since = time.perf_counter()
-
-    def reset(self) -> None:
-        self.loss_sum.zero_()
-        self.num_steps = 0
-        self.since = time.perf_counter()
-
-
-@dataclass(frozen=True)
-class Training:
-    """What does not change while training."""
-
-    ctx: Context
-    cfg: Config
-    data: ImageData
-    model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    steps_per_epoch: int
-    total_steps: int = 0  #: set once it is known where training goes on from
+from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
+from hpcdist.rank.training_loop import Meter, run_epochs
+from hpcdist.rank.training_position import TrainingPosition
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train, evaluate after each epoch, and leave checkpoints and the final model."""
-    run = _set_up(ctx, cfg)
-    at, meter = _restore(run)
-    run = replace(run, total_steps=at.total_steps(cfg.stop))
-    while not (reason := at.end_reason(cfg.stop, cfg.checkpoint, run.total_steps)):
-        if not _train_epoch(run, at, meter):
-            return  # stopped, and saved
-        metrics = evaluate(ctx, run.model.module, run.data, cfg)
-        ctx.log(metrics, at.step)
-        at.note_evaluation(metrics, cfg.checkpoint)
-        _save(run, at, meter, metrics)
-    ctx.end_reason = reason
-    example, _ = next(run.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
-    ctx.export_model(run.model.module, example)
-
-
-def _set_up(ctx: Context, cfg: Config) -> Training:
+    """Train, evaluate after each epoch, save checkpoints and export the final model."""
     if ctx.topology.local_rank == 0:
         prepare(cfg.data)
     ctx.barrier()  # the other ranks of the node wait for the download
     data = load_datasets(cfg.data, cfg.seed)
+    model = build_ddp_model(ctx, cfg, data)
+    optimizer = build_optimizer(model.parameters(), cfg.optim)
+    scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
+    batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
+    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
+
+    saved = ctx.restore()
+    if saved is not None:
+        model.module.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+        scaler.load_state_dict(saved.trainer["scaler"])
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
+    meter = Meter(saved.local if saved else None, ctx.device)
+
+    def train_epoch() -> Iterator[None]:
+        model.train()
+        batches = data.train.batches(
+            epoch_indices(ctx, cfg, data, position.epoch),
+            batch_size=cfg.data.batch_size,
+            device=ctx.device,
+            start_batch=position.step_in_epoch * cfg.optim.grad_accum_steps,
+            epoch=position.epoch,
+            channels_last=cfg.model.channels_last,
+        )
+        for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
+            set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
+            meter.add(loss_sum=train_step(ctx, cfg, model, optimizer, scaler, micro_batches), num_steps=1)
+            yield
+
+    def interval_metrics() -> dict[str, float]:
+        # Reading the loss is the only place where a step waits for the device.
+        loss_sum, num_steps = ctx.sum_over_ranks([float(meter.sums["loss_sum"]), meter.sums["num_steps"]])
+        samples_per_step = cfg.data.batch_size * cfg.optim.grad_accum_steps * ctx.world_size
+        return {
+            "train/loss": loss_sum / num_steps,
+            "train/lr": optimizer.param_groups[0]["lr"],
+            "train/epoch": position.epochs,
+            "train/samples_per_s": samples_per_step * meter.sums["num_steps"] / meter.elapsed_s,
+        }
+
+    def save(metrics: Mapping[str, float]) -> None:
+        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "position": asdict(position)}
+        ctx.save(position.step, model=model, trainer=state, local=meter.sums, metrics=metrics)
+
+    ctx.end_reason = run_epochs(
+        ctx,
+        cfg,
+        position,
+        meter,
+        train_epoch=train_epoch,
+        interval_metrics=interval_metrics,
+        evaluate=lambda: evaluate(ctx, model.module, data, cfg),
+        save=save,
+    )
+    if ctx.end_reason:
+        example, _ = next(data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))
+        ctx.export_model(model.module, example)
+
+
+def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDataParallel:
+    """Return the model on this rank's device; call it on every rank. From here on ranks draw different numbers."""
     module = build_model(
         cfg.model.name,
         num_classes=data.num_classes,
@@ -92,14 +109,14 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
         module = module.to(memory_format=torch.channels_last)
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
-    # DDP may not skip its exchange (no_sync) and take the graph for static at the same time.
+    # DDP supports no_sync() only without a static graph.
     options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
     if ctx.device.type == "cpu":
-        # DDP's size, but for the first bucket too, which is 1 MB otherwise: a message costs more than it hides here.
+        # DDP's default for all buckets but the first, which has 1 MB: on CPU a message costs more than it overlaps.
         options["bucket_cap_mb"] = 25
     model = ctx.wrap(module, **options)
     ctx.seed_per_rank()
-    if ctx.world_size > 2:  # a + b is b + a, so two ranks agree in any order
+    if ctx.world_size > 2:  # the sum of two ranks does not depend on the order
         indices = torch.arange(cfg.data.batch_size) % len(data.test)
         batches = data.test.batches(
             indices, batch_size=len(indices), device=ctx.device, channels_last=cfg.model.channels_last
@@ -107,69 +124,27 @@ def _set_up(ctx: Context, cfg: Config) -> Training:
         images, labels = next(batches)
 
         def loss() -> Tensor:
-            with _autocast(ctx, cfg):
+            with autocast(ctx, cfg):
                 return F.cross_entropy(model(images), labels)
 
         settle_buckets(model, loss)
-    batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
-    return Training(
-        ctx=ctx,
-        cfg=cfg,
-        data=data,
-        model=model,
-        optimizer=build_optimizer(model.parameters(), cfg.optim),
-        scaler=torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16"),
-        steps_per_epoch=steps_per_epoch,
-    )
+    return model
 
 
-# --- one epoch, one step
-
-
-def _train_epoch(run: Training, at: Position, meter: Meter) -> bool:
-    """Do what is left of the epoch; False when the ranks agreed to stop, with everything saved."""
-    ctx, cfg = run.ctx, run.cfg
-    run.model.train()
-    batches = run.data.train.batches(
-        _epoch_indices(run, at.epoch),
-        batch_size=cfg.data.batch_size,
-        device=ctx.device,
-        start_batch=at.step_in_epoch * cfg.optim.grad_accum_steps,
-        epoch=at.epoch,
-        channels_last=cfg.model.channels_last,
-    )
-    for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
-        if at.step >= run.total_steps:
-            break
-        _step(run, at.step, micro_batches, meter)
-        at.count_step()
-        if at.step % cfg.tracking.log_every_steps == 0:
-            _log(run, at, meter)
-        stop = ctx.should_stop(at.step, run.total_steps)
-        # A save before an evaluation waits for it, unless the ranks leave before.
-        if ctx.should_save(at.step) and (stop or not at.before_evaluation(run.total_steps)):
-            _save(run, at, meter, {})
-        if stop:
-            return False
-    at.close_epoch()
-    return True
-
-
-def _epoch_indices(run: Training, epoch: int) -> Tensor:
-    """This rank's share of the training set in the epoch's order, int64 [n]; padded to equal length everywhere."""
+def epoch_indices(ctx: Context, cfg: Config, data: ImageData, epoch: int) -> Tensor:
+    """Return this rank's share of the training set in the epoch's order, int64 [n], padded to equal length."""
     sampler: DistributedSampler[Any] = DistributedSampler(
-        run.data.train.labels,  # type: ignore[arg-type]  # only its length is asked for
-        num_replicas=run.ctx.world_size,
-        rank=run.ctx.rank,
-        seed=run.cfg.seed,
+        data.train.labels,  # type: ignore[arg-type]  # the sampler reads its length only
+        num_replicas=ctx.world_size,
+        rank=ctx.rank,
+        seed=cfg.seed,
     )
     sampler.set_epoch(epoch)
     return torch.tensor(list(sampler))
 
 
 def grouped(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """The micro-batches of each optimizer step; the last group of an epoch may be smaller."""
+    """Yield the micro-batches of each optimizer step; the last group of an epoch may be smaller."""
     group: list[Batch] = []
     for batch in batches:
         group.append(batch)
@@ -180,62 +155,50 @@ def grouped(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def _step(run: Training, step: int, micro_batches: list[Batch], meter: Meter) -> None:
-    """One optimizer step over its micro-batches."""
-    cfg, model, scaler = run.cfg, run.model, run.scaler
-    lr = cfg.optim.lr * lr_factor(step, run.total_steps, cfg.schedule)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
+def train_step(
+    ctx: Context,
+    cfg: Config,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    micro_batches: list[Batch],
+) -> Tensor:
+    """Do one optimizer step over its micro-batches; return the mean loss, on the device."""
+    loss_sum = torch.zeros((), device=ctx.device)
     for number, (images, labels) in enumerate(micro_batches, start=1):
-        # Gradients travel once a step, with the last micro-batch.
+        # Gradients are exchanged once per step, during the last micro-batch's backward pass.
         exchange: AbstractContextManager[Any] = nullcontext() if number == len(micro_batches) else model.no_sync()
         with exchange:
-            with _autocast(run.ctx, cfg):
+            with autocast(ctx, cfg):
                 loss = F.cross_entropy(model(images), labels) / len(micro_batches)
             scaler.scale(loss).backward()
-        meter.loss_sum += loss.detach()
+        loss_sum += loss.detach()
     if cfg.optim.max_grad_norm is not None:
-        scaler.unscale_(run.optimizer)
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
-    scaler.step(run.optimizer)
+    scaler.step(optimizer)
     scaler.update()
-    run.optimizer.zero_grad()
-    meter.num_steps += 1
+    optimizer.zero_grad()
+    return loss_sum
 
 
-def _autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
+def autocast(ctx: Context, cfg: Config) -> AbstractContextManager[Any]:
+    """Return torch.autocast in the configured precision."""
     if cfg.precision.dtype == "fp32":
         return nullcontext()
     dtype = torch.bfloat16 if cfg.precision.dtype == "bf16" else torch.float16
     return torch.autocast(ctx.device.type, dtype=dtype)
 
 
-def _log(run: Training, at: Position, meter: Meter) -> None:
-    """Record the interval's mean loss over all ranks; the one place where a step waits for the device."""
-    loss_sum, num_steps = run.ctx.sum_over_ranks([meter.loss_sum.item(), meter.num_steps])
-    samples_per_step = run.cfg.data.batch_size * run.cfg.optim.grad_accum_steps * run.ctx.world_size
-    metrics = {
-        "train/loss": loss_sum / num_steps,
-        "train/lr": run.optimizer.param_groups[0]["lr"],
-        "train/epoch": at.epochs,
-        "train/samples_per_s": samples_per_step * meter.num_steps / (time.perf_counter() - meter.since),
-    }
-    run.ctx.log(metrics, at.step)
-    meter.reset()
-
-
-# --- evaluation and the end
-
-
 @torch.no_grad()
 def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> dict[str, float]:
-    """Loss and accuracy over the whole test set, each sample counted once, equal on all ranks.
+    """Return loss and accuracy over the test set, each sample counted once, equal on all ranks.
 
     Args:
-        module: the bare model; it is left in training mode.
+        module: the model without its DDP wrapper; it is left in training mode.
     """
     for buffer in module.buffers():
-        # Running statistics differ from rank to rank; the checkpoint holds those of rank 0.
+        # Running statistics differ between ranks; the checkpoint holds those of rank 0.
         if ctx.world_size > 1:
             dist.broadcast(buffer, src=0)
     module.eval()
@@ -249,7 +212,7 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
         channels_last=cfg.model.channels_last,
     )
     for images, labels in batches:
-        with _autocast(ctx, cfg):
+        with autocast(ctx, cfg):
             logits = module(images)
         loss_sum += F.cross_entropy(logits.float(), labels, reduction="sum")
         num_correct += (logits.argmax(dim=1) == labels).sum()
@@ -257,36 +220,3 @@ def evaluate(ctx: Context, module: nn.Module, data: ImageData, cfg: Config) -> d
     module.train()
     loss, correct, count = ctx.sum_over_ranks([loss_sum.item(), num_correct.item(), len(indices)])
     return {"eval/loss": loss / count, "eval/accuracy": correct / count}
-
-
-# --- checkpoints
-
-
-def _save(run: Training, at: Position, meter: Meter, metrics: dict[str, float]) -> None:
-    run.ctx.save(
-        at.step,
-        model=run.model,
-        trainer={
-            "optimizer": run.optimizer.state_dict(),
-            "scaler": run.scaler.state_dict(),
-            "position": asdict(at),
-        },
-        local={"loss_sum": meter.loss_sum, "num_steps": meter.num_steps},
-        metrics=metrics,
-    )
-
-
-def _restore(run: Training) -> tuple[Position, Meter]:
-    at, meter = Position(steps_per_epoch=run.steps_per_epoch), Meter(run.ctx.device)
-    saved = run.ctx.restore()
-    if saved is None:
-        return at, meter
-    run.model.module.load_state_dict(saved.model)
-    run.optimizer.load_state_dict(saved.trainer["optimizer"])
-    run.scaler.load_state_dict(saved.trainer["scaler"])
-    if saved.local is not None:
-        meter.loss_sum.copy_(saved.local["loss_sum"])
-        meter.num_steps = saved.local["num_steps"]
-    at = Position(**saved.trainer["position"])
-    at.rescale(run.steps_per_epoch)
-    return at, meter

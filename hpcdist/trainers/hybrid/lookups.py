@@ -1,4 +1,4 @@
-"""The trainer's side of embedding tables that lie on parameter servers; `exchange.py` says what travels."""
+"""The trainer's side of embedding tables that lie on parameter servers; `table_server.py` documents the messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor
 
-from hpcdist.trainers.hybrid import exchange
+from hpcdist.trainers.hybrid import table_server
 from hpcdist.trainers.hybrid.tables import Coalesced, Layout, put_rows, unit_of_row
 
 
 @dataclass(frozen=True)
-class Plan:
+class LookupPlan:
     """How lookups travel, chosen once; the results are the same up to rounding."""
 
     pool_at_server: bool
@@ -121,7 +121,7 @@ def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
     )
 
 
-def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> Plan:
+def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> LookupPlan:
     """What travels less, by the rows and offsets of the first two batches (or of one).
 
     Values ahead are worth it where less than a quarter of the units change meanwhile and are made twice, taking the
@@ -138,7 +138,7 @@ def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_
             hit = np.logical_or.reduceat(hit, units.offsets[server].numpy())
         changed += int(hit.sum())
     same = changed / max(1, sum(units.counts))
-    return Plan(pool_at_server=pool_at_server, ahead=1 - (1 - same) ** num_trainers < 0.25)
+    return LookupPlan(pool_at_server=pool_at_server, ahead=1 - (1 - same) ** num_trainers < 0.25)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Lookups:
         servers: their ranks, in the layout's order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, servers: Sequence[int], layout: Layout, plan: Plan) -> None:
+    def __init__(self, group: dist.ProcessGroup, servers: Sequence[int], layout: Layout, plan: LookupPlan) -> None:
         self._group = group
         self._servers = servers
         self._starts = layout.starts
@@ -193,15 +193,15 @@ class Lookups:
             self._open = lookup if train else None
         for number, (server, values) in enumerate(zip(self._servers, lookup.values.split(units.counts), strict=True)):
             rows, offsets = units.rows[number], None if units.offsets is None else units.offsets[number]
-            kind = exchange.TRAIN if train else exchange.LOOK
+            kind = table_server.TRAIN if train else table_server.LOOK
             header = [kind, len(rows), 0 if offsets is None else len(offsets), int(self._plan.ahead), int(follow)]
             self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
             # Asked for now: gloo sends nothing that nobody waits for.
             if len(values):
-                lookup.received.append(self._group.recv([values], server, exchange.TAG_VALUES))
+                lookup.received.append(self._group.recv([values], server, table_server.TAG_VALUES))
             if self._plan.ahead:
                 lookup.num_late.append(torch.zeros(1, dtype=torch.int64))
-                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, exchange.TAG_LATE))
+                lookup.received.append(self._group.recv([lookup.num_late[-1]], server, table_server.TAG_LATE))
         return lookup
 
     def collect(self, lookup: Lookup) -> Tensor:
@@ -213,7 +213,7 @@ class Lookups:
             if int(num_late):
                 units = torch.empty(int(num_late), dtype=torch.int64)
                 values = torch.empty(int(num_late), self._dim)
-                for tensor, tag in ((units, exchange.TAG_LATE_UNITS), (values, exchange.TAG_LATE_VALUES)):
+                for tensor, tag in ((units, table_server.TAG_LATE_UNITS), (values, table_server.TAG_LATE_VALUES)):
                     self._group.recv([tensor], self._servers[number], tag).wait()
                 put_rows(lookup.values, units + begin, values)
             begin += count
@@ -224,19 +224,19 @@ class Lookups:
         """Send the gradient of the sums that `collect` gave, [bags, dim], once for each request to train."""
         lookup.is_pushed = True
         for part, server in zip(lookup.units.gradients(gradient.cpu()), self._servers, strict=True):
-            self._send(part, server, exchange.TAG_GRADIENTS)
+            self._send(part, server, table_server.TAG_GRADIENTS)
 
     def flush(self) -> None:
         """Return when the servers have applied every gradient that this trainer has pushed."""
         told = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
-        self._order(exchange.FLUSH)
+        self._order(table_server.FLUSH)
         for one, server in zip(told, self._servers, strict=True):
-            self._group.recv([one], server, exchange.TAG_LATE).wait()
+            self._group.recv([one], server, table_server.TAG_LATE).wait()
         self._settle()
 
     def leave(self) -> None:
         """End the servers' exchange with this trainer; a batch that is asked for and not pushed is forgotten."""
-        self._order(exchange.LEAVE)
+        self._order(table_server.LEAVE)
         self._settle()
 
     def _order(self, kind: int) -> None:
@@ -251,15 +251,15 @@ class Lookups:
         return self._open is not None and self._open.is_pushed
 
     def _send_request(self, server: int, header: list[int], body: list[Tensor]) -> None:
-        first = torch.empty(exchange.FIRST_LENGTH, dtype=torch.int64)
-        first[: exchange.HEADER_LENGTH] = torch.tensor(header)
+        first = torch.empty(table_server.FIRST_LENGTH, dtype=torch.int64)
+        first[: table_server.HEADER_LENGTH] = torch.tensor(header)
         num_numbers = sum(map(len, body))
-        room = first[exchange.HEADER_LENGTH :]
+        room = first[table_server.HEADER_LENGTH :]
         if 0 < num_numbers <= len(room):
             torch.cat(body, out=room[:num_numbers])
-        self._send(first, server, exchange.TAG_HEADER)
+        self._send(first, server, table_server.TAG_HEADER)
         if num_numbers > len(room):
-            self._send(torch.cat(body), server, exchange.TAG_ROWS)
+            self._send(torch.cat(body), server, table_server.TAG_ROWS)
 
     def _send(self, tensor: Tensor, server: int, tag: int) -> None:
         if tensor.numel():

@@ -1,43 +1,34 @@
-"""How stages get each other's activations: straight from stage to stage by RPC, or by torch.distributed.pipelining.
+"""Engines that run the micro-batches of a step through the stages: by RPC, or by torch.distributed.pipelining.
 
-Neither uses distributed autograd. Its backward pass is one for the whole step, begins when the last micro-batch has
-come through, and takes the micro-batches as it likes. Driven by hand, each goes back as soon as its loss is known, on
-the thread that computes anyway. `benchmarks/pipeline.py` measures the difference.
+Neither uses distributed autograd, which runs one backward pass for the whole step, starts it after the last
+micro-batch's forward pass, and does not control the order of micro-batches. Here each micro-batch is propagated back
+as soon as its loss is known, in the thread that computes anyway. `benchmarks/pipeline.py` measures the difference.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
+import torch.nn.functional as F  # noqa: N812 (the usual name)
 from torch import Tensor, nn
-from torch.distributed import rpc
 
-from hpcdist.errors import PeerLost
 from hpcdist.rank.context import Context
-from hpcdist.rank.network.rpc import RpcGroup, remote
 from hpcdist.trainers.pipeline.schedules import SCHEDULES
 from hpcdist.trainers.pipeline.stages import Stage
+from hpcdist.trainers.pipeline.wire import Wire
 
-#: How long a stage waits for a tensor before it asks whether the one that owes it is still there.
-PULSE_S = 1.0
-#: Batches that a stage may be ahead of the next one in `infer`.
+#: Number of batches by which a stage may be ahead of the next one in `infer`.
 MAX_AHEAD = 2
-
-Kind = Literal["activation", "gradient", "done"]
 
 
 class Engine(Protocol):
-    """Runs this rank's stage together with the others."""
+    """Runs the stage of this rank together with the other stages."""
 
     stage: Stage
-    idle_s: float  #: how long this stage has waited for others in `step`, in all
+    idle_s: float  #: seconds that this stage has waited for others in `step`
 
     def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
         """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
@@ -46,104 +37,17 @@ class Engine(Protocol):
             images: [B, 3, H, W], for the first stage; None elsewhere.
             labels: int64 [B], for the last stage; None elsewhere.
 
-        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same number.
+        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same `num_micro_batches`.
         """
         ...
 
     def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-        """Logits of each batch in the last stage, None elsewhere. All batches are of one size; no gradients."""
+        """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
         ...
 
 
-# --- by RPC
-
-
-class _Inbox:
-    """Tensors that have come, by kind and number: RPC's threads may deliver them in another order."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.tensors: dict[tuple[str, int], tuple[Tensor, torch.cuda.Event | None]] = {}
-
-
-_inbox = _Inbox()
-
-
-@remote
-def _deliver(kind: str, number: int, tensor: Tensor) -> None:
-    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-    with _inbox.changed:
-        _inbox.tensors[kind, number] = (tensor, event)
-        _inbox.changed.notify()
-
-
-@remote
-def _answer() -> None:
-    """A sign of life."""
-
-
-class Wire:
-    """This stage's connections to its two neighbours. What is sent in an order is taken in that order.
-
-    Measured on loopback: TensorPipe's shared memory takes 1.7 ms for 8 MB where gloo's send and recv take 2.7, and
-    sending never waits for the receiver.
-
-    Args:
-        mapped: ranks whose GPUs tensors travel to directly; others get them through the host's memory.
-    """
-
-    def __init__(self, ctx: Context, group: RpcGroup, mapped: Iterable[int] = ()) -> None:
-        self._device = ctx.device
-        self._names = group.names
-        self._mapped = frozenset(mapped)
-        self._num_sent: Counter[tuple[int, Kind]] = Counter()
-        self._num_taken: Counter[Kind] = Counter()
-        self._under_way: deque[tuple[int, torch.futures.Future[None]]] = deque()
-        self.waited_s = 0.0
-
-    def send(self, rank: int, kind: Kind, tensor: Tensor) -> None:
-        """Have a neighbour take the tensor, which must not be changed any more; does not wait.
-
-        Raises PeerLost when something sent before has not arrived.
-        """
-        while self._under_way and self._under_way[0][1].done():
-            to, future = self._under_way.popleft()
-            self._wait(to, future)
-        number = self._num_sent[rank, kind]
-        self._num_sent[rank, kind] += 1
-        if rank not in self._mapped:
-            tensor = tensor.cpu()
-        self._under_way.append((rank, rpc.rpc_async(self._names[rank], _deliver, (kind, number, tensor))))
-
-    def take(self, rank: int, kind: Kind) -> Tensor:
-        """The next tensor of a kind, each of which comes from one neighbour. Raises PeerLost when that is gone."""
-        key = (kind, self._num_taken[kind])
-        self._num_taken[kind] += 1
-        began = time.perf_counter()
-        while not self._has_come(key):
-            self._wait(rank, rpc.rpc_async(self._names[rank], _answer))
-        self.waited_s += time.perf_counter() - began
-        tensor, event = _inbox.tensors.pop(key)
-        if event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(event)
-            tensor.record_stream(stream)
-        return tensor.to(self._device)
-
-    def _has_come(self, key: tuple[str, int]) -> bool:
-        with _inbox.changed:
-            return _inbox.changed.wait_for(lambda: key in _inbox.tensors, timeout=PULSE_S)
-
-    def _wait(self, rank: int, future: torch.futures.Future[None]) -> None:
-        try:
-            future.wait()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise PeerLost(f"{self._names[rank]} (rank {rank}) does not answer: {reason}") from error
-
-
 class RpcEngine:
-    """Drives the schedule by hand; see `Engine`."""
+    """Runs a schedule over `Wire`; see `Engine`."""
 
     def __init__(self, stage: Stage, wire: Wire, *, index: int, num_stages: int, schedule: str) -> None:
         self.stage = stage
@@ -163,7 +67,7 @@ class RpcEngine:
         waited_s = self._wire.waited_s
         for kind, number in self._schedule(self._index, self._num_stages, num_micro_batches):
             if kind == "forward":
-                x = self._take_activation().requires_grad_() if images is None else image_parts[number]
+                x = self._receive_activation().requires_grad_() if images is None else image_parts[number]
                 y = self.stage(x)
                 if self._is_last:
                     y = F.cross_entropy(y, label_parts[number], reduction="sum") / size
@@ -173,20 +77,20 @@ class RpcEngine:
                 open_parts[number] = (x, y)
             else:
                 x, y = open_parts.pop(number)
-                y.backward(None if self._is_last else self._wire.take(self._index + 1, "gradient"))
+                y.backward(None if self._is_last else self._wire.receive(self._index + 1, "gradient"))
                 if x.grad is not None:
                     self._wire.send(self._index - 1, "gradient", x.grad)
         self.idle_s += self._wire.waited_s - waited_s
         return total
 
-    def _take_activation(self) -> Tensor:
-        return self._wire.take(self._index - 1, "activation")
+    def _receive_activation(self) -> Tensor:
+        return self._wire.receive(self._index - 1, "activation")
 
     @torch.no_grad()
     def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
         num_ahead = 0
         for images in batches:
-            y = self.stage(self._take_activation() if images is None else images)
+            y = self.stage(self._receive_activation() if images is None else images)
             if self._index > 0:
                 self._wire.send(self._index - 1, "done", torch.empty(0))
             if self._is_last:
@@ -195,31 +99,15 @@ class RpcEngine:
             self._wire.send(self._index + 1, "activation", y)
             num_ahead += 1
             if num_ahead > MAX_AHEAD:
-                self._wire.take(self._index + 1, "done")
+                self._wire.receive(self._index + 1, "done")
                 num_ahead -= 1
             yield None
         for _ in range(num_ahead):
-            self._wire.take(self._index + 1, "done")
-
-
-def device_maps(ctx: Context) -> dict[str, dict[Any, Any]]:
-    """For each other rank with a GPU, this rank's to that one's; empty where this rank has none. A collective."""
-    devices: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(devices, str(ctx.device))
-    if ctx.device.type != "cuda":
-        return {}
-    return {
-        ctx.roles.name_of(rank): {ctx.device: torch.device(device)}
-        for rank, device in enumerate(devices)
-        if rank != ctx.rank and device.startswith("cuda")
-    }
-
-
-# --- by torch.distributed.pipelining
+            self._wire.receive(self._index + 1, "done")
 
 
 class _Contiguous(nn.Module):
-    """A stage between whose ends tensors travel in NCHW order: collectives take no other."""
+    """A stage with inputs and outputs in NCHW order, the only one that collectives support."""
 
     def __init__(self, stage: Stage, memory_format: torch.memory_format) -> None:
         super().__init__()
@@ -232,10 +120,10 @@ class _Contiguous(nn.Module):
 
 
 class PipeliningEngine:
-    """The same stages in torch.distributed.pipelining, over the process group; see `Engine`.
+    """Runs the stages by torch.distributed.pipelining over the process group; see `Engine`.
 
     Args:
-        boundaries: what travels into and out of this stage for one image: an example of a batch of one each.
+        boundaries: example input and output of this stage, for a batch of one image.
     """
 
     def __init__(
@@ -282,8 +170,8 @@ class PipeliningEngine:
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(logits, labels, reduction="sum") / size
 
-        # Without examples it would find the shapes out by a training pass over made-up numbers.
-        enters, leaves = (
+        # Without examples PipelineStage infers the shapes from a training pass over random numbers.
+        stage_input, stage_output = (
             torch.empty(size // num_micro_batches, *example.shape[1:], device=self._ctx.device)
             for example in self._boundaries
         )
@@ -292,16 +180,16 @@ class PipeliningEngine:
             self._ctx.rank,
             self._ctx.world_size,
             self._ctx.device,
-            input_args=(enters.requires_grad_(training and self._ctx.rank > 0),),
-            output_args=(leaves.requires_grad_(training),),
+            input_args=(stage_input.requires_grad_(training and self._ctx.rank > 0),),
+            output_args=(stage_output.requires_grad_(training),),
         )
         self._time(part)
         kind = Schedule1F1B if training and self._kind == "1f1b" else ScheduleGPipe
-        # On every rank: with a loss on the last one alone it hangs in silence.
+        # The loss function is given on every rank: given on the last one only, the schedule hangs.
         return kind(part, num_micro_batches, loss_fn=loss if training else None, scale_grads=False)
 
     def _time(self, part: Any) -> None:
-        """Note what the stage's own work takes; the rest of a step is waiting."""
+        """Measure the computation of the stage; the rest of a step is waiting."""
 
         def timed(work: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:

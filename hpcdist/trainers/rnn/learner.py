@@ -14,11 +14,10 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
 from hpcdist.config.schema import Config
-from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.optimizer import build_optimizer, set_lr
 from hpcdist.trainers.rnn.schema import RnnConfig
 from hpcdist.trainers.rnn.text import Batch, Columns
-from hpcdist.trainers.rnn.vocabulary_client import Rows, Servers
-from hpcdist.trainers.rnn.vocabulary_server import step
+from hpcdist.trainers.rnn.vocabulary_client import PendingRows, VocabularyClient
 
 
 @dataclass
@@ -41,11 +40,11 @@ class Learner:
     """
 
     def __init__(
-        self, lstm: nn.LSTM, cfg: Config, servers: Servers, trainers: dist.ProcessGroup, device: torch.device
+        self, lstm: nn.LSTM, cfg: Config, client: VocabularyClient, trainers: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.lstm = lstm.to(device)
         self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
-        self.servers = servers
+        self.client = client
         self.state: tuple[Tensor, Tensor] | None = None  #: hidden, at the start of the next batch to be launched
         self.device = device
         self._copies = (
@@ -56,7 +55,7 @@ class Learner:
         self._trainers = trainers
         self._num_trainers = dist.get_world_size(trainers)
         self._num_launched = 0
-        self._coming: tuple[Tensor, Rows] | None = None  #: ids, and their rows as of the last update
+        self._coming: tuple[Tensor, PendingRows] | None = None  #: ids, and their rows as of the last update
 
     def launch(self, batch: Batch) -> Flight:
         """Forward, and off to the servers."""
@@ -70,14 +69,14 @@ class Learner:
         hidden = self._forward(lstm, rows, batch)
         scale = 1.0 / (len(hidden) * self._num_trainers)  # the mean over all trainers' tokens
         number, self._num_launched = self._num_launched, self._num_launched + 1
-        finish = self.servers.decode(number, hidden.detach(), batch.targets, scale)
+        finish = self.client.decode(number, hidden.detach(), batch.targets, scale)
         return Flight(number, batch, rows, lstm, hidden, finish)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
         if self._coming is not None and self._coming[0] is ids:
             rows, self._coming = self._coming[1], None
         else:
-            rows = self.servers.pull(ids)
+            rows = self.client.pull(ids)
         return rows.wait().to(self.device)
 
     def _forward(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
@@ -93,16 +92,17 @@ class Learner:
         number, ids, rows = flight.number, flight.batch.ids, flight.rows.grad
         assert rows is not None
         if self._clip is None:
-            coming = self.servers.push(number, ids, rows, 1.0, lr, next_ids)
+            coming = self.client.push(number, ids, rows, 1.0, lr, next_ids)
             gradients = self._summed(flight.lstm)
         else:
             gradients = self._summed(flight.lstm)
-            scale = self._clip_factor(self.servers.offer(number, ids, rows), gradients)
-            coming = self.servers.push(number, ids, None, scale, lr, next_ids)
+            scale = self._clip_factor(self.client.offer(number, ids, rows), gradients)
+            coming = self.client.push(number, ids, None, scale, lr, next_ids)
             torch._foreach_mul_(gradients, scale)
         for parameter, its in zip(self.lstm.parameters(), gradients, strict=True):
             parameter.grad = its
-        step(self.optimizer, lr)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
         flight.lstm.zero_grad()
         self._coming = next_ids, coming
         return loss
@@ -133,8 +133,8 @@ class Learner:
         self.lstm.eval()
         loss = 0.0
         for batch in columns:
-            hidden = self._forward(self.lstm, self.servers.pull(batch.ids).wait().to(self.device), batch)
-            loss += self.servers.loss(hidden, batch.targets)
+            hidden = self._forward(self.lstm, self.client.pull(batch.ids).wait().to(self.device), batch)
+            loss += self.client.loss(hidden, batch.targets)
         self.lstm.train()
         self.state = state
         return loss, columns.num_targets

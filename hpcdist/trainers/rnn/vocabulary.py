@@ -49,8 +49,8 @@ class VocabularyShard(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(encoder)))
 
     @property
-    def named(self) -> dict[str, Tensor]:
-        """The rows under the names of `models.rnn.LanguageModel`."""
+    def named_rows(self) -> dict[str, Tensor]:
+        """The rows under the names of `LanguageModel`."""
         return {"encoder.weight": self.encoder, "decoder.weight": self.weight, "decoder.bias": self.bias}
 
     def lookup(self, ids: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from hpcdist.trainers.rnn.vocabulary import join_scores, row_bounds
-from hpcdist.trainers.rnn.vocabulary_server import CALL_S, at_server
+from hpcdist.trainers.rnn.vocabulary_server import CALL_TIMEOUT_S, call_server
 
 
-class Rows:
+class PendingRows:
     """Rows of the embedding on their way."""
 
     def __init__(self, calls: Sequence[Any]) -> None:
@@ -26,7 +26,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Servers:
+class VocabularyClient:
     """All servers together, as a trainer sees them: whole tables, whole losses.
 
     Args:
@@ -45,7 +45,7 @@ class Servers:
         self._device, self._wire = device, wire
 
     def _call(self, server: int, method: str, *arguments: Any) -> Any:
-        return rpc.rpc_async(self._names[server], at_server, (method, *arguments), timeout=CALL_S)
+        return rpc.rpc_async(self._names[server], call_server, (method, *arguments), timeout=CALL_TIMEOUT_S)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return [self._call(server, method, *arguments) for server in range(len(self._names))]
@@ -57,9 +57,11 @@ class Servers:
         cuts = torch.searchsorted(ids, self._bounds).tolist()
         return [slice(*pair) for pair in itertools.pairwise(cuts)]
 
-    def pull(self, ids: Tensor) -> Rows:
+    def pull(self, ids: Tensor) -> PendingRows:
         """Rows of different tokens, `ids` being sorted."""
-        return Rows([self._call(i, "pull", ids[part].to(self._wire)) for i, part in enumerate(self._of_each(ids))])
+        return PendingRows(
+            [self._call(i, "pull", ids[part].to(self._wire)) for i, part in enumerate(self._of_each(ids))]
+        )
 
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
         """Begin the batch of this number. Call what is returned for its summed loss and the gradient of `hidden`.
@@ -98,7 +100,9 @@ class Servers:
         ]
         return math.fsum(call.wait() for call in calls)
 
-    def push(self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor) -> Rows:
+    def push(
+        self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
+    ) -> PendingRows:
         """Have the servers update; without `rows`, with `scale` times those that were offered."""
         rows = None if rows is None else rows.to(self._wire)
         calls = []
@@ -106,7 +110,7 @@ class Servers:
             mine = (None, None) if rows is None else (ids[part].to(self._wire), rows[part])
             then = next_ids[next_part].to(self._wire)
             calls.append(self._call(i, "push", self._trainer, number, *mine, scale, lr, then))
-        return Rows(calls)
+        return PendingRows(calls)
 
     def weights(self) -> dict[str, Tensor]:
         """Embedding and decoder, whole, under the names of `LanguageModel`."""

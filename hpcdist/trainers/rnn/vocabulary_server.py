@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import OptimConfig
-from hpcdist.errors import HpcdistError, PeerLost
-from hpcdist.rank.network.rpc import remote
-from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.errors import PeerLost
+from hpcdist.rank.network.rpc import remote, rpc_target
+from hpcdist.rank.optimizer import build_optimizer, set_lr
 from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
 
 T = TypeVar("T")
 #: A batch with fewer odds than this is computed at once.
 SMALL = 1 << 14
 #: A call may take so long; a peer that has died is noticed by its connection long before.
-CALL_S = 300.0
+CALL_TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Joined:
     summed: tuple[Tensor, ...] = ()  #: of the decoder, once all of them are there
 
 
-class Server:
+class VocabularyServer:
     """Rows of embedding and decoder, and their optimizers. Its methods are called by trainers, in RPC's threads.
 
     Args:
@@ -154,7 +153,7 @@ class Server:
     def weights(self) -> dict[str, Tensor]:
         """The shard's rows, on the host, for the final model."""
         self.settle()
-        return {name: tensor.detach().cpu() for name, tensor in self.shard.named.items()}
+        return {name: tensor.detach().cpu() for name, tensor in self.shard.named_rows.items()}
 
     # --- updates
 
@@ -177,9 +176,9 @@ class Server:
             self._changed.notify_all()
             return
         before = self._round
-        if not self._changed.wait_for(lambda: self._round > before, CALL_S):
+        if not self._changed.wait_for(lambda: self._round > before, CALL_TIMEOUT_S):
             missing = sorted(set(range(self._num_trainers)) - set(self._pushed))
-            raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_S:g} s")
+            raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_TIMEOUT_S:g} s")
 
     def _join(self, trainers: Sequence[int]) -> Joined:
         slots, ids, rows = zip(*(self._pushed.pop(trainer) for trainer in trainers), strict=True)
@@ -209,7 +208,8 @@ class Server:
         if self.row_optimizer is not None:
             gradient = joined.rows if scale == 1.0 else joined.rows * scale
             self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
-            step(self.row_optimizer, lr)
+            set_lr(self.row_optimizer, lr)
+            self.row_optimizer.step()
             self._synchronize()
         update = self._run(joined.slots[0].space, self._update_decoder, joined, scale, lr)
         for slot in joined.slots:
@@ -231,7 +231,8 @@ class Server:
             if scale != 1.0:
                 torch._foreach_mul_((weight, bias), scale)
             self.shard.weight.grad, self.shard.bias.grad = weight, bias
-            step(self.decoder_optimizer, lr)
+            set_lr(self.decoder_optimizer, lr)
+            self.decoder_optimizer.step()
             self._synchronize()
 
     def _weight_gradient(self, space: Space) -> tuple[Tensor, ...]:
@@ -257,45 +258,6 @@ class Server:
             if slot.used is not None:
                 slot.used.result()
 
-    # --- checkpoints
-
-    def content(self) -> Shard:
-        """What this server owns; nothing may be under way."""
-        self.settle()
-        return Shard(
-            model={name: tensor.detach() for name, tensor in self.shard.named.items()},
-            rows=dict.fromkeys(self.shard.named, (self.shard.start, self.shard.vocab_size)),
-            trainer={
-                "decoder": self.decoder_optimizer.state_dict(),
-                "rows": None if self.row_optimizer is None else self.row_optimizer.state_dict(),
-            },
-        )
-
-    def load(self, contents: Sequence[Mapping[str, Any]]) -> None:
-        """Put back what `content` gave, here or on the servers, perhaps more of them or fewer, that had these rows."""
-        first = contents[0]["rows"]["decoder.bias"][0]
-        mine = slice(self.shard.start - first, self.shard.stop - first)
-
-        def cut(values: Sequence[Any]) -> Any:
-            if not isinstance(values[0], Tensor):
-                return values[0]
-            return torch.cat(list(values))[mine] if values[0].dim() else values[0].clone()
-
-        def cut_state(key: str) -> dict[str, Any]:
-            found = [content["trainer"][key] for content in contents]
-            states = {
-                index: {name: cut([one["state"][index][name] for one in found]) for name in state}
-                for index, state in found[0]["state"].items()
-            }
-            return {"state": states, "param_groups": found[0]["param_groups"]}
-
-        with torch.no_grad():
-            for name, tensor in self.shard.named.items():
-                tensor.copy_(cut([content["model"][name] for content in contents]))
-        self.decoder_optimizer.load_state_dict(cut_state("decoder"))
-        if self.row_optimizer is not None:
-            self.row_optimizer.load_state_dict(cut_state("rows"))
-
 
 def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.optim.Optimizer, bool]:
     """The embedding's optimizer, and whether it takes sparse gradients, at the cost of the touched rows alone.
@@ -310,24 +272,7 @@ def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.
     return build_optimizer([encoder], cfg), False
 
 
-def step(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-
-
-_server: Server | None = None
-
-
-def answer_with(server: Server) -> None:
-    """From here on calls to this process are for `server`."""
-    global _server
-    _server = server
-
-
 @remote
-def at_server(method: str, *arguments: Any) -> Any:
-    """Call a method of the server that `answer_with` has put here, by RPC."""
-    if _server is None:
-        raise HpcdistError("no server of a vocabulary is in this process")
-    return getattr(_server, method)(*arguments)
+def call_server(method: str, *arguments: Any) -> Any:
+    """Call a method of the `VocabularyServer` of the called rank."""
+    return getattr(rpc_target(VocabularyServer), method)(*arguments)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from hpcdist.config.schema import CheckpointConfig, Config, StopConfig
 from hpcdist.errors import ConfigError
-from hpcdist.rank.training_position import Position
+from hpcdist.rank.training_position import TrainingPosition
 
 
 def judged(cfg: Config, values: list[float]) -> list[str]:
     """Why training would be over after each of the evaluations."""
-    at, reasons = Position(steps_per_epoch=10), []
+    at, reasons = TrainingPosition(steps_per_epoch=10, total_steps=100), []
     for number, value in enumerate(values, start=1):
         at.step, at.epoch = 10 * number, number
-        assert at.end_reason(cfg.stop, cfg.checkpoint, 100) == "", "never before the last step's evaluation"
-        at.note_evaluation({"eval/loss": value, "eval/accuracy": value}, cfg.checkpoint)
-        reasons.append(at.end_reason(cfg.stop, cfg.checkpoint, 100))
+        assert at.end_reason(cfg.stop, cfg.checkpoint) == "", "never before the last step's evaluation"
+        at.record_evaluation({"eval/loss": value, "eval/accuracy": value}, cfg.checkpoint)
+        reasons.append(at.end_reason(cfg.stop, cfg.checkpoint))
     return reasons
 
 
@@ -61,22 +63,31 @@ def test_the_best_must_be_measured() -> None:
 
 
 def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
-    at, cfg = Position(step=10, epoch=1, steps_per_epoch=10), Config(checkpoint=CheckpointConfig(monitor="eval/return"))
-    at.note_evaluation({"eval/return": 480.0}, cfg.checkpoint)
+    at, cfg = (
+        TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=100),
+        Config(checkpoint=CheckpointConfig(monitor="eval/return")),
+    )
+    at.record_evaluation({"eval/return": 480.0}, cfg.checkpoint)
     goal = (475.0, "the environment's own threshold")
     reason = "eval/return reached 480 (the environment's own threshold=475) at step 10"
-    assert at.end_reason(cfg.stop, cfg.checkpoint, 100, goal=goal) == reason
-    assert at.end_reason(StopConfig(threshold=490.0), cfg.checkpoint, 100, goal=goal) == ""
+    assert at.end_reason(cfg.stop, cfg.checkpoint, goal=goal) == reason
+    assert at.end_reason(StopConfig(threshold=490.0), cfg.checkpoint, goal=goal) == ""
 
 
-def test_steps_and_epochs_go_on_from_where_a_run_stands() -> None:
-    at = Position(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10)
-    assert at.total_steps(StopConfig(max_epochs=3)) == 30
-    assert at.total_steps(StopConfig(max_epochs=3, max_steps=12)) == 12
-    at.rescale(20)  # half as large batches
-    assert (at.step_in_epoch, at.epochs, at.total_steps(StopConfig(max_epochs=3))) == (10, 1.5, 15 + 50 - 20)
-    assert not at.close_epoch()
-    at.step_in_epoch = 20
-    assert at.before_evaluation(100)
-    assert at.close_epoch()
-    assert (at.epoch, at.step_in_epoch) == (2, 0)
+def test_a_resumed_run_continues_at_its_position() -> None:
+    saved = asdict(TrainingPosition(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10))
+    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3)).total_steps == 30
+    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3, max_steps=12)).total_steps == 12
+    position = TrainingPosition.resume(saved, 20, StopConfig(max_epochs=3))  # batches of half the size
+    assert (position.step_in_epoch, position.epochs, position.total_steps) == (10, 1.5, 15 + 50 - 20)
+
+
+def test_an_epoch_is_counted_once_all_of_its_steps_are_done() -> None:
+    position = TrainingPosition(step=18, epoch=1, step_in_epoch=8, steps_per_epoch=10, total_steps=30)
+    position.finish_epoch()
+    assert (position.epoch, position.step_in_epoch, position.remaining_steps_in_epoch) == (1, 8, 2)
+    for _ in range(2):
+        position.count_step()
+    assert position.remaining_steps_in_epoch == 0
+    position.finish_epoch()
+    assert (position.step, position.epoch, position.step_in_epoch) == (20, 2, 0)

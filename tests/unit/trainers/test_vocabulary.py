@@ -54,5 +54,5 @@ def test_rows_are_found_by_their_number_in_the_whole_vocabulary() -> None:
     shard = VocabularyShard(rows[6:].clone(), None, start=6, vocab_size=10)
     assert torch.equal(shard.lookup(torch.tensor([6, 9])), rows[[6, 9]])
     assert shard.weight is shard.encoder
-    assert set(shard.named) == {"encoder.weight", "decoder.weight", "decoder.bias"}
+    assert set(shard.named_rows) == {"encoder.weight", "decoder.weight", "decoder.bias"}
     assert row_bounds(10, 3) == [0, 3, 6, 10]

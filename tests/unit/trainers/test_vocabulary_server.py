@@ -11,16 +11,17 @@ from torch import Tensor
 
 from hpcdist.config.schema import OptimConfig
 from hpcdist.trainers.rnn.vocabulary import VocabularyShard, join_scores, row_bounds
-from hpcdist.trainers.rnn.vocabulary_server import Server
+from hpcdist.trainers.rnn.vocabulary_checkpoint import load_server, server_shard
+from hpcdist.trainers.rnn.vocabulary_server import VocabularyServer
 
 VOCAB_SIZE, WIDTH, CPU = 23, 4, torch.device("cpu")
 
 
-def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int = 1) -> list[Server]:
+def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int = 1) -> list[VocabularyServer]:
     generator = torch.Generator().manual_seed(0)
     encoder, weight = (torch.randn(VOCAB_SIZE, WIDTH, generator=generator) for _ in range(2))
     return [
-        Server(
+        VocabularyServer(
             VocabularyShard(
                 encoder[a:b].clone(), None if tied else weight[a:b].clone(), start=a, vocab_size=VOCAB_SIZE
             ),
@@ -33,7 +34,7 @@ def servers(num: int, cfg: OptimConfig, *, tied: bool = False, num_trainers: int
     ]
 
 
-def one_step(group: list[Server], number: int) -> None:
+def one_step(group: list[VocabularyServer], number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     hidden = torch.randn(6, WIDTH, generator=generator)
     targets = torch.randint(VOCAB_SIZE, (6,), generator=generator)
@@ -47,7 +48,7 @@ def one_step(group: list[Server], number: int) -> None:
         server.push(0, number, ids[mine], rows[mine], 1.0, 0.1, ids[mine])
 
 
-def whole(group: list[Server]) -> dict[str, Tensor]:
+def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
     parts = [server.weights() for server in group]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -68,9 +69,9 @@ def test_rows_and_their_state_move_to_another_number_of_servers(cfg: OptimConfig
     for number in range(3):
         one_step(before, number)
         one_step(control, number)
-    saved = [server.content().content() for server in before]
+    saved = [server_shard(server).content() for server in before]
     for server in (after := servers(3, cfg, tied=tied)):
-        server.load([content for content in saved if overlaps(content, server)])
+        load_server(server, [content for content in saved if overlaps(content, server)])
     for number in range(3, 6):
         one_step(after, number)
         one_step(control, number)
@@ -79,7 +80,7 @@ def test_rows_and_their_state_move_to_another_number_of_servers(cfg: OptimConfig
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def overlaps(content: dict[str, Any], server: Server) -> bool:
+def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
     first = content["rows"]["decoder.bias"][0]
     return first < server.shard.stop and server.shard.start < first + len(content["model"]["decoder.bias"])
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcdist.trainers.hybrid.tables import Coalesced, TableShard, unit_of_row
+from hpcdist.config.schema import Config
+from hpcdist.rank.context import Context
+from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_target
+from hpcdist.trainers.hybrid.schema import HybridConfig
+from hpcdist.trainers.hybrid.tables import Coalesced, Layout, TableShard, unit_of_row
 
 # What a trainer wants, the first number of each header: units that it will send gradients of, units that it will not,
 # an answer once its gradients are applied, nothing any more.
@@ -175,3 +180,38 @@ def _coalesce(requests: Sequence[_Request]) -> Coalesced:
         units.append(unit_of_row(len(request.rows), request.offsets) + before)
         before += request.num_units
     return Coalesced.of(torch.cat([request.rows for request in requests]), torch.cat(units))
+
+
+def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.ProcessGroup, group: RpcGroup) -> None:
+    """Hold this server's rows of the tables until rank 0 leaves."""
+    hybrid = cfg.section(HybridConfig)
+    group.target = shard = TableShard(
+        layout,
+        ctx.role_index,
+        optimizer=hybrid.table_optimizer,
+        lr=hybrid.table_lr,
+        scale=hybrid.init_scale,
+        seed=cfg.seed,
+        device=ctx.device,
+    )
+    if (saved := ctx.restore()) is not None:
+        own_first = sorted(range(saved.world_size), key=lambda rank: rank != ctx.rank)
+        shard.load(saved.shard(rank) for rank in own_first)
+    trainers = list(ctx.ranks_of("trainer"))
+    server = TableServer(shard, exchange, len(trainers))
+    together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
+    # Not as a context manager: after an error it would wait for threads that wait for a peer.
+    pool = ThreadPoolExecutor(len(together), thread_name_prefix="tables")
+    work = [pool.submit(server.serve, ranks, sync=hybrid.mode == "sync") for ranks in together]
+
+    def save(step: int) -> None:
+        ctx.save(step, model=None, trainer={}, shard=shard.checkpoint())
+
+    group.serve({"save": save}, work)
+    pool.shutdown()
+
+
+@remote
+def rows_of_table(table: str) -> Tensor:
+    """Return the called server's rows of a table, [rows, dim], on the host."""
+    return rpc_target(TableShard).table_rows(table).cpu()

@@ -1,0 +1,34 @@
+"""One run of two ranks with each shipped trainer: `make smoke`, together with the killed rank in `test_runs.py`."""
+
+from __future__ import annotations
+
+import pytest
+from hpcdist_runs import Runs
+
+from hpcdist import trainers
+
+#: By trainer: the shipped config, and overrides that make it two ranks and a few steps.
+SMALL = {
+    "ddp": ("ddp_digits", ["stop.max_epochs=1"]),
+    "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.max_epochs=2"]),
+    "rnn": ("rnn_lm", ["rnn.max_corpus_mb=0.05", "stop.max_epochs=1"]),
+    "pipeline": ("pipeline_resnet50", ["model.name=resnet18", "data.batch_size=256", "stop.max_epochs=1"]),
+    "hybrid": ("hybrid_clicks", ["roles.trainer=1", "roles.parameter_server=1", "stop.max_epochs=1"]),
+    "comm": ("bench_comm", ["comm.max_bytes=64K"]),
+}
+
+
+def test_every_shipped_trainer_is_covered() -> None:
+    assert set(SMALL) == set(trainers.NAMES)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("trainer", SMALL)
+def test_two_ranks(runs: Runs, trainer: str) -> None:
+    config, overrides = SMALL[trainer]
+    name = f"smoke-{trainer}"
+    overrides = [*overrides, f"experiment={runs.experiment}"]
+    code, output = runs.command("run", config, *runs.config(name, *overrides)[1:])
+    assert code == 0, output
+    state = runs.run_dir(name).read_state()
+    assert (state.status, state.world_size, state.restarts) == ("finished", 2, 0)
