@@ -47,9 +47,10 @@ from hpcdist.config.schema import (
     TrackingConfig,
 )
 from hpcdist.models.image import build_model
-from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.context import Context
 from hpcdist.rank.device import place
 from hpcdist.rank.network.process_group import process_groups
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat

@@ -121,11 +121,14 @@ def _command(command: Any, path: str, level: int) -> Iterator[str]:
         yield f"{'#' * min(level - 1, 4)} `{path}`\n"
         # The help texts use the form feed and backspace conventions of click.
         paragraphs = (command.help or "").replace("\f", "").split("\n\n")
+        examples = [text.strip() for text in paragraphs if text.strip().startswith(("hpcdist ", "sudo "))]
         for paragraph in paragraphs:
             preformatted = paragraph.startswith("\b")
             text = paragraph.removeprefix("\b").strip()
-            preformatted |= text.startswith(("hpcdist ", "sudo "))
-            yield f"```text\n{text}\n```\n" if preformatted else f"{' '.join(text.split())}\n"
+            if text not in examples:
+                yield f"```text\n{text}\n```\n" if preformatted else f"{' '.join(text.split())}\n"
+            elif text == examples[-1]:  # all examples in one block
+                yield "```text\n" + "\n".join(" ".join(example.split()) for example in examples) + "\n```\n"
     subcommands = getattr(command, "commands", {})
     if not subcommands:
         context = click.Context(command, info_name=path)

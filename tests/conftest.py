@@ -19,6 +19,7 @@ from io_faults import compile_library
 #: What steers the tests themselves stays too.
 _STEER_TESTS = (
     "HPCDIST_DATA_DIR",
+    "HPCDIST_DOCS_IMAGES",
     "HPCDIST_REQUIRE_BROWSER",
     "HPCDIST_REQUIRE_COMPILER",
     "HPCDIST_REQUIRE_CONTAINERS",

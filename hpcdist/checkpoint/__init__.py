@@ -1,1 +1,1 @@
-"""Checkpoints: atomic folders, a background writer, shards of several ranks."""
+"""Checkpoints: files with hashes, an asynchronous saver, shards of distributed models, and the export to MLflow."""

@@ -1,13 +1,15 @@
-"""The files of one checkpoint folder: written with hash and fsync, read only when they are what was written.
+"""The files of one checkpoint folder: write them with a hash and fsync, and verify them before loading.
 
     step-00001200/
         model.pt        the model's state dict
-        trainer.pt      {"trainer": what the trainer gave, "rank_states": one state for each rank}
-        shard-00002.pt  where rank 2 owns a part of the model: see shards.py
+        trainer.pt      {"trainer": the trainer's state, "rank_states": one state for each rank}
+        shard-00002.pt  the part of the model that rank 2 owns, if any: see shards.py
         manifest.json   written last: {format, format_version, step, created (unix s), write_s, world_size, metrics,
                         files: {name: {bytes, sha256}}}
 
-The `.pt` files are read with `torch.load(weights_only=True)`: a crafted one is refused, not executed.
+The `.pt` files are read with `torch.load(weights_only=True)`, which refuses a crafted file instead of executing it.
+
+Written by hand because `torch.distributed.checkpoint` neither verifies hashes nor publishes a checkpoint atomically.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ from hpcdist.run.folder import write_atomic
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"
 MANIFEST_FILE = "manifest.json"
-#: A broken disk block answers with the same error as a server that is away: after this time an older one is taken.
-READ_WITHIN_S = 30.0
+#: How long a read is retried, in seconds. A broken disk block causes the same error as an unreachable file server, so
+#: after this time an older checkpoint is used.
+READ_TIMEOUT_S = 30.0
 
 _REFUSED = re.compile(r"GLOBAL \S+|WeightsUnpickler error: (?!Unsupported global)[^\n]+")
 _FILE_NAME = re.compile(r"model\.pt|trainer\.pt|shard-\d{5,}\.pt")
@@ -53,7 +56,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself. `created` is in seconds since 1970; writing the files took `write_s`."""
+    """Contents of `manifest.json`. `created` is a Unix time; writing the files took `write_s` seconds."""
 
     step: int
     created: float
@@ -64,7 +67,7 @@ class Manifest:
 
     @property
     def shards(self) -> list[str]:
-        """Names of the files that other ranks than 0 have written."""
+        """Names of the files written by ranks other than 0."""
         return [name for name in self.files if name not in (MODEL_FILE, TRAINER_FILE)]
 
 
@@ -77,16 +80,16 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name; None when it is not one."""
+    """Return the step in the name of a checkpoint folder; None if the name is not one of a checkpoint."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 class _HashingFile:
-    """A file for `torch.save`: hashes what passes, so that nothing is read again, and keeps the first error.
+    """A file for `torch.save` that hashes the data while it is written, and keeps the first error.
 
-    Handing `torch.save` this instead of a path also disturbs the training thread least: both the hash and the
-    write let go of the GIL (measured beside it: 0.95 of its speed, against 0.6 to 0.8 with a path on ext4).
+    It also slows the training thread less than passing a path to `torch.save`, because both the hash and the write
+    release the GIL: training ran at 0.95 of its speed beside it, against 0.6 to 0.8 with a path (measured on ext4).
     """
 
     def __init__(self, raw: io.FileIO) -> None:
@@ -100,7 +103,7 @@ class _HashingFile:
         self._hash.update(view)
         done = 0
         try:
-            while done < len(view):  # one write may take less than all: 2 GiB at most, or what the disk has left
+            while done < len(view):  # one write stores at most 2 GiB, or less if the disk is nearly full
                 done += self._raw.write(view[done:])
         except OSError as error:
             self.error = error
@@ -109,14 +112,14 @@ class _HashingFile:
         return done
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing: there is no buffer."""
 
     def record(self) -> FileRecord:
         return FileRecord(size_bytes=self.size_bytes, sha256=self._hash.hexdigest())
 
 
 def save_file(content: Any, path: Path) -> FileRecord:
-    """`torch.save` to a file of this process's own, on disk when this returns. Raises OSError when the disk refuses."""
+    """Write a file with `torch.save` and fsync; return its size and hash. Raises OSError if that fails."""
     return retry(lambda: _save_once(content, path), path)
 
 
@@ -126,7 +129,7 @@ def _save_once(content: Any, path: Path) -> FileRecord:
         try:
             torch.save(content, cast(IO[bytes], file))
         except RuntimeError:
-            if file.error is not None:  # torch hides the cause behind an `enforce fail`
+            if file.error is not None:  # torch reports only an `enforce fail` without the cause
                 raise file.error from None
             raise
         os.fsync(raw.fileno())
@@ -134,10 +137,10 @@ def _save_once(content: Any, path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write or replace the manifest, on disk when this returns. Metrics that are not finite become null."""
+    """Write or replace the manifest with fsync. Metrics that are not finite become null."""
     text = json.dumps(
         {
-            **stamped({"format_version": 1}),  # the second for hpcdist 0.1, which knows no other
+            **stamped({"format_version": 1}),  # hpcdist 0.1 reads only `format_version`
             "step": manifest.step,
             "created": manifest.created,
             "write_s": manifest.write_s,
@@ -160,9 +163,16 @@ def write_checkpoint(
     metrics: Mapping[str, float],
     collect_shards: Callable[[Path], Mapping[str, FileRecord]] | None = None,
 ) -> None:
-    """Fill an empty folder; every file and the folder are on disk when this returns.
+    """Write all files of a checkpoint into an empty folder, with fsync.
 
-    `collect_shards` moves into it what other ranks have written, and returns the names.
+    Args:
+        folder: the empty folder.
+        step: number of steps done.
+        model: state dict of the bare model.
+        trainer: the trainer's state.
+        rank_states: one state for each rank, by rank.
+        metrics: metrics of this checkpoint.
+        collect_shards: moves the shards of other ranks into the folder, and returns their records by file name.
     """
     began = time.monotonic()
     files = {
@@ -177,20 +187,20 @@ def write_checkpoint(
         world_size=len(rank_states),
         metrics=metrics,
         files=files,
-        # Known at the next submission: whether the time that is left for a last save will do.
+        # The next submission checks by this time whether the last save fits into the remaining time limit.
         write_s=round(time.monotonic() - began, 3),
     )
     write_manifest(folder, manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and compare the files' sizes with it.
+    """Read the manifest and compare the sizes of the files with it; hashes are not checked.
 
-    Raises CheckpointError, in one line that names what is wrong; hashes are not looked at.
+    Raises CheckpointError with a message of one line.
     """
     try:
         path = folder / MANIFEST_FILE
-        manifest = parse_manifest(retry(lambda: read_json_value(path), path, within_s=READ_WITHIN_S), path)
+        manifest = parse_manifest(retry(lambda: read_json_value(path), path, within_s=READ_TIMEOUT_S), path)
         sizes = {name: _size_of(folder / name) for name in manifest.files}
     except OSError as error:
         name = Path(error.filename or MANIFEST_FILE).name
@@ -202,32 +212,33 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: {MANIFEST_FILE} is broken ({type(error).__name__}: {str(error)[:200]})"
         ) from error
     if manifest.step != step_of(folder):
-        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is of step {manifest.step}")
+        raise CheckpointError(f"{folder}: {MANIFEST_FILE} is that of step {manifest.step}")
     for name, record in manifest.files.items():
         if sizes[name] != record.size_bytes:
             raise CheckpointError(
-                f"{folder}: {name} has {sizes[name]} bytes where its manifest says {record.size_bytes}"
+                f"{folder}: {name} has {sizes[name]} bytes, but {record.size_bytes} according to its manifest"
             )
     return manifest
 
 
 def _size_of(path: Path) -> int:
-    return retry(path.stat, path, within_s=READ_WITHIN_S).st_size
+    return retry(path.stat, path, within_s=READ_TIMEOUT_S).st_size
 
 
 def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
     """Return the manifest in a JSON value.
 
-    Raises ValueError, TypeError, KeyError, AttributeError or OverflowError, RunFolderError for a newer format.
+    Raises ValueError, TypeError, KeyError, AttributeError or OverflowError for an invalid manifest, and RunFolderError
+    for one of a newer format.
     """
     if not isinstance(raw, dict):
-        raise TypeError(f"it holds a {type(raw).__name__}")
+        raise TypeError(f"it contains a {type(raw).__name__}")
     unstamped(raw, path)
-    if raw["format_version"] != 1:  # what manifests had before all files had `format`
-        raise ValueError(f"format_version {raw['format_version']!r:.50}, this hpcdist reads 1")
+    if raw["format_version"] != 1:  # older manifests have no `format`
+        raise ValueError(f"format_version is {raw['format_version']!r:.50}, but this hpcdist reads only 1")
     names = {MODEL_FILE: None, TRAINER_FILE: None} | dict.fromkeys(raw["files"])
     if strange := [name for name in names if not _FILE_NAME.fullmatch(name)]:
-        raise ValueError(f"no file of a checkpoint is called {strange[0]!r}")
+        raise ValueError(f"{strange[0]!r} is not a file name of a checkpoint")
     files = {
         name: FileRecord(size_bytes=int(raw["files"][name]["bytes"]), sha256=str(raw["files"][name]["sha256"]))
         for name in names
@@ -243,15 +254,15 @@ def parse_manifest(raw: Any, path: Path = Path(MANIFEST_FILE)) -> Manifest:
 
 
 def verify_hashes(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless every file's content is what its manifest says."""
+    """Raise CheckpointError unless the SHA-256 of every file equals the one in the manifest."""
     for name, record in manifest.files.items():
         path = folder / name
         try:
-            digest = retry(lambda path=path: _digest(path), path, within_s=READ_WITHIN_S)  # type: ignore[misc]
+            digest = retry(lambda path=path: _digest(path), path, within_s=READ_TIMEOUT_S)  # type: ignore[misc]
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read ({error.strerror})") from error
         if digest != record.sha256:
-            raise CheckpointError(f"{folder}: {name} has changed since it was written (sha256 differs)")
+            raise CheckpointError(f"{folder}: {name} has changed since it was written (its SHA-256 differs)")
 
 
 def _digest(path: Path) -> str:
@@ -260,14 +271,19 @@ def _digest(path: Path) -> str:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """`torch.load` to host memory, data only: a file that asks for code to be run is refused."""
+    """Load a file to host memory with `torch.load(weights_only=True)`.
+
+    Raises CheckpointError if the file cannot be read or contains anything other than plain data.
+    """
     try:
-        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_WITHIN_S)
+        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), path, within_s=READ_TIMEOUT_S)
     except Exception as error:
-        # torch's first line advises to load the file without this protection: name what was refused instead.
+        # The first line of torch's error advises to load the file without this protection, so it is not shown.
         refused = _REFUSED.search(str(error))
         reason = refused[0] if refused else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CheckpointError(f"{path} is refused, it does not hold plain data: {reason}") from error
+        raise CheckpointError(
+            f"{path} was not loaded, because it does not contain plain data only: {reason}"
+        ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a dict")
     return content

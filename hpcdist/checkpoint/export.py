@@ -1,4 +1,4 @@
-"""The final model in MLflow's own format, written where torch and the model's code are: in the rank."""
+"""Export of the final model to MLflow's format. It runs in the rank, because it needs torch and the model's code."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
     """Write `model/` into the run folder for `mlflow.pytorch.load_model`; the shipper uploads it.
 
-    The format is torch.export's: it loads without the model's code and runs none of it. A model that cannot be
-    exported (branches that depend on data) is pickled, with its code from the run's snapshot beside it.
-
-    A container without MLflow trains all the same: then the checkpoint alone is there, and the log says so.
+    The model is saved with `torch.export`, so that loading it neither needs nor runs the model's code. A model that
+    cannot be exported (data-dependent branches) is pickled together with its code from the run's snapshot. Without
+    MLflow, for example in a container, the call only logs a warning.
 
     Args:
-        module: the bare model; it ends up on the CPU, in evaluation mode.
-        example: one input batch of at least two samples, so that the batch dimension is seen to vary.
+        module: the bare model. It is moved to the CPU and set to evaluation mode.
+        example: one input batch of at least two samples, so that the batch dimension is exported as dynamic.
+        run: the run folder.
     """
     try:
         import mlflow.pytorch
         from mlflow.models import infer_signature
     except ModuleNotFoundError:
-        log.warning("no MLflow in this environment: the final model is in checkpoints/, not as an MLflow model")
+        log.warning("MLflow is not installed: the final model is only in checkpoints/, not in MLflow's format")
         return
     module = module.cpu().eval()
     example = example.cpu().contiguous()
@@ -40,7 +40,7 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         output = module(example)
     options: dict[str, Any] = {
         "signature": infer_signature(example.numpy(), output.float().numpy()),
-        # Named here, because MLflow would start a process that imports everything to find out.
+        # Without this list MLflow starts a process that imports everything, to find the requirements.
         "pip_requirements": [f"torch=={torch.__version__.partition('+')[0]}"],
     }
     shutil.rmtree(run.model, ignore_errors=True)
@@ -48,8 +48,8 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
         mlflow.pytorch.save_model(
             module, run.model, input_example=example.numpy(), serialization_format="pt2", **options
         )
-    except Exception as error:  # torch.export promises no particular exception
-        log.warning("the model cannot be exported as a graph (%s): it is pickled with its code instead", error)
+    except Exception as error:  # torch.export does not document its exceptions
+        log.warning("torch.export cannot export the model (%s): it is pickled with its code instead", error)
         shutil.rmtree(run.model, ignore_errors=True)
         mlflow.pytorch.save_model(
             module, run.model, code_paths=_users_code(module, run), serialization_format="pickle", **options
@@ -57,7 +57,7 @@ def export_model(module: nn.Module, example: torch.Tensor, run: RunDir) -> None:
 
 
 def _users_code(module: nn.Module, run: RunDir) -> list[str] | None:
-    """The package or file of the run's code snapshot that defines the model, which `load_model` must import."""
+    """Return the package or file in the run's code snapshot that defines the model; `load_model` must import it."""
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
     if file is None or not Path(file).is_relative_to(run.code):
         return None

@@ -1,7 +1,7 @@
-"""Copy a nested state into host memory that is allocated once and used again for every save.
+"""Copy a nested state into host memory that is allocated once and reused for every save.
 
-The copy is all that the training thread pays for an asynchronous checkpoint, so it has to cost one memcpy:
-no allocation, no page fault, no second pass, and on a GPU no wait for the device.
+Written by hand because the training thread waits for this copy at each save: it must be a single memcpy without
+allocations, page faults or a wait for the GPU, and `copy.deepcopy` or torch's staging allocates at each call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 from hpcdist.errors import CheckpointError
 
-# What `torch.load(weights_only=True)` gives back unchanged, and nobody can change after the copy.
+# Immutable types that `torch.load(weights_only=True)` returns unchanged.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _ALIGNMENT_BYTES = 64
-# Pinned allocations are rounded up to a power of two: chunks of this size keep that rounding small.
+# Pinned allocations are rounded up to a power of two; slabs of this size limit the waste.
 _SLAB_BYTES = 1 << 30
 
 _Path = tuple[Any, ...]
@@ -34,31 +34,29 @@ class _Spec(NamedTuple):
 
 
 class HostBuffers:
-    """Host memory for one state, kept from copy to copy: pinned for CUDA tensors, ordinary for the rest."""
+    """Reused host memory for one state: pinned for CUDA tensors, ordinary for other tensors."""
 
     def __init__(self) -> None:
         self._buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
 
     def copy(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.cuda.Event]]:
-        """Return `state` with every tensor copied to the host, and the events to wait for before reading it.
+        """Return `state` with every tensor copied to the host, and the CUDA events to wait for before reading it.
 
-        Tensors that are the same view of the same memory (tied weights) share one buffer; a view of a larger
-        storage takes only its own bytes. Memory formats (`channels_last`) are kept. Containers come back as
-        plain dict, OrderedDict, Counter, list, tuple and set. A buffer is used again when the same place in
-        the state holds a tensor of the same shape, strides and dtype, so what an earlier call returned is
-        overwritten by the next.
+        Tensors that are the same view of the same memory (tied weights) share one buffer; a view of a larger storage
+        copies only its own bytes. Memory formats (`channels_last`) are kept. Containers are returned as plain dict,
+        OrderedDict, Counter, list, tuple and set. A buffer is reused if the tensor at the same position in the state
+        has the same shape, strides and dtype; a call therefore overwrites the result of the previous call.
 
-        CUDA copies are queued on the current stream and not waited for: kernels queued later, such as the
-        next optimizer step, run after them and cannot spoil what is being copied. `event.synchronize()` on
-        every returned event makes the host copy readable.
+        CUDA copies are queued on the current stream. Kernels that are queued later, such as the next optimizer step,
+        run after the copies. After `event.synchronize()` on every returned event the host copy can be read.
 
-        Raises CheckpointError for a value that `torch.load(weights_only=True)` would refuse at resume.
+        Raises CheckpointError for a value that `torch.load(weights_only=True)` would refuse.
         """
         walk = _Walk(self._buffers)
         host = walk.visit(state, ())
         if walk.missing:
             missing, self._buffers = walk.missing, walk.reused
-            del walk, host  # frees what this state no longer has before more is taken
+            del walk, host  # free unused buffers before the allocation of new ones
             self._buffers |= _allocate(missing)
             walk = _Walk(self._buffers)
             host = walk.visit(state, ())
@@ -67,7 +65,7 @@ class HostBuffers:
 
 
 class _Walk:
-    """One pass over a state: where each tensor goes, and the same nest of containers holding the buffers."""
+    """One pass over a state: assigns a buffer to each tensor, and copies the containers."""
 
     def __init__(self, buffers: dict[_Path, tuple[_Spec, Tensor]]) -> None:
         self._buffers = buffers
@@ -94,8 +92,8 @@ class _Walk:
             if isinstance(value, plain):
                 return plain(value)
         raise CheckpointError(
-            f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: "
-            "give a tensor, a number, a string, or a dict, list or tuple of these"
+            f"{_name(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain: "
+            "use a tensor, a number, a string, or a dict, list or tuple of these"
         )
 
     def _key(self, key: Any, path: _Path) -> Any:
@@ -103,13 +101,13 @@ class _Walk:
             return key
         if type(key) is tuple and all(type(part) in _PLAIN for part in key):
             return key
-        raise CheckpointError(f"{_name(path)} has the key {key!r}; a checkpoint's keys are strings or numbers")
+        raise CheckpointError(f"{_name(path)} has the key {key!r}, but keys in a checkpoint are strings or numbers")
 
     def _buffer_for(self, tensor: Tensor, path: _Path) -> Tensor:
         if type(tensor) not in (Tensor, Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             raise CheckpointError(
                 f"{_name(path)} is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}; "
-                "a checkpoint holds plain dense tensors with data: convert it (`full_tensor()`, `to_dense()`)"
+                "a checkpoint contains only plain dense tensors with data: convert it (`full_tensor()`, `to_dense()`)"
             )
         spec = _Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cuda)
         view = (tensor.data_ptr(), tensor.device, spec)
@@ -127,7 +125,7 @@ class _Walk:
 
 
 def _allocate(missing: Mapping[_Path, tuple[_Spec, Tensor]]) -> dict[_Path, tuple[_Spec, Tensor]]:
-    """Carve one buffer for each missing tensor out of a few large allocations."""
+    """Return one buffer for each missing tensor, cut out of a few large allocations."""
     buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
     for pinned in {spec.pinned for spec, _ in missing.values()}:
         slab: list[tuple[_Path, _Spec, Tensor]] = []
@@ -150,13 +148,13 @@ def _carve(slab: list[tuple[_Path, _Spec, Tensor]], num_bytes: int, pinned: bool
     buffers: dict[_Path, tuple[_Spec, Tensor]] = {}
     offset = 0
     for path, spec, tensor in slab:
-        # The strides that `clone()` would give: the same for a dense tensor, packed for a view with gaps.
+        # The strides of `clone()`: equal for a dense tensor, packed for a view with gaps.
         stride = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
         count = math.prod(spec.shape)
         if count == 0:
             buffer = torch.empty(spec.shape, dtype=spec.dtype)
         else:
-            # Not a view of the slab: `torch.save` writes whole storages, so each buffer needs its own.
+            # Not a view of the slab: `torch.save` writes whole storages, so each buffer needs a storage of its own.
             flat = torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=offset)
             buffer = flat.as_strided(spec.shape, stride)
         buffers[path] = (spec, buffer)
@@ -178,7 +176,7 @@ def _queue_copies(pairs: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
             devices[tensor.device] = None
     events = []
     for device in devices:
-        # `blocking`: the thread that waits sleeps instead of spinning on a core.
+        # `blocking`: the waiting thread sleeps instead of polling.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(device))
         events.append(event)

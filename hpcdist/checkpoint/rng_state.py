@@ -11,9 +11,9 @@ import torch
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy, Python.
+    """Return the states of this process's generators: torch (CPU, and `device` if CUDA), NumPy and Python.
 
-    Made of tensors, numbers and strings alone, so that `torch.load(weights_only=True)` reads it back.
+    The result consists of tensors, numbers and strings, so that `torch.load(weights_only=True)` can read it.
     """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -35,7 +35,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `rng_state` gave. A CUDA state is used on a CUDA device, and ignored elsewhere."""
+    """Restore a result of `rng_state`. A CUDA state is ignored if `device` is not a CUDA device."""
     torch.set_rng_state(state["torch"])
     numpy = state["numpy"]
     np.random.set_state(

@@ -1,11 +1,7 @@
-"""Checkpoints that survive a kill at any moment, and a saver that costs the training thread one memcpy.
+"""Asynchronous saving: the training thread only copies the state to host memory, a second thread writes the files.
 
-    from hpcdist.checkpoint.weights import load_weights
-    model.load_state_dict(load_weights("runs/digits/first/checkpoints/step-00001200"))
-
-One process writes (rank 0). A checkpoint is written into a folder of its own, synced, and renamed into
-place, so that a reader sees it whole or not at all; `checkpoint_files` says what is in it. The caller sees to
-it that state is loaded before anything is saved.
+Written by hand because `torch.distributed.checkpoint.async_save` allocates a new host copy for each save and reports
+an error only to the caller that waits for it; here the host copy is reused and the next call raises the error.
 """
 
 from __future__ import annotations
@@ -27,23 +23,29 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Copies a state to host memory kept for it, and hands the copy to a function that a second thread calls.
+    """Copies a state to reused host memory, and passes the copy to a function that runs in a second thread.
 
-    An error of that thread is raised by the next `submit()`, `wait()` or `close()`, which does nothing else. Starts
-    no thread before the first `submit()`.
+    The next `submit()`, `wait()` or `close()` raises an error of that thread and does nothing else. The thread starts
+    at the first `submit()`.
+
+    Args:
+        target: name of the destination in error messages.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._buffers = HostBuffers()
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
     def submit(self, state: Mapping[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Return after the copy (on CUDA after queueing it, see `HostBuffers.copy`); what changes later is not in it.
+        """Copy the state and start to write it; later changes of the state are not written.
 
-        Waits for the write before this one: there is one set of buffers. Raises CheckpointError when that one has
-        failed for good, and for a value that a checkpoint cannot hold.
+        Returns after the copy (on CUDA after queueing it, see `HostBuffers.copy`). Waits for the previous write first,
+        because there is only one set of buffers.
+
+        Raises CheckpointError if the previous write has failed permanently, and for a value that a checkpoint cannot
+        contain.
         """
         self.settle()
         host, events = self._buffers.copy(state)
@@ -58,7 +60,7 @@ class BackgroundWriter:
         self._pending = self._thread.submit(work)
 
     def wait(self) -> None:
-        """Return when nothing is being written any more. Raises CheckpointError when the last write failed."""
+        """Wait for the write in progress. Raises CheckpointError if it fails."""
         if self._pending is None:
             return
         error = self._pending.exception()
@@ -68,29 +70,29 @@ class BackgroundWriter:
         if error is not None:
             cause = error.__cause__ if isinstance(error, HpcdistError) else None
             raise CheckpointError(
-                f"saving to {self._what} failed: {type(error).__name__}: {error}",
+                f"saving to {self._target} failed: {type(error).__name__}: {error}",
                 may_pass=isinstance(cause, OSError) and retry.is_away(cause),
             ) from error
 
     def settle(self) -> None:
-        """Wait as `wait` does, but only report a write that failed because its file system was away.
+        """Wait for the write in progress, but only log an error caused by an unreachable file system.
 
-        The next save writes everything that this one would have written.
+        The next save writes the complete state anyway.
         """
         try:
             self.wait()
         except CheckpointError as error:
             if not error.may_pass:
                 raise
-            log.error("%s; training goes on, and the next save tries again", error)
+            log.error("%s; the training continues, and the next save tries again", error)
 
     def check(self) -> None:
-        """Raise CheckpointError when the write under way has failed for good already; waits for nothing."""
+        """Raise CheckpointError if the write in progress has already failed permanently; does not wait."""
         if self._pending is not None and self._pending.done():
             self.settle()
 
     def close(self) -> None:
-        """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
+        """Wait for the write in progress, then stop the thread and free the buffers. May be called again."""
         try:
             self.wait()
         finally:
@@ -101,16 +103,16 @@ class BackgroundWriter:
 
 
 class AsyncSaver:
-    """Saves in the background: the calling thread copies to host memory kept for it, a second thread writes.
+    """Saves checkpoints in the background. As a context manager it closes itself.
 
-    An error of the background is raised by the next `save()`, `wait()` or `close()`, which does nothing else; one of
-    a file system that was away only by `wait()` and `close()`. Starts no thread and looks at no disk before the first
-    `save()`. As a context manager it closes itself.
+    The next `save()`, `wait()` or `close()` raises an error of the background thread and does nothing else. If the file
+    system was unreachable, only `wait()` and `close()` raise. The thread starts at the first `save()`. The caller must
+    restore before the first save.
 
     Args:
-        store: where to write; it is pruned after each checkpoint that is complete.
-        before_publish: called in the background before each checkpoint gets its name, such as to make durable
-            what must not be older than the checkpoint.
+        store: destination of the checkpoints; it is pruned after each of them.
+        before_publish: called in the background before a checkpoint is renamed to its final name, for example to make
+            other files durable that must not be older than the checkpoint.
     """
 
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
@@ -130,14 +132,21 @@ class AsyncSaver:
         collect_shards: CollectShards | None = None,
         block: bool = False,
     ) -> None:
-        """Save the state as it is at this moment; what is changed after the return is not in the checkpoint.
+        """Copy the state to host memory and write it in the background; later changes of the state are not saved.
 
-        Returns after the copy to the host. If the save before this one is still being written, waits for it first.
-        `block=True` returns when it is on disk. A step that is saved already is not saved again, but gets new
-        metrics. `collect_shards` adds what other ranks have written, see `shards.py`.
+        Waits for the previous save first. If the step is saved already, the call only adds the metrics.
 
-        Raises CheckpointError when the save before has failed, for a step older than the newest checkpoint,
-        for a value that a checkpoint cannot hold, and with `block` for any failure of this save.
+        Args:
+            step: number of steps done; not less than the step of the newest checkpoint.
+            model: state dict of the bare model.
+            trainer: the trainer's state, equal on all ranks.
+            rank_states: one state for each rank, by rank.
+            metrics: metrics of this checkpoint.
+            collect_shards: moves the shards of other ranks into the checkpoint folder; see `shards.py`.
+            block: return only after the checkpoint is on disk.
+
+        Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, for a value
+        that a checkpoint cannot contain, and with `block` if this save fails.
         """
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
@@ -151,7 +160,7 @@ class AsyncSaver:
                 "restore before saving, or start a new run"
             )
         if step == newest:
-            # Such as a save at the last step of an epoch, then its evaluation.
+            # For example a save at the last step of an epoch, followed by the epoch's evaluation.
             self._store.annotate(step, metrics or {})
             return
         numbers = {k: float(v) for k, v in (metrics or {}).items()}
@@ -166,15 +175,15 @@ class AsyncSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more. Raises CheckpointError when the last save failed."""
+        """Wait for the save in progress. Raises CheckpointError if it fails."""
         self._writer.wait()
 
     def check(self) -> None:
-        """Raise CheckpointError when the save under way has failed already; waits for nothing."""
+        """Raise CheckpointError if the save in progress has already failed; does not wait."""
         self._writer.check()
 
     def close(self) -> None:
-        """Wait for what is being written, then stop the thread and free the buffers. May be called again."""
+        """Wait for the save in progress, then stop the thread and free the buffers. May be called again."""
         self._closed = True
         self._writer.close()
 

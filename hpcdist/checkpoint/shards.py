@@ -1,10 +1,10 @@
-"""Parts of a model that other ranks own: each owner writes its own file, rank 0 makes one checkpoint of them.
+"""Shards: parts of a model that several ranks own. Each owner writes its own file, rank 0 collects them.
 
-    {"model": {name: tensor}, "rows": {name: [first row, rows in all]}, "trainer": whatever the owner needs}
+    {"model": {name: tensor}, "rows": {name: [first row, total rows]}, "trainer": further state of the owner}
 
-Names are the whole model's. A tensor with `rows` is a piece of a table whose other rows lie elsewhere: no rank ever
-has to hold all of it. Owners report through the ranks' store, since both sides write in background threads, where
-collectives have no place.
+Names are those of the whole model. A tensor with `rows` is a slice of a table, so that no rank has to hold the whole
+table. Owners report to rank 0 through the store: both sides write in background threads, which must not call
+collectives.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ from hpcdist.files import retry
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.run.folder import sync_folder
 
-LOOK_EVERY_S = 0.02
+POLL_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one rank owns of the model, and what it needs beside it to go on."""
+    """The part of a model that one rank owns, for `Context.save`.
+
+    Attributes:
+        model: tensors by their name in the whole model.
+        rows: for each tensor that is a slice of a table: its first row and the total number of rows of the table.
+        trainer: further state that this rank needs to resume, such as optimizer state.
+    """
 
     model: Mapping[str, Tensor] = field(default_factory=dict)
-    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: name: first row, rows in all
-    trainer: Any = None  #: optimizer state and the like
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    trainer: Any = None
 
     @property
     def is_empty(self) -> bool:
@@ -49,10 +55,13 @@ class Shard:
 
 
 class ShardExchange:
-    """How owners tell rank 0 that their shard of a step is on disk.
+    """Reports from the owners to rank 0 that their shards of a step are on disk.
 
     Args:
-        timeout_s: how long rank 0 waits for the last of them; one that dies ends the attempt long before.
+        store: store of all ranks.
+        rank: this rank.
+        attempt: number of the attempt.
+        timeout_s: how long rank 0 waits for the last owner, in seconds; the death of an owner ends the attempt earlier.
     """
 
     def __init__(self, store: Store, *, rank: int, attempt: int, timeout_s: float = 3600.0) -> None:
@@ -61,7 +70,10 @@ class ShardExchange:
         self._timeout_s = timeout_s
 
     def write(self, content: Mapping[str, Any], step: int, staging: Path) -> None:
-        """Owner: write the file, then say so, or say what went wrong. Raises CheckpointError then."""
+        """Write the shard of this rank, and report the success or the error to rank 0.
+
+        Raises CheckpointError if the file cannot be written.
+        """
         try:
             retry.retry(lambda: staging.mkdir(parents=True, exist_ok=True), staging)
             record = checkpoint_folder.save_file(dict(content), staging / checkpoint_folder.shard_name(self._rank))
@@ -74,7 +86,10 @@ class ShardExchange:
         self._store.set(f"{step}/{self._rank}", json.dumps(report))
 
     def collect(self, step: int, owners: Sequence[int], staging: Path, into: Path) -> dict[str, FileRecord]:
-        """Rank 0: wait for every owner, and move its file. Raises CheckpointError when one has failed or is late."""
+        """Wait on rank 0 for every owner, and move the shards into the checkpoint folder.
+
+        Raises CheckpointError if an owner has failed or exceeds the time limit.
+        """
         try:
             reports = {rank: self._report(step, rank) for rank in owners}
             for rank in owners:
@@ -87,11 +102,11 @@ class ShardExchange:
     def _report(self, step: int, rank: int) -> FileRecord:
         key = f"{step}/{rank}"
         end = time.monotonic() + self._timeout_s
-        # Not `wait`: it would keep the store from all other threads of this process meanwhile.
+        # Not `Store.wait`, which blocks the store for all other threads of this process.
         while not self._store.check([key]):
             if time.monotonic() > end:
                 raise CheckpointError(f"rank {rank} has not written its shard of step {step} in {self._timeout_s:g} s")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
         text = self._store.get(key)
         self._store.delete_key(key)
         try:
@@ -105,9 +120,9 @@ class ShardExchange:
 
 
 def merge(shards: Sequence[Mapping[str, Any]], source: str) -> dict[str, Tensor]:
-    """Return the whole model's tensors out of its shards' contents.
+    """Return the tensors of the whole model from the contents of its shards.
 
-    Raises CheckpointError when rows are missing, and for contents that are not a `Shard`'s.
+    Raises CheckpointError if rows are missing or a content is not that of a `Shard`.
     """
     try:
         return _merged(shards, source)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: weights under clean names, and the random number generators of a rank."""
+"""State dicts under the names of the bare model, without the prefixes of DDP and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hpcdist.errors import CheckpointError
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of the module inside DDP and `torch.compile`, wherever these wrappers stand.
+    """Return the state dict of a module without the prefixes of DDP and `torch.compile` wrappers at any level.
 
-    Keys are those of the bare module: found from the wrappers themselves, so a layer that a user calls
-    `module` keeps its name. Tensors share memory with the module.
+    The prefixes are derived from the wrapper modules, so a layer that a user calls `module` keeps its name. The tensors
+    share memory with the module.
     """
     prefixes = _wrapper_prefixes(module)
     return {_clean(key, prefixes): value for key, value in module.state_dict().items()}
 
 
 def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `clean_state_dict` gave into the same architecture, wrapped in another way or not at all.
+    """Load a result of `clean_state_dict` into the same architecture with any wrappers or none.
 
-    Raises CheckpointError when names or shapes do not fit.
+    Raises CheckpointError if names or shapes differ.
     """
     prefixes = _wrapper_prefixes(module)
     names = {_clean(key, prefixes): key for key in module.state_dict()}
@@ -34,7 +34,7 @@ def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> Non
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:
-    """(prefix of the wrapped module's keys, what it is to become), deepest first."""
+    """Return pairs of a wrapper's key prefix and its replacement, the longest prefix first."""
     prefixes = []
     for name, part in module.named_modules(remove_duplicate=False):
         outer = f"{name}." if name else ""

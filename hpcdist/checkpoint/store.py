@@ -1,4 +1,8 @@
-"""The folder that holds a run's checkpoints: find, load, write, prune. One process writes, all may read."""
+"""The `checkpoints/` folder of a run: find, load, write and prune checkpoints. One process writes, all may read.
+
+A checkpoint is written to a temporary folder, synced, and renamed, so that a reader finds a complete checkpoint or none
+even if the writer is killed at any moment.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,13 @@ from hpcdist.run.folder import sync_folder
 log = logging.getLogger(__name__)
 
 _TEMP_PREFIX = ".tmp-"
-#: Moves what other ranks have written into the folder, and returns its names.
+#: Moves the shards of other ranks into a folder, and returns their records by file name.
 CollectShards = Callable[[Path], Mapping[str, checkpoint_folder.FileRecord]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one checkpoint is to hold, on the host; `rank_states` has one entry for each rank."""
+    """The state to write as one checkpoint, in host memory; `rank_states` has one entry for each rank."""
 
     step: int
     model: Mapping[str, Any]
@@ -41,7 +45,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A complete checkpoint on disk. A metric that was not finite when saved is NaN here."""
+    """A complete checkpoint on disk. A metric that was not finite when it was saved is NaN."""
 
     path: Path
     step: int
@@ -51,7 +55,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint's content, every tensor on the host. `world_size` is that of the run that saved it."""
+    """A loaded checkpoint, all tensors in host memory. `world_size` is that of the run when it saved the checkpoint."""
 
     step: int
     model: dict[str, Tensor]
@@ -64,14 +68,23 @@ class Checkpoint:
 class CheckpointStore:
     """The `checkpoints/` folder of one run.
 
-    Args:
-        folder: made at the first write.
-        keep_last: how many of the newest to keep, at least 2.
-        best_metric: the best checkpoint by this metric is kept as well.
-        monitor_mode: whether the largest or the smallest value is the best.
+        Args:
+    <<<<<<< HEAD
+            folder: made at the first write.
+            keep_last: how many of the newest to keep, at least 2.
+            best_metric: the best checkpoint by this metric is kept as well.
+            monitor_mode: whether the largest or the smallest value is the best.
+    =======
+            folder: created at the first write.
+            keep_last: number of newest checkpoints to keep, at least 2.
+            best_metric: metric by which the best checkpoint is kept in addition.
+            monitor_mode: whether the largest or the smallest value is the best.
+    >>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
 
-    `skipped` says, one line each, what the last `latest()` passed over and why.
-    Raises CheckpointError for a `keep_last` below 2: with one, a broken disk block ends the run.
+        Attributes:
+            skipped: one line for each invalid checkpoint that the last `latest()` skipped.
+
+        Raises CheckpointError for a `keep_last` below 2: with a single checkpoint, one broken disk block would end the run.
     """
 
     def __init__(
@@ -90,13 +103,13 @@ class CheckpointStore:
         self._best_metric = best_metric
         self._best_mode = monitor_mode
         self._looked = False
-        self._newest: Found | None = None  # known to be whole: verified or written by this process
+        self._newest: Found | None = None  # verified or written by this process
         self._broken: set[Path] = set()
 
     # --- reading
 
     def latest(self) -> Found | None:
-        """Return the newest checkpoint whose manifest, sizes and hashes are right; None without one."""
+        """Return the newest checkpoint whose manifest, sizes and hashes are valid; None if there is none."""
         self.skipped, self._broken = [], set()
         self._newest, self._looked = None, True
         for folder in self._folders():
@@ -110,7 +123,7 @@ class CheckpointStore:
         return self._newest
 
     def best(self) -> Found | None:
-        """Return the valid checkpoint that is best by `best_metric`, the newer of equals; or None."""
+        """Return the best valid checkpoint by `best_metric`, the newer one of equals; None if there is none."""
         ranked = self._by_metric(list(self._whole()))
         for found in ranked:
             try:
@@ -120,7 +133,7 @@ class CheckpointStore:
         return None
 
     def newest_step(self) -> int | None:
-        """The step of the newest valid checkpoint; looks at the disk only if `latest()` has not yet."""
+        """Return the step of the newest valid checkpoint; reads the disk only if `latest()` has not been called."""
         if not self._looked:
             self.latest()
         return None if self._newest is None else self._newest.step
@@ -128,29 +141,32 @@ class CheckpointStore:
     def load(self, path: Path | str, *, verify: bool = True) -> Checkpoint:
         """Load one checkpoint folder into host memory.
 
-        `verify=False` spares reading the files twice where `latest()` has just verified them.
-        Raises CheckpointError when it is incomplete, changed, or holds anything but plain data.
+        Args:
+            path: the checkpoint folder.
+            verify: check the hashes first; not needed if `latest()` has just checked them.
+
+        Raises CheckpointError if it is incomplete, has changed, or contains anything other than plain data.
         """
         return _load(Path(path), verify=verify)
 
     def _folders(self) -> list[Path]:
-        """Folders named like a checkpoint, newest first."""
+        """Return the folders named like a checkpoint, newest first."""
         steps = {entry: checkpoint_folder.step_of(entry) for entry in _entries(self.folder)}
         named = [(step, entry) for entry, step in steps.items() if step is not None]
         return [entry for _, entry in sorted(named, reverse=True)]
 
     def _whole(self) -> Iterator[Found]:
-        """Checkpoints not known to be broken, newest first: manifests and sizes only, no hashes."""
+        """Yield the checkpoints with valid manifest and sizes, newest first; hashes are not checked."""
         for folder in self._folders():
             if folder not in self._broken:
                 try:
                     yield _found(folder, checkpoint_folder.read_manifest(folder))
                 except CheckpointError as error:
                     self._broken.add(folder)
-                    log.warning("leaving checkpoint %s", error)
+                    log.warning("keeping invalid checkpoint %s", error)
 
     def _by_metric(self, candidates: list[Found]) -> list[Found]:
-        """Best first; those without the metric, or with NaN, left out. `candidates` are newest first."""
+        """Return the candidates that have the metric, the best first. `candidates` are newest first."""
         metric = self._best_metric
         if metric is None:
             return []
@@ -161,25 +177,28 @@ class CheckpointStore:
     # --- writing, by one process
 
     def write(self, snapshot: Snapshot, *, before_publish: Callable[[], None] | None = None) -> Path:
-        """Write a checkpoint and return its folder; it is on disk, whole, under its name when this returns.
+        """Write a checkpoint with fsync and return its folder.
 
-        `before_publish` is called when all is written but the name. A valid checkpoint of the same step is
-        kept and the new one dropped: it is the same state, and replacing it would risk it.
+        A valid checkpoint of the same step is kept and the new one is dropped, because both contain the same state.
 
-        Raises CheckpointError when the disk is full or refuses; nothing is left of the attempt, and older
-        checkpoints are untouched.
+        Args:
+            snapshot: the state to write.
+            before_publish: called directly before the rename to the final name.
+
+        Raises CheckpointError if the files cannot be written, for example on a full disk. Then the temporary folder is
+        removed and older checkpoints are unchanged.
         """
         final = self.folder / checkpoint_folder.folder_name(snapshot.step)
         try:
             retry(lambda: self.folder.mkdir(parents=True, exist_ok=True), self.folder)
             if file_retry.exists(final) and self._is_valid(final):
-                log.info("%s is there already and valid: kept", final)
+                log.info("%s exists already and is valid: it is kept", final)
             else:
                 self._write_new(snapshot, final, before_publish)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} could not be written to {self.folder}: "
-                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are untouched",
+                f"{error.strerror or error} ({_free_space(self.folder)}); older checkpoints are unchanged",
                 may_pass=file_retry.is_away(error),
             ) from error
         self._broken.discard(final)
@@ -202,18 +221,18 @@ class CheckpointStore:
             )
             if before_publish is not None:
                 before_publish()
-            if file_retry.exists(final):  # only a broken one gets here
+            if file_retry.exists(final):  # an invalid checkpoint
                 self._remove(final)
             file_retry.rename(temp, final)
             retry(lambda: sync_folder(self.folder), self.folder)
         except BaseException:
-            shutil.rmtree(temp, ignore_errors=True)  # what cannot be removed now is a left-over for the restore
+            shutil.rmtree(temp, ignore_errors=True)  # the next restore removes the remaining files
             raise
 
     def annotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the checkpoint of `step`, which was saved before they were known.
+        """Add metrics to the checkpoint of `step`.
 
-        Raises CheckpointError when there is no such checkpoint or its manifest cannot be written.
+        Raises CheckpointError if the checkpoint does not exist or its manifest cannot be written.
         """
         folder = self.folder / checkpoint_folder.folder_name(step)
         manifest = checkpoint_folder.read_manifest(folder)
@@ -223,15 +242,16 @@ class CheckpointStore:
             raise CheckpointError(f"{folder}: its metrics could not be written: {error.strerror or error}") from error
 
     def prune(self) -> list[Path]:
-        """Remove and return what is older than the newest `keep_last` valid ones, except the best.
+        """Remove all valid checkpoints except the newest `keep_last` and the best; return the removed folders.
 
-        Broken checkpoints neither count nor are removed: somebody may want to look at them.
-        Raises CheckpointError when one cannot be removed.
+        Invalid checkpoints neither count nor are removed, so that they can be examined.
+
+        Raises CheckpointError if a checkpoint cannot be removed.
         """
         whole = list(self._whole())
         if len(whole) <= self._keep_last:
             return []
-        if whole[0].step != self.newest_step():  # not known to be valid: look before anything is removed
+        if whole[0].step != self.newest_step():  # its hashes have not been checked
             self.latest()
             whole = list(self._whole())
         best = self._by_metric(whole)[:1]
@@ -246,14 +266,14 @@ class CheckpointStore:
         return doomed
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove what killed attempts left half-written; return it. Only for the one process that writes."""
+        """Remove incomplete checkpoints of killed attempts, and return their paths. Only for the writing process."""
         leftovers = [entry for entry in _entries(self.folder) if entry.name.startswith(f"{_TEMP_PREFIX}step-")]
         for entry in leftovers:
             try:
                 retry(lambda entry=entry: shutil.rmtree(entry), entry)  # type: ignore[misc]
             except OSError as error:
-                raise CheckpointError(f"left-over {entry} cannot be removed: {error.strerror}") from error
-            log.info("removed %s, left by an attempt that died while saving", entry)
+                raise CheckpointError(f"incomplete checkpoint {entry} cannot be removed: {error.strerror}") from error
+            log.info("removed %s, the incomplete checkpoint of an attempt that died while saving", entry)
         return leftovers
 
     def _is_valid(self, folder: Path) -> bool:
@@ -265,13 +285,13 @@ class CheckpointStore:
         return True
 
     def _remove(self, folder: Path) -> None:
-        # Renamed first: a kill half-way leaves a left-over, not a checkpoint with files missing.
+        # Renamed first: a kill during the removal must not leave a checkpoint with missing files.
         temp = self._temp_name(folder)
         file_retry.rename(folder, temp)
         retry(lambda: shutil.rmtree(temp), temp)
 
     def staging(self, step: int, attempt: int) -> Path:
-        """Where the ranks of an attempt leave their shards of a checkpoint, until rank 0 takes them."""
+        """Return the folder to which the ranks of an attempt write their shards, until rank 0 collects them."""
         return self.folder / f"{_TEMP_PREFIX}{checkpoint_folder.folder_name(step)}-shards-{attempt:03d}"
 
     def _temp_name(self, final: Path) -> Path:
@@ -284,7 +304,7 @@ def _load(folder: Path, *, verify: bool) -> Checkpoint:
         checkpoint_folder.verify_hashes(folder, manifest)
     rest = checkpoint_folder.load_file(folder / checkpoint_folder.TRAINER_FILE)
     if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
-        raise CheckpointError(f"{folder / checkpoint_folder.TRAINER_FILE} does not hold `trainer` and `rank_states`")
+        raise CheckpointError(f"{folder / checkpoint_folder.TRAINER_FILE} does not contain `trainer` and `rank_states`")
     return Checkpoint(
         step=manifest.step,
         model=checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE),
@@ -320,4 +340,4 @@ def _free_space(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB free"
     except OSError as error:
-        return f"room unknown: {error.strerror}"
+        return f"free space unknown: {error.strerror}"

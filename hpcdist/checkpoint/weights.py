@@ -15,10 +15,14 @@ from hpcdist.checkpoint.shards import merge
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the model's state dict from one checkpoint folder: one process, host memory, for inference.
+    """Return the model's state dict from one checkpoint folder, in host memory, for use in a single process.
 
-    Keys are those of the bare model, whatever it was trained with; parts that other ranks own are put together.
-    Raises CheckpointError when the checkpoint is incomplete, changed, or holds anything but plain data.
+    Keys are those of the bare model, whichever trainer saved it; shards of several ranks are merged.
+
+    Args:
+        path: a checkpoint folder, such as `runs/digits/first/checkpoints/step-00001200`.
+
+    Raises CheckpointError if the checkpoint is incomplete, has changed, or contains anything other than plain data.
     """
     folder = Path(path)
     manifest = checkpoint_folder.read_manifest(folder)

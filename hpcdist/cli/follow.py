@@ -36,7 +36,7 @@ class RunWatch:
         job = job_of(self._run)
         if job != self._job:  # someone has submitted it anew
             self._job, self._watch = job, JobWatch(job) if job is not None else None
-        look = self._watch.look() if self._watch is not None else None
+        look = self._watch.snapshot() if self._watch is not None else None
         found = stand(self._run, look)
         if found.name != "lost" or look is None:
             self._first_lost = None

@@ -27,8 +27,9 @@ from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json, read_re
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing, find_runs
 from hpcdist.run.status import Standing, job_of, look_now, stand
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import redact_uri
@@ -252,14 +253,16 @@ def _looks(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
             if (job := job_of(run)) and run.read_state().status not in ENDED:
                 jobs[run.path] = job
     try:
-        known = job_snapshot.ask_many([job.id for job in jobs.values()])
-    except SlurmUnavailableError as error:
-        return {path: JobSnapshot(away=str(error), installed=error.installed) for path in jobs}, str(error)
+        known = client.query_jobs([job.id for job in jobs.values()])
+    except SlurmError as error:
+        return {path: JobSnapshot(error=str(error), installed=error.installed) for path in jobs}, str(error)
     looks = {}
     for path, job in jobs.items():
         facts = known.get(job.id)
         # What this call does not know may be another cluster's job, or one that ended a while ago.
-        looks[path] = JobSnapshot(facts=facts) if facts and job.name in ("", facts.name) else job_snapshot.look_at(job)
+        looks[path] = (
+            JobSnapshot(info=facts) if facts and job.name in ("", facts.name) else job_snapshot.take_snapshot(job)
+        )
     return looks, ""
 
 
@@ -274,8 +277,8 @@ def show_status(console: Console, run: RunDir) -> None:
         "attempt": f"{state.attempt}, {state.restarts} restart{'s' * (state.restarts != 1)} after failures",
     }
     if look is not None:
-        unknown = f"cannot be asked: {look.away}" if look.away else "does not know its job any more"
-        rows["Slurm"] = escape(look.facts.describe(time.time()) if look.facts else unknown)
+        unknown = f"cannot be asked: {look.error}" if look.error else "does not know its job any more"
+        rows["Slurm"] = escape(look.info.describe(time.time()) if look.info else unknown)
     if (held := holder(run)) is not None:
         rows["held by"] = escape(f"process {held['pid']} of {held['user']} on {held['host']}")
     if name == "lost":

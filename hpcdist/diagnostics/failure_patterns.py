@@ -92,7 +92,7 @@ PATTERNS = (
     ),
     Pattern(
         "stranger-on-port",
-        _any(r"is not rank 0 of this attempt", r"does another program listen there"),
+        _any(r"is not rank 0 of this attempt", r"does another program listen on this port"),
         "another program answered on the port where the ranks meet",
         "`hpcdist resume`: each attempt takes another port; HPCDIST_MASTER_PORT in launch.env sets one",
     ),
@@ -157,7 +157,11 @@ PATTERNS = (
     ),
     Pattern(
         "unreachable",
-        _any(r"cannot reach the master at", r"did not meet the others at", r"The client socket has timed out"),
+        _any(
+            r"cannot reach the master at",
+            r"could not connect to the other ranks at",
+            r"The client socket has timed out",
+        ),
         "the ranks did not reach each other",
         "check the network between the nodes (firewall, GLOO_SOCKET_IFNAME); launch.init_timeout_s gives more time",
     ),

@@ -14,7 +14,7 @@ LEAVE_S = 1.0
 
 
 def run_within(
-    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None
+    command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, or end it after `limit_s` seconds; returns what it printed in either case.
 
@@ -22,10 +22,10 @@ def run_within(
     A command that was ended has a return code below zero, and its last line of errors names the limit.
     Raises FileNotFoundError where there is no such command.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-        )
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given.write(stdin.encode())
+        given.seek(0)
+        process = subprocess.Popen(command, env=env, stdin=given, stdout=output, stderr=errors, start_new_session=True)
         late = ""
         try:
             process.wait(limit_s)

@@ -1,10 +1,8 @@
-"""What a trainer gets: where it stands, how to log, save, restore and stop. Documented for users in the README."""
+"""`Context`: the API that a trainer's `train(ctx, config)` uses for logging, checkpoints, stopping and collectives."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,13 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.checkpoint.checkpoint_folder import load_file, shard_name
-from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
-from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
-from hpcdist.checkpoint.shards import Shard, ShardExchange
-from hpcdist.checkpoint.state_dict import clean_state_dict
-from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
-from hpcdist.files import retry
+from hpcdist.rank.checkpointing import RankCheckpoints, Restored
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.roles import Roles
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
@@ -33,37 +27,42 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import Attempt, RunDir
 from hpcdist.tracking.journal import JournalWriter
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """What `Context.restore` found; tensors are on the host."""
-
-    step: int
-    model: dict[str, torch.Tensor]
-    trainer: dict[str, Any]
-    local: dict[str, Any] | None  #: None when the run has another number of ranks than the one that saved
-    folder: Path  #: of the checkpoint; `shard` reads what ranks own of it
-    world_size: int  #: of the run that saved it
-
-    def shard(self, rank: int) -> dict[str, Any] | None:
-        """What a rank of the run that saved had given as its `Shard`: `model`, `rows`, `trainer`."""
-        path = self.folder / shard_name(rank)
-        return load_file(path) if retry.exists(path) else None
-
 
 class Context:
-    """One rank's view of the run. The worker makes it; `train(ctx, cfg)` receives it.
+    """One rank's interface to the run. The worker creates it and passes it to the trainer.
+
+    A trainer is a function `train(ctx, config)` that every rank calls:
+
+        def train(ctx: Context, config: Config) -> None:
+            model = ctx.wrap(build_model())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = 0
+            if (restored := ctx.restore()) is not None:
+                model.module.load_state_dict(restored.model)
+                optimizer.load_state_dict(restored.trainer["optimizer"])
+                step = restored.step
+            while step < config.stop.max_steps:
+                loss = train_step(model, optimizer)
+                step += 1
+                if step % 10 == 0:
+                    ctx.log({"train/loss": float(loss)}, step)
+                stop = ctx.should_stop(step, config.stop.max_steps)
+                if ctx.should_save(step):
+                    ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
+                if stop:
+                    return
 
     Attributes:
-        topology: rank, world size, local rank, hosts.
-        roles: who plays which role (`ctx.roles.count("observer")`, `ctx.roles.name_of(rank)`, `ctx.roles.require(…)`).
-        device: this rank's device.
+        config: the resolved config, the same object as the second argument of `train`.
         run: the run folder.
-        config: the whole config (also the second argument of `train`).
-        timer: where this rank's steps go. `wrap` and `should_stop` tell it all that it needs; `timer.waiting()` is for
-            waits of a trainer's own.
+        attempt: the folder of this attempt; `attempt.number` is 1 at the first start.
+        topology: rank, world size, local rank and host names.
+        roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
+        device: the device of this rank.
+        timer: step timing of this rank. `wrap` and `should_stop` feed it; use `with ctx.timer.waiting():` around code
+            that waits for other ranks.
+        end_reason: one sentence that explains why the trainer returned. Set it at the end of `train`; the status of the
+            run shows it.
     """
 
     def __init__(
@@ -85,10 +84,13 @@ class Context:
         self.topology = topology
         self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
+        self.timer = StepTimer(clock_of(device))
+        self.end_reason = ""
         self._groups = groups
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
+<<<<<<< HEAD
         self.timer = StepTimer(clock_of(device))
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         heartbeat.timing = self.timer.report
@@ -97,68 +99,83 @@ class Context:
             keep_last=config.checkpoint.keep_last,
             best_metric=config.checkpoint.monitor,
             monitor_mode=config.checkpoint.monitor_mode,
+=======
+        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
+        heartbeat.timing = self.timer.report
+        self._checkpoints = RankCheckpoints(
+            config=config,
+            run=run,
+            attempt=attempt,
+            topology=topology,
+            device=device,
+            groups=groups,
+            journal=journal,
+>>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
         )
-        self._saver = AsyncSaver(self._store, before_publish=self._before_publish)
-        self._shard_writer = BackgroundWriter(str(run.checkpoints))
-        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
-        self._saved_step = -1
-        #: One sentence for people: why the trainer ended. Set it at the end of `train`.
-        self.end_reason = ""
+
+    # --- ranks and roles
 
     @property
     def rank(self) -> int:
+        """Rank of this process, 0 to `world_size` - 1."""
         return self.topology.rank
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.topology.world_size
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which logs metrics and writes checkpoints."""
+        return self.topology.rank == 0
+
+    @property
     def role(self) -> str:
-        """What this rank does: a key of the config's `roles`, or `trainer` where it has none."""
+        """Role of this rank: a key of the config's `roles`, or `trainer` in a run without roles."""
         return self.roles.of_rank(self.rank)[0]
 
     @property
     def role_index(self) -> int:
-        """0 to the role's count - 1."""
+        """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
         return self.roles.of_rank(self.rank)[1]
 
     @property
     def rpc_name(self) -> str:
-        """`role:index`, this rank's name in RPC."""
+        """Name of this rank in RPC, `role:index`."""
         return self.roles.name_of(self.rank)
 
     def ranks_of(self, role: str) -> range:
-        """The ranks that play a role, in the order of their index. Raises ConfigError where nobody plays it."""
+        """Return the ranks of a role, ordered by their index.
+
+        Args:
+            role: a key of the config's `roles`, or `trainer` in a run without roles.
+
+        Raises:
+            ConfigError: no rank has this role.
+        """
         return self.roles.ranks_of(role)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which logs and writes."""
-        return self.topology.rank == 0
-
-    @property
-    def store(self) -> Store:
-        """The ranks' common key-value store; choose a prefix of your own."""
-        return self._groups.store
-
-    @property
-    def stop_agreed(self) -> bool:
-        """Whether the ranks have agreed to stop before the end."""
-        return self._stop.agreed
 
     # --- progress and stopping
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
-        """Whether to save and return now. Call it on every rank after every step, `step` being how many are done.
+        """Report progress, and return whether the trainer must save a checkpoint and return.
 
-        All ranks get the same answer at the same step. It also is the sign of life that keeps the run from being
-        taken for hung, and what the progress display shows.
+        Call it on every rank after every step. All ranks receive the same answer at the same step. The call also
+        updates the heartbeat: a rank that does not call it (or `alive`) within `launch.hang_timeout_s` counts as hung.
 
-        Raises CheckpointError when a save has failed since the last call: steps that cannot be kept are not made.
+        Args:
+            step: number of steps done.
+            total_steps: number of steps of the whole training, for the progress display; None if unknown.
+
+        Returns:
+            True once the ranks have agreed to stop, after a stop signal or `hpcdist stop`; it stays True.
+
+        Raises:
+            CheckpointError: a save has failed in the background since the last call.
+            RuntimeError: another rank has died.
         """
-        self._saver.check()
-        self._shard_writer.check()
+        self._checkpoints.check()
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
@@ -168,39 +185,51 @@ class Context:
             self._journal.log(times, step)
         return stop
 
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether the ranks have agreed to stop before the end of the training."""
+        return self._stop.agreed
+
+    @property
+    def stop_signalled(self) -> bool:
+        """Whether this rank alone has received a stop signal. Use `should_stop` for the decision of all ranks."""
+        return self._stop.signalled
+
+    def request_stop(self) -> None:
+        """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
+        self._stop.request_stop()
+
     def agree_among(self, ranks: Sequence[int]) -> None:
-        """Leave `should_stop` to these ranks, since the others have no steps of their own. Call it on every rank."""
+        """Let only some ranks take part in the agreement of `should_stop`, because the others do not count steps.
+
+        Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards.
+
+        Args:
+            ranks: the ranks that call `should_stop`.
+        """
         self._times.leave_to(ranks)
         group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
         if self.rank in ranks:
             assert group is None or isinstance(group, dist.ProcessGroup)
             self._stop.agree_in(group)
 
-    @property
-    def stop_signalled(self) -> bool:
-        """Whether a stop signal has reached this rank. What follows from it is for the agreement to say."""
-        return self._stop.signalled
-
-    def ask_stop(self) -> None:
-        """Want a stop, as a signal to this rank does."""
-        self._stop.ask()
-
-    def should_save(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps: `checkpoint.every_steps`, or an agreed stop."""
-        every = self.config.checkpoint.every_steps
-        return self._saved_step != step and (self._stop.agreed or (every is not None and step % every == 0))
-
     def alive(self) -> None:
-        """A sign of life from work without steps, such as a long evaluation."""
+        """Update the heartbeat from work without steps, such as a long evaluation or a download."""
         self._heartbeat.beat()
         self.timer.skip()
 
-    # --- metrics
+    # --- metrics and artifacts
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step; on rank 0 only, elsewhere it does nothing. Costs a few microseconds.
+        """Record metrics of a step. Only rank 0 records; on other ranks the call has no effect.
 
-        Values must be numbers of the host: `float(tensor)` waits for the device, so do it seldom.
+        The call writes to the run's journal and takes microseconds; a separate process sends the journal to MLflow.
+        Values must be numbers in host memory: `float(tensor)` of a CUDA tensor waits for the GPU, so log only every
+        few steps.
+
+        Args:
+            metrics: values by metric name, such as `{"train/loss": 0.3}`.
+            step: number of steps done, the x-axis in MLflow.
         """
         if self.is_main:
             self._journal.log(metrics, step)
@@ -208,35 +237,65 @@ class Context:
             self._heartbeat.step = max(self._heartbeat.step, step)
 
     def artifact(self, name: str) -> Path:
-        """Where to write a file (`returns.png`, `samples/step-100.txt`) that is to be an artifact of the MLflow run.
+        """Return the path at which to write an artifact of the MLflow run.
 
-        Write it on one rank, whole: it is uploaded as soon as it is there, and again when it has changed.
+        Write the file on one rank. It is uploaded while the run continues, and again after each change.
+
+        Args:
+            name: path relative to the artifacts, such as `returns.png` or `samples/step-100.txt`.
+
+        Returns:
+            The path; its parent folder exists.
         """
         path = self.run.artifacts / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
+    def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
+        """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
+
+        Args:
+            module: the bare model (`wrapped.module`). It is moved to the CPU and set to evaluation mode.
+            example: one input batch of at least two samples, from which MLflow infers the model's signature.
+        """
+        if self.is_main:
+            from hpcdist.checkpoint.export import export_model
+
+            export_model(module, example, self.run)
+
+    # --- collectives
+
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Each value's sum over all ranks, in double precision, on every rank."""
-        if self._groups.control is None:
-            return [float(value) for value in values]
-        tensor = torch.tensor(values, dtype=torch.float64)
+        """Return the sum of each value over all ranks, in double precision. Call it on every rank.
+
+        Args:
+            values: numbers in host memory, the same number of them on each rank.
+        """
         with self.timer.waiting():
-            dist.all_reduce(tensor, group=self._groups.control)
-        return [float(value) for value in tensor.tolist()]
+            return self._groups.sum(values)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self._groups.control is not None:
-            with self.timer.waiting():
-                dist.barrier(group=self._groups.control)
+        """Wait until every rank has called `barrier`."""
+        with self.timer.waiting():
+            self._groups.barrier()
+
+    @property
+    def store(self) -> Store:
+        """The key-value store of all ranks (`torch.distributed.Store`); use a key prefix of your own."""
+        return self._groups.store
 
     # --- model and random numbers
 
     def wrap(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """The module on this rank's device, its gradients averaged over all ranks (`.module` is yours).
+        """Move a module to this rank's device and wrap it in DistributedDataParallel.
 
-        `options` go to DistributedDataParallel, such as `static_graph=True` for a model without branches.
+        Args:
+            module: the model, equal on all ranks. It remains accessible as `.module` of the result.
+            **options: arguments of DistributedDataParallel, such as `static_graph=True` for a model without
+                data-dependent branches.
+
+        Returns:
+            The wrapped model; its backward pass averages gradients over all ranks.
         """
         return TimedDDP(
             module.to(self.device),
@@ -247,10 +306,26 @@ class Context:
         )
 
     def seed_per_rank(self) -> None:
-        """From here on each rank draws other random numbers (dropout). Before, all ranks draw the same."""
+        """Seed each rank's generators differently, for example for dropout.
+
+        Until this call all ranks draw the same random numbers, so that they initialise equal models.
+        """
         seed_everything(self.config.seed + 1 + self.rank)
 
     # --- checkpoints
+
+    def should_save(self, step: int) -> bool:
+        """Return whether a checkpoint is due after `step` steps.
+
+        A checkpoint is due every `checkpoint.every_steps` steps and when the ranks have agreed to stop, unless this
+        step is saved already.
+
+        Args:
+            step: number of steps done.
+        """
+        every = self.config.checkpoint.every_steps
+        is_regular = every is not None and step % every == 0
+        return self._checkpoints.saved_step != step and (self._stop.agreed or is_regular)
 
     def save(
         self,
@@ -262,138 +337,67 @@ class Context:
         metrics: Mapping[str, float] | None = None,
         shard: Shard | None = None,
     ) -> None:
-        """Save a checkpoint after `step` steps; call it on every rank.
+        """Save a checkpoint after `step` steps. Call it on every rank.
 
-        The training thread copies to the host and goes on; a thread writes. Random number states of all ranks are
-        saved by themselves.
+        The call copies the state to host memory and returns; a background thread writes the files. The states of all
+        ranks' random number generators are saved automatically.
 
         Args:
+<<<<<<< HEAD
             model: wrapped or not; it is saved under its own names. Rank 0's counts; None where it has none.
             trainer: what else the next start needs, equal on all ranks: optimizer, position.
             local: what this rank alone needs; small, since it travels to rank 0.
             metrics: what is known of this checkpoint; `checkpoint.monitor` is looked up here.
             shard: what this rank owns of a model that lies on several; then every rank gives one, empty or not.
+=======
+            step: number of steps done.
+            model: the model, wrapped or bare; its state dict is saved under the names of the bare model. Only rank 0's
+                model is saved. None if rank 0 has no model.
+            trainer: further state that all ranks need to resume and that is equal on all ranks, such as the state dict
+                of the optimizer.
+            local: state that only this rank needs to resume. Keep it small: it is sent to rank 0.
+            metrics: metrics of this checkpoint; `checkpoint.monitor` names the one by which the best is kept.
+            shard: the part of the model that this rank owns, for a model that is distributed over several ranks. Then
+                every rank must pass a `Shard`, possibly an empty one.
+>>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
 
-        Raises CheckpointError when this save cannot begin or an earlier one has failed.
+        Raises:
+            CheckpointError: the save cannot start, or an earlier one has failed.
         """
-        mine = {"rng": rng_state(self.device), "local": local and _to_cpu(local)}
-        is_owner = shard is not None and not shard.is_empty
-        states = self._gather_at_main((mine, is_owner))
-        is_new, self._saved_step = step != self._saved_step, step
-        staging = self._store.staging(step, self.attempt.number)
-        if is_owner and is_new:
-            assert shard is not None
-            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
-        if self.is_main:
-            owners = [rank for rank, (_, owns) in enumerate(states) if owns]
-            self._saver.save(
-                step,
-                model={} if model is None else clean_state_dict(model),
-                trainer=dict(trainer),
-                rank_states=[state for state, _ in states],
-                metrics=dict(metrics or {}),
-                collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
-            )
+        self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
         if shard is not None:
-            self.barrier()  # nobody goes on, and changes what others own, before it is copied
+            self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self.timer.skip()
 
-    def _before_publish(self) -> None:
-        """Make durable what must not be older than a checkpoint, and leave the run to a newer attempt.
-
-        A supervisor that was stalled may have been replaced while its ranks went on (`run/lease.py`).
-        """
-        self._journal.flush(durable=True)
-        if retry.exists(self.run.attempt(self.attempt.number + 1).path):
-            raise CheckpointError(
-                f"attempt {self.attempt.number + 1} of run {self.run.name} has begun: attempt {self.attempt.number}"
-                " saves nothing more"
-            )
-
-    def _gather_at_main(self, mine: Any) -> list[Any]:
-        """What every rank has given, by rank; empty but on rank 0."""
-        if self._groups.control is None:
-            return [mine]
-        found: list[Any] = [None] * self.world_size
-        dist.gather_object(mine, found if self.is_main else None, dst=0, group=self._groups.control)
-        return found if self.is_main else []
-
     def restore(self) -> Restored | None:
-        """The newest valid checkpoint, or None at a first start. Call it on every rank, last before the loop.
+        """Load the newest valid checkpoint. Call it on every rank, directly before the training loop.
 
-        Sets the random number generators as they were; loading model and optimizer is yours to do.
+        The call restores the random number generators. The trainer itself loads model and optimizer from the result.
+
+        Returns:
+            The checkpoint, or None at the first start of the run.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
         """
-        choice: list[str | None] = [None]
-        if self.is_main:
-            self._store.remove_leftovers()
-            found = self._store.latest()
-            choice = [str(found.path) if found is not None else None]
-        if self._groups.control is not None:
-            dist.broadcast_object_list(choice, src=0, group=self._groups.control)
-        if choice[0] is None:
-            return None
-        # Rank 0 has just verified it; every rank reading all of it twice would be a load on the file system.
-        checkpoint = self._store.load(choice[0], verify=False)
-        self._saved_step = checkpoint.step
-        self._heartbeat.step = checkpoint.step
-        local = None
-        if checkpoint.world_size == self.world_size:
-            mine = checkpoint.rank_states[self.rank]
-            local = mine["local"]
-            set_rng_state(mine["rng"], self.device)
-        else:
-            log.warning(
-                "checkpoint of %d ranks resumed on %d: the order of samples is another one from here on",
-                checkpoint.world_size,
-                self.world_size,
-            )
-            seed_everything(self.config.seed + 1 + self.rank + checkpoint.step)
-        log.info("resumed at step %d from %s", checkpoint.step, choice[0])
-        return Restored(
-            step=checkpoint.step,
-            model=checkpoint.model,
-            trainer=checkpoint.trainer,
-            local=local,
-            folder=Path(choice[0]),
-            world_size=checkpoint.world_size,
-        )
-
-    def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
-        """Leave the final model in MLflow's format, for `mlflow.pytorch.load_model`. Rank 0 writes.
-
-        Args:
-            module: the bare model (`wrapped.module`).
-            example: one input batch, from which the model's signature is taken.
-        """
-        if self.is_main:
-            from hpcdist.checkpoint.export import export_model
-
-            export_model(module, example, self.run)
+        restored = self._checkpoints.restore()
+        if restored is not None:
+            self._heartbeat.step = restored.step
+        return restored
 
     def close(self) -> None:
-        """Wait until everything is on disk. Raises CheckpointError when it cannot be."""
+        """Wait until checkpoints and metrics are on disk. The worker calls it after `train`.
+
+        Raises:
+            CheckpointError: a save has failed, or the trainer stopped without saving its last step.
+        """
         self._stop.close()
-        self._shard_writer.close()
-        self._saver.close()
+        self._checkpoints.close()
         self._journal.flush(durable=True)
         self._heartbeat.close()
-        if self._stop.agreed and self._saved_step < self._heartbeat.step and not self.config.trainer.script:
+        step = self._heartbeat.step
+        if self._stop.agreed and self._checkpoints.saved_step < step and not self.config.trainer.script:
             raise CheckpointError(
-                f"the trainer stopped at step {self._heartbeat.step} without saving it:"
-                " call ctx.save(…) when ctx.should_stop(…) says so"
+                f"the trainer stopped at step {step} without saving it:"
+                " call ctx.save(…) before returning when ctx.should_stop(…) returns True"
             )
-
-
-def _to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch (CPU and GPUs), Python's random and NumPy where it is loaded already."""
-    import random
-    import sys
-
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)

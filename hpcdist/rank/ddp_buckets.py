@@ -1,4 +1,4 @@
-"""The order in which DistributedDataParallel adds gradients, made the same in every start of the ranks."""
+"""A reproducible order in which DistributedDataParallel adds gradients."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-#: With a static graph DDP watches the second backward pass, else the first.
+#: With a static graph DDP rebuilds its buckets after the second backward pass, otherwise after the first.
 _NUM_PASSES = 2
 
 
 def settle_buckets(model: DistributedDataParallel, loss: Callable[[], Tensor]) -> None:
-    """Let DDP come to its final buckets before the first step that counts; call it on every rank.
+    """Make DDP rebuild its buckets before the first training step. Call it on every rank.
 
-    DDP sorts gradients into new buckets once it has seen in which order they come. Where a gradient lies in its
-    bucket decides in which order the ranks' parts of it are added, and with more than two ranks the order decides
-    the rounding: without this, the first steps after a resume would round otherwise than those of an undisturbed run.
+    DDP rebuilds its buckets after it has seen the order of the gradients. The position of a gradient in its bucket
+    determines the order in which the ranks' values are added, and with more than two ranks the order determines the
+    rounding. Without this call the first steps after a resume are rounded differently than in an uninterrupted run.
 
     Args:
-        model: its weights, buffers and the generators of random numbers are left as they are.
-        loss: a forward pass through `model`, with as large a batch as training has.
+        model: the wrapped model; its weights and buffers and the random number generators are not changed.
+        loss: runs a forward pass of `model` with a batch of the training's size, and returns the loss.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[] if model.device_type == "cpu" else model.device_ids):

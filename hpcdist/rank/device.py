@@ -1,4 +1,4 @@
-"""Which device and collective backend this rank uses."""
+"""The device and the collective backend of a rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hpcdist.rank.topology import Topology, cuda_index, ranks_on_node
 
 
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
-    """This rank's device, made current, and the backend to use on it.
+    """Make this rank's device the current one, and return it and the collective backend.
 
-    Raises ConfigError when the config asks for what this machine does not have.
+    Raises ConfigError if the config requires a device or backend that is not available here.
     """
     roles = Roles.of(config.roles, topology.world_size)
     asked = {role: role_device(config, role) for role in roles.names}
@@ -46,7 +46,7 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
         torch.backends.cudnn.allow_tf32 = config.precision.tf32
     backend = config.launch.backend
     if backend == "auto":
-        # Ranks without a GPU can be in no group of NCCL's.
+        # A rank without a GPU cannot be a member of an NCCL group.
         backend = "nccl" if device.type == "cuda" and not mixed and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError(["launch.backend=nccl needs GPUs, and none is visible here: use gloo"])

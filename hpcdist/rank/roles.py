@@ -1,7 +1,7 @@
-"""Which rank plays which role: agent, observer, parameter server, trainer. Pure functions of the counts.
+"""Roles of ranks, such as agent, observer, parameter server or trainer.
 
-Ranks get their roles in the order in which the roles are written: `{agent: 1, observer: 4}` makes rank 0 the agent
-and ranks 1 to 4 the observers. A run without roles has one, `trainer`, which all ranks share.
+Ranks are assigned in the order of the roles: `{agent: 1, observer: 4}` makes rank 0 the agent and ranks 1 to 4 the
+observers. In a run without roles all ranks have the role `trainer`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ DEFAULT_ROLE = "trainer"
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles with their counts, in rank order. Make it with `Roles.of`."""
+    """The roles and their numbers of ranks, in rank order. Create it with `Roles.of`."""
 
     counts: tuple[tuple[str, int], ...]
 
     @classmethod
     def of(cls, counts: Mapping[str, int], world_size: int) -> Roles:
-        """The roles of a world; without counts all ranks are trainers. Raises ConfigError when they do not add up."""
+        """Return the roles of a run; without counts all ranks are trainers.
+
+        Raises ConfigError if the counts do not add up to the world size.
+        """
         if not counts:
             return cls(((DEFAULT_ROLE, world_size),))
         roles = cls(tuple(counts.items()))
@@ -42,27 +45,27 @@ class Roles:
         return sum(count for _, count in self.counts)
 
     def count(self, role: str) -> int:
-        """How many ranks play a role; 0 for one that nobody plays."""
+        """Return the number of ranks with a role; 0 for an unknown role."""
         return dict(self.counts).get(role, 0)
 
     def ranks_of(self, role: str) -> range:
-        """The ranks that play a role, in the order of their index. Raises ConfigError where nobody plays it."""
+        """Return the ranks of a role, ordered by index. Raises ConfigError if no rank has this role."""
         first = 0
         for name, count in self.counts:
             if name == role:
                 return range(first, first + count)
             first += count
-        raise ConfigError([f"no rank plays the role {role!r}: roles are {self}"])
+        raise ConfigError([f"no rank has the role {role!r}: the roles are {self}"])
 
     def rank_of(self, role: str, index: int = 0) -> int:
-        """The rank of `role:index`. Raises ConfigError where there is none."""
+        """Return the rank of `role:index`. Raises ConfigError if it does not exist."""
         ranks = self.ranks_of(role)
         if not 0 <= index < len(ranks):
-            raise ConfigError([f"no rank is {role}:{index}: roles are {self}"])
+            raise ConfigError([f"no rank is {role}:{index}: the roles are {self}"])
         return ranks[index]
 
     def of_rank(self, rank: int) -> tuple[str, int]:
-        """Role and index within the role of a rank."""
+        """Return the role of a rank and its index within the role."""
         first = 0
         for name, count in self.counts:
             if first <= rank < first + count:
@@ -71,14 +74,17 @@ class Roles:
         raise IndexError(f"rank {rank} of {self.world_size}")
 
     def name_of(self, rank: int) -> str:
-        """`role:index`, which is also the rank's name in RPC."""
+        """Return `role:index`, which is also the rank's name in RPC."""
         role, index = self.of_rank(rank)
         return f"{role}:{index}"
 
     def require(self, **counts: int | None) -> None:
-        """Raise ConfigError unless the roles are these and no others; None stands for one rank or more.
+        """Raise ConfigError unless the run has exactly these roles.
 
-        `ctx.roles.require(agent=1, observer=None)`
+        For example `ctx.roles.require(agent=1, observer=None)`.
+
+        Args:
+            **counts: number of ranks by role; None stands for one or more.
         """
         wrong = set(self.names) != set(counts) or any(
             self.count(role) != count for role, count in counts.items() if count is not None
@@ -90,25 +96,26 @@ class Roles:
 
 
 def rank_table(roles: Roles, groups: Iterable[tuple[range, str]], devices: Mapping[str, str]) -> list[str]:
-    """Who is who and where, a line for each stretch of ranks of one role in one place, and a head.
+    """Return a table of ranks, roles, devices and places: a header, and a line for each role in each place.
 
     Args:
-        groups: ranks and the place that they share (a host, or what is asked of Slurm for them), in rank order.
-        devices: device by role, where it is known.
+        roles: the roles of the run.
+        groups: ranks and their common place (a host or a Slurm request), in rank order.
+        devices: device by role, if known.
     """
     places = list(groups)
-    rows = [("rank", "role", "device", "where" if any(where for _, where in places) else "")]
+    rows = [("rank", "role", "device", "place" if any(place for _, place in places) else "")]
     for role, _ in roles.counts:
         mine = roles.ranks_of(role)
-        for ranks, where in places:
+        for ranks, place in places:
             both = range(max(mine.start, ranks.start), min(mine.stop, ranks.stop))
             if both:
                 index = range(both.start - mine.start, both.stop - mine.start)
-                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), where))
+                rows.append((span(both), f"{role}:{span(index)}", devices.get(role, ""), place))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def span(numbers: range) -> str:
-    """`3` or `3-7`."""
+    """Format a range as `3` or `3-7`."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"

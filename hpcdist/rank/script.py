@@ -1,4 +1,4 @@
-"""Running an unchanged torchrun-style script as a rank."""
+"""Run an unmodified torchrun-style script as a rank."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hpcdist.run.folder import RunDir
 
 
 def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
-    """The variables that torchrun sets and such scripts read, and three of our own.
+    """Return the environment variables of torchrun, and three of hpcdist.
 
-    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    Reference: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
     return {
         "RANK": str(topology.rank),
@@ -41,9 +41,9 @@ def script_environment(topology: Topology, run: RunDir) -> dict[str, str]:
 
 
 class QuietImport(importlib.abc.MetaPathFinder):
-    """Leaves garbage alone while the script imports torch, as the worker does for trainers: a tenth of the time.
+    """Disables garbage collection while the script imports torch, which makes the import a tenth faster.
 
-    What the script does before, such as setting variables that torch reads, stays before.
+    The script imports torch at its own time, so that it can set variables that torch reads before.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -70,10 +70,12 @@ class QuietImport(importlib.abc.MetaPathFinder):
 
 
 def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
-    """Run `[script, argument, …]` in this process as `__main__`, from the run's code snapshot.
+    """Run `[script, argument, …]` as `__main__` in this process, from the run's code snapshot.
 
-    Its signals are its own: it is not ours to say what SIGTERM means to it. Raises TrainerError when there is no
-    such script, and whatever the script raises; a non-zero `sys.exit` becomes a RuntimeError.
+    The script handles signals itself; hpcdist installs no handlers.
+
+    Raises TrainerError if the script does not exist, RuntimeError if it exits with a non-zero status, and any exception
+    of the script.
     """
     script, *arguments = command
     path = locate(script, run)
@@ -89,7 +91,7 @@ def run_script(command: Sequence[str], run: RunDir, topology: Topology) -> None:
 
 
 def locate(script: str, run: RunDir) -> Path:
-    """The script in the run's snapshot of the code, or where it stands when it lies outside of that."""
+    """Return the path of the script in the run's code snapshot, or its original path if it is not in the snapshot."""
     origin = Path(script)
     path = run.snapshot_of(origin) or origin
     if not path.is_file():

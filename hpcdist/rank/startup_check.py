@@ -1,9 +1,9 @@
-"""What the start of a rank comes down to, tried: import torch, compute, find the others, add something up with them.
+"""Check the steps of a rank's start: import torch, compute, join a process group, run an all-reduce.
 
-    python -P -m hpcdist.rank.startup_check DEVICE BACKEND RANK RANKS FILE
+    python -P -m hpcdist.rank.startup_check DEVICE BACKEND RANK WORLD_SIZE FILE
 
-Prints one line of JSON after each stage, so that whoever waits in vain sees how far a rank came: `stage`, `seconds`,
-and what was found. `hpcdist doctor` starts it, and judges.
+Prints one line of JSON after each stage (`stage`, `seconds` and the stage's results), so that the last line shows how
+far a rank came before a hang. `hpcdist doctor` starts it and evaluates the lines.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-#: Ranks of one machine find each other at once, or never.
-MEET_S = 20.0
+#: Time limit for the ranks of one machine to join the process group, in seconds.
+JOIN_TIMEOUT_S = 20.0
 _SIDE = 256
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         begun = time.perf_counter()
         try:
             found = run()
-        except Exception as error:  # whatever goes wrong in torch is what is to be found out
+        except Exception as error:  # any error of torch is a finding
             found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
         print(json.dumps({"stage": stage, "seconds": time.perf_counter() - begun, **found}), flush=True)
         if "error" in found and stage != "torchvision":
@@ -49,14 +49,14 @@ def _import_torch() -> dict[str, Any]:
 
 
 def _import_torchvision() -> dict[str, Any]:
-    """Built for another torch it breaks when it is imported."""
+    """A torchvision that was built for another version of torch fails at import."""
     import torchvision
 
     return {"version": torchvision.__version__}
 
 
 def _compute(device: str, rank: int) -> dict[str, Any]:
-    """A product of ones: exact in every precision."""
+    """Multiply matrices of ones, which is exact in every precision."""
     import torch
 
     place = torch.device("cpu")
@@ -83,7 +83,7 @@ def _meet(device: str, backend: str, rank: int, ranks: int, meeting: str) -> dic
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=MEET_S),
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     return {}

@@ -1,16 +1,16 @@
-"""The stop signals. Without torch, so that they are caught before it is imported."""
+"""The stop signals. This module does not import torch, so that signals are handled during torch's import."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-#: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 ahead of the time limit (`--signal=USR2@…`).
+#: Slurm sends SIGTERM at a requeue or preemption, and SIGUSR2 before the time limit (`--signal=USR2@…`).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopFlag:
-    """Set by the stop signals. Nothing else happens in their handler: the step under way must end first."""
+    """A flag that the stop signals set. The handler does nothing else, because the current step must finish first."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -1,16 +1,15 @@
-"""Which rank is this, out of how many, and where do they meet: read once from the environment, as data.
+"""The topology of a run as seen from one rank, read once from the environment variables of the launcher.
 
-`Topology.from_env` takes the first of these that is there:
+`Topology.from_env` uses the first of these sets of variables that is present:
 
-1. hpcdist's own variables, all ten of them;
-2. torchrun's, when TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set;
-3. Slurm's, in a task of an srun step; STEP variables come before those of the job;
-4. none: a world of one, unless any variable hints at more ranks.
+1. the ten variables of hpcdist;
+2. those of torchrun, if TORCHELASTIC_RUN_ID or all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set;
+3. those of Slurm in a task of an srun step; STEP variables take precedence over those of the job;
+4. none: a single rank, unless a variable indicates more ranks.
 
-HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override
-torchrun's and Slurm's values one by one: a supervisor that restarts a step in place sets HPCDIST_ATTEMPT.
-What is set but empty counts as not set. What is half there or contradicts itself raises, for a rank that
-guesses its place hangs all others.
+HPCDIST_MASTER_ADDR, HPCDIST_MASTER_PORT, HPCDIST_JOB_ID and HPCDIST_ATTEMPT also override the values of torchrun and
+Slurm individually; a supervisor that restarts a step sets HPCDIST_ATTEMPT. An empty variable counts as not set.
+Incomplete or contradictory variables are an error, because a rank with a wrong topology makes all other ranks hang.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from hpcdist.errors import TopologyError, shortened
 from hpcdist.rank.variables import OWN_MEETING, OWN_PLACE, SLURM_COUNTS, TORCHRUN_CORE, TORCHRUN_PLACE, Variables
 from hpcdist.slurm.nodelist import expand, expand_tasks
 
-# Neither privileged nor ephemeral (32768-60999 on Linux): no client's socket ever holds one by chance.
+# Neither privileged nor ephemeral (32768-60999 on Linux), so that no client socket uses such a port.
 _PORTS_START = 20480
-_NUM_PORTS = 12281  # prime, so that steps of _PORTS_PER_JOB reach every port before they meet themselves
+_NUM_PORTS = 12281  # prime, so that multiples of _PORTS_PER_JOB cover all ports
 _PORTS_PER_JOB = 16
 
-_LOOPBACK = "127.0.0.1"  # only ever the address of a world of one
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's batch, extern and interactive "steps" lie just below 2**32
+_LOOPBACK = "127.0.0.1"  # used only for a single rank
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch, extern and interactive steps of Slurm are directly below 2**32
 
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 _TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
-_SLURM_FIX = "start the ranks with srun and hand its SLURM_ variables on unchanged, into containers too"
-_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; hand srun's variables on into containers"
+_SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
+_NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; pass srun's variables on into containers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A rank's place in the world. An impossible one raises TopologyError, which names the fields."""
+    """The position of a rank in the run. Inconsistent values raise TopologyError, which names the fields."""
 
     rank: int
-    """0 to world_size - 1; not always in node order (srun --distribution)."""
+    """0 to world_size - 1; ranks are not always ordered by node (srun --distribution)."""
     world_size: int
     """Number of ranks on all nodes."""
     local_rank: int
     """0 to local_world_size - 1, among the ranks of this node."""
     local_world_size: int
-    """Number of ranks on this node; nodes may differ."""
+    """Number of ranks on this node; it may differ between nodes."""
     node_rank: int
     """0 to num_nodes - 1."""
     num_nodes: int
-    """Number of nodes; each holds one rank at least."""
+    """Number of nodes, each with at least one rank."""
     hosts: tuple[str, ...] = ()
-    """Names of all nodes in node order where they are known, else empty."""
+    """Names of all nodes in node order; empty if they are not known."""
     master_addr: str
-    """Where rank 0 listens."""
+    """Host name or address of rank 0."""
     master_port: int
-    """TCP port of the ranks' store, where the process group and RPC meet."""
+    """TCP port of the store, used for the rendezvous of the process group and RPC."""
     launcher: Literal["hpcdist", "torchrun", "slurm", "single"]
-    """Whose variables told this; "single" is a world of one that nobody launched."""
+    """The launcher whose variables were used; "single" is one rank without a launcher."""
     job_id: str
-    """Slurm's job id, or the launcher's name for this run of ranks."""
+    """Slurm's job id, or the id of the run in another launcher."""
     attempt: int
-    """0 at first, one more with each restart."""
+    """Number of the attempt; each restart increases it by one."""
 
     def __post_init__(self) -> None:
         alone = self.num_nodes == 1
@@ -76,35 +75,35 @@ class Topology:
             (0 <= self.node_rank < self.num_nodes, "0 <= node_rank < num_nodes"),
             (
                 not alone or self.local_world_size == self.world_size,
-                "local_world_size == world_size where num_nodes == 1",
+                "local_world_size == world_size if num_nodes == 1",
             ),
             (
                 self.local_world_size + self.num_nodes <= self.world_size + 1,
                 "local_world_size + num_nodes <= world_size + 1",
             ),
-            (len(self.hosts) in (0, self.num_nodes), "as many hosts as num_nodes, or none"),
-            (len(set(self.hosts)) == len(self.hosts), "no name in hosts twice"),
+            (len(self.hosts) in (0, self.num_nodes), "num_nodes names in hosts, or none"),
+            (len(set(self.hosts)) == len(self.hosts), "distinct names in hosts"),
             (re.fullmatch(r"\S+", self.master_addr) is not None, "a name or address in master_addr"),
             (1 <= self.master_port <= 65535, "1 <= master_port <= 65535"),
             (re.fullmatch(r"\S+", self.job_id) is not None, "a job_id without spaces"),
             (self.attempt >= 0, "attempt >= 0"),
-            (self.launcher != "single" or self.world_size == 1, "world_size == 1 where launcher is 'single'"),
+            (self.launcher != "single" or self.world_size == 1, "world_size == 1 if launcher is 'single'"),
         ):
             if not holds:
                 names = [name for name in self.__dataclass_fields__ if re.search(rf"\b{name}\b", rule)]
                 values = ", ".join(f"{name}={shortened(repr(getattr(self, name)))}" for name in names)
-                raise TopologyError(f"a topology needs {rule}, got {values}")
+                raise TopologyError(f"a topology requires {rule}, got {values}")
 
     @property
     def token(self) -> str:
-        """What the ranks of an attempt compare before they trust a port: tells strangers, keeps no secret."""
+        """Identifier of the attempt, which ranks compare when they connect; it is not secret."""
         return f"hpcdist/{self.job_id}/{self.attempt}"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Return the topology that `env` describes: a pure function, with this module's order of precedence.
+        """Return the topology described by environment variables, with the precedence documented in this module.
 
-        Raises TopologyError that names the variables and their values, and ends with what to do.
+        Raises TopologyError, whose message names the variables, their values and a fix.
         """
         if any(env.get(name) for name in OWN_PLACE):
             return _from_own(Variables(env, _OWN_FIX))
@@ -116,11 +115,11 @@ class Topology:
 
 
 def port_for(job_id: str, attempt: int) -> int:
-    """Return the TCP port of an attempt: every rank comes to the same one by itself.
+    """Return the TCP port of an attempt in 20480-32760, which every rank computes independently.
 
-    It lies in 20480-32760. Attempts that follow each other differ. So do job ids whose trailing numbers differ by
-    less than 12281 (1234 and 1235, run-1 and run-2), and the first 16 attempts of one job meet no port of the next.
-    Any other two jobs share their port once in 12281 times.
+    Consecutive attempts have different ports. The first 16 attempts of two jobs have different ports if the trailing
+    numbers of their ids differ by 1 (1234 and 1235, run-1 and run-2), and the first attempts if they differ by less
+    than 12281. Two other jobs have the same port with a probability of 1 in 12281.
     """
     match = re.fullmatch(r"(.*?)([0-9]{0,18})", job_id, re.DOTALL)
     assert match is not None, "the pattern matches any text"
@@ -130,9 +129,9 @@ def port_for(job_id: str, attempt: int) -> int:
 
 
 def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
-    """The ranks of this rank's node, in the order of their local ranks; raises TopologyError as `from_env` does."""
+    """Return the ranks on this rank's node, ordered by local rank. Raises TopologyError as `from_env` does."""
     if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
-        # Right for every --distribution, and for heterogeneous steps.
+        # Correct for every --distribution and for heterogeneous steps.
         return [int(rank) for rank in Variables(env, _SLURM_FIX).parsed("SLURM_GTIDS", _numbers)]
     first = topology.rank - topology.local_rank
     return list(range(first, first + topology.local_world_size))
@@ -141,22 +140,26 @@ def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
 def _numbers(text: str) -> list[str]:
     parts = text.split(",")
     if not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
-        raise TopologyError(f"must be whole numbers with commas between, got {shortened(text)!r}")
+        raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
     return parts
 
 
 def cuda_index(
     topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
 ) -> int | None:
-    """Return which of the `num_visible` GPUs that this process sees is this rank's; None where it sees none.
+    """Return the CUDA device index of this rank; None if the process sees no GPU.
 
-    With a GPU in sight for every local rank it is number local_rank: right where all ranks see the same
-    GPUs, and where each sees only its own, since then no two can meet. With fewer in sight it is 0, if each
-    rank may be seeing GPUs of its own: SLURM_GPUS_ON_NODE tells, which counts those of all the step's tasks
-    on this node; where it is not set, a CUDA_VISIBLE_DEVICES that names one device does. Anything else raises
-    TopologyError, for two ranks on one GPU end in NCCL's "Duplicate GPU detected".
+    If at least as many GPUs are visible as the node has ranks, the index is the local rank. Otherwise the index is 0,
+    provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this, which counts the GPUs of all tasks of
+    the step on this node; if it is not set, CUDA_VISIBLE_DEVICES must name a single device.
 
-    `sharers` are the ranks of this node that use GPUs where not all do; they alone count then.
+    Args:
+        topology: the topology of this rank.
+        num_visible: number of GPUs that this process sees.
+        env: environment variables.
+        sharers: the ranks on this node that use GPUs, if not all ranks do.
+
+    Raises TopologyError in all other cases, because two ranks on one GPU fail with NCCL's "Duplicate GPU detected".
     """
     num_local = topology.local_world_size if sharers is None else len(sharers)
     if num_visible == 0:
@@ -165,8 +168,13 @@ def cuda_index(
         return topology.local_rank if sharers is None else sharers.index(topology.rank)
     variables = Variables(
         env,
+<<<<<<< HEAD
         f"ask for a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
         f"or start fewer ranks here (launch.num_ranks={num_visible})",
+=======
+        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
+        f"or start fewer ranks here (launch.num_ranks={num_visible})",
+>>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
     )
     if variables.has("SLURM_GPUS_ON_NODE"):
         if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
@@ -176,12 +184,12 @@ def cuda_index(
     known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
     raise variables.error(
         f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
-        f"{'run' if sharers is None else 'use GPUs'} on its node, and two would take the same one"
+        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
     )
 
 
 def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
-    """Make the topology; an error also says which variables its fields came from."""
+    """Create the topology; add the variables to the message of an error."""
     try:
         return Topology(**fields)
     except TopologyError as error:
@@ -189,7 +197,7 @@ def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topolog
 
 
 def _meeting(variables: Variables, addr: str, job_id: str, attempt: int, port: int | None = None) -> dict[str, Any]:
-    """The fields that say where to meet: the launcher's, each overridden by hpcdist's own variable."""
+    """Return the rendezvous fields of the launcher, overridden by the variables of hpcdist."""
     job_id = variables.text("HPCDIST_JOB_ID", job_id)
     attempt = variables.number("HPCDIST_ATTEMPT", attempt)
     return {
@@ -210,12 +218,12 @@ def _from_own(variables: Variables) -> Topology:
 def _from_torchrun(variables: Variables) -> Topology:
     number = variables.number
     rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
-    # torchrun sets all of these; whoever sets only the first four may leave out what is plain without them.
+    # torchrun sets all variables. If only the first four are set, the others must follow from them.
     local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
     num_nodes, rest = divmod(world_size, max(local_world_size, 1))
     num_nodes = number("GROUP_WORLD_SIZE", None if rest else num_nodes)
     attempt = number("TORCHELASTIC_RESTART_COUNT", 0)
-    # Every run without --rdzv-id is called "none": the port tells them apart.
+    # All runs without --rdzv-id have the id "none", so the port is appended.
     job_id = f"{variables.text('TORCHELASTIC_RUN_ID', 'torchrun')}-{port}"
     return _build(
         variables,
@@ -232,7 +240,7 @@ def _from_torchrun(variables: Variables) -> Topology:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task: SLURM_PROCID=0 alone stands in sbatch's shell too."""
+    """Return whether srun started this process as a task. SLURM_PROCID alone is also set in the shell of sbatch."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     is_number = re.fullmatch(r"[0-9]{1,10}", step) is not None
     return bool(env.get("SLURM_PROCID")) and is_number and int(step) < _FIRST_SPECIAL_STEP
@@ -250,13 +258,15 @@ def _from_slurm(variables: Variables) -> Topology:
         raise variables.error(f"{nodes_name} names {len(hosts)} nodes, {tasks_name} counts {len(tasks)} ({seen})")
     hosts, tasks = _in_component_order(variables, hosts, tasks)
     if sum(tasks) != variables.number(count_name):
-        raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, unlike {count_name} ({seen})")
+        raise variables.error(f"{tasks_name} adds up to {sum(tasks)} tasks, but {count_name} differs ({seen})")
     if node_rank >= len(hosts):
-        raise variables.error(f"SLURM_NODEID lies outside the {len(hosts)} nodes of {nodes_name} ({seen})")
+        raise variables.error(
+            f"SLURM_NODEID is not less than the number of nodes in {nodes_name}, {len(hosts)} ({seen})"
+        )
     if rank == 0 and node_rank > 0 and not variables.has("HPCDIST_MASTER_ADDR"):
-        where = f"the others look for rank 0 on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
-        fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks or leave out --distribution=arbitrary"
-        raise TopologyError(f"{where}; {fix}")
+        problem = f"rank 0 is expected on {hosts[0]}, but it is on {hosts[node_rank]} ({seen})"
+        fix = f"set HPCDIST_MASTER_ADDR={hosts[node_rank]} for all ranks, or remove --distribution=arbitrary"
+        raise TopologyError(f"{problem}; {fix}")
     job_id, attempt = variables.text("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
     return _build(
         variables,
@@ -274,18 +284,18 @@ def _from_slurm(variables: Variables) -> Topology:
 
 
 def _in_component_order(variables: Variables, hosts: list[str], tasks: list[int]) -> tuple[list[str], list[int]]:
-    """The nodes as a heterogeneous step numbers them: SLURM_NODEID goes by component, its lists are sorted by name."""
+    """Return the nodes of a heterogeneous step in the order of SLURM_NODEID, which is by component, not by name."""
     size = variables.number("SLURM_HET_SIZE", 0)
     groups = [name for index in range(size) if variables.has(name := f"SLURM_JOB_NODELIST_HET_GROUP_{index}")]
     counts = dict(zip(hosts, tasks, strict=True))
     ordered = [host for name in groups for host in variables.parsed(name, expand) if host in counts]
-    if sorted(ordered) != sorted(hosts):  # another step, or an environment that was not handed on whole
+    if sorted(ordered) != sorted(hosts):  # another step, or incomplete environment variables
         return hosts, tasks
     return ordered, [counts[host] for host in ordered]
 
 
 def _from_nothing(env: Mapping[str, str]) -> Topology:
-    """A world of one, but only if nothing says that there should be more."""
+    """Return the topology of a single rank. Raises TopologyError if a variable indicates more ranks."""
     slurm, own, torchrun = (Variables(env, fix) for fix in (_NO_STEP_FIX, _OWN_FIX, _TORCHRUN_FIX))
     hints = [name for name in SLURM_COUNTS if slurm.number(name, 1) > 1]
     if slurm.number("SLURM_PROCID", 0) > 0:
@@ -293,7 +303,9 @@ def _from_nothing(env: Mapping[str, str]) -> Topology:
     if slurm.has("SLURM_JOB_NODELIST") and len(slurm.parsed("SLURM_JOB_NODELIST", expand)) > 1:
         hints.append("SLURM_JOB_NODELIST")
     if hints:
-        raise slurm.error(f"Slurm's job is for several tasks ({slurm.shown(hints)}), but this is no srun task")
+        raise slurm.error(
+            f"the Slurm job has several tasks ({slurm.shown(hints)}), but this process is not an srun task"
+        )
     if given := own.shown(OWN_MEETING):
         raise own.error(f"{given} set, but {', '.join(OWN_PLACE)} not")
     given = torchrun.shown(TORCHRUN_PLACE)

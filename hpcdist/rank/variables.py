@@ -1,4 +1,4 @@
-"""The names of the launchers' environment variables, and a strict reader whose errors end with what to do."""
+"""Environment variables of the launchers, and a strict reader of them whose error messages end with a fix."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SLURM_COUNTS = (
     "SLURM_JOB_NUM_NODES",
     "SLURM_HET_SIZE",
 )
-"""Each 1 at most in an allocation for one process. SLURM_TASKS_PER_NODE is not: it may count processors."""
+"""In an allocation for one process each is at most 1; SLURM_TASKS_PER_NODE may be larger and is not in the list."""
 
 
 class Variables:
-    """`env` as one launcher's variables; `fix` is the advice that its errors end with.
+    """Reads the variables of one launcher from `env`. Error messages end with `fix`.
 
-    A variable that is set but empty counts as not set. All methods that read raise TopologyError.
+    An empty variable counts as not set. All methods that read a value raise TopologyError.
     """
 
     def __init__(self, env: Mapping[str, str], fix: str) -> None:
@@ -52,11 +52,11 @@ class Variables:
         return bool(self.env.get(name))
 
     def first(self, *names: str) -> str:
-        """Return the first of `names` that is set: the name, not the value."""
+        """Return the name of the first variable that is set."""
         for name in names:
             if self.has(name):
                 return name
-        raise self.error(f"{' or '.join(names)} must be set, and is not")
+        raise self.error(f"{' or '.join(names)} must be set")
 
     def text(self, name: str, default: str | None = None) -> str:
         if default is not None and not self.has(name):
@@ -64,7 +64,7 @@ class Variables:
         return self.env[self.first(name)]
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0 on; ten digits hold every one that Slurm uses."""
+        """Return a whole number >= 0 of at most ten digits, which covers all numbers of Slurm."""
         if default is not None and not self.has(name):
             return default
         value = self.text(name)
@@ -79,7 +79,7 @@ class Variables:
             raise self.error(f"{name}: {error}") from error
 
     def shown(self, names: Iterable[str]) -> str:
-        """Those of `names` that are set, with their values, for a message."""
+        """Return `NAME=value` of the variables that are set, for a message."""
         return ", ".join(f"{name}={shortened(self.env[name])}" for name in names if self.has(name))
 
     def missing(self, names: Iterable[str]) -> str:

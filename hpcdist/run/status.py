@@ -63,7 +63,7 @@ def job_of(run: RunDir) -> JobRef | None:
 def look_now(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
     """One look at a run's job; None for a run of this machine."""
     job = job_of(run)
-    return job_snapshot.look_at(job, history=history) if job is not None else None
+    return job_snapshot.take_snapshot(job, history=history) if job is not None else None
 
 
 def stand(run: RunDir, look: JobSnapshot | None) -> Standing:
@@ -74,11 +74,11 @@ def stand(run: RunDir, look: JobSnapshot | None) -> Standing:
     """
     # Opening a folder makes a network file system ask its server what has changed in it.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
-    facts = look.facts if look else None
+    facts = look.info if look else None
     # The lease of a supervisor that was killed elsewhere looks alive for a while; Slurm knows better.
     held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))
     state = run.read_state()
-    away = look.away if look else ""
+    away = look.error if look else ""
 
     def so(name: str, reason: str = state.reason, *, over: bool = False) -> Standing:
         return Standing(name=name, state=state, over=over, reason=reason, facts=facts, away=away)
@@ -92,7 +92,7 @@ def stand(run: RunDir, look: JobSnapshot | None) -> Standing:
         return so(state.status)
     if look is None:
         return so("lost", over=True) if state.status == "running" else so(state.status)
-    if look.dead:
+    if look.is_over:
         return so("lost", dead_reason(run, facts), over=True)
     if facts is not None and facts.waiting:
         return so("queued")
@@ -108,7 +108,7 @@ def note_life(run: RunDir, env: Mapping[str, str]) -> None:
     """
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     job_id = f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
-    facts = job_snapshot.look_at(JobRef(id=job_id)).facts
+    facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
     if facts is None:
         return
     lives = _lives(run, job_id)
@@ -165,7 +165,7 @@ def close_if_dead(run: RunDir) -> str:
         if found.name != "lost" and not (found.name == "created" and left and holder(run) is None):
             return ""
         reason = "its supervisor died"
-    elif found.name != "lost" or not look.dead:
+    elif found.name != "lost" or not look.is_over:
         return ""
     elif found.facts is not None:
         status = _CLOSED_AS.get(found.facts.state, "failed")

@@ -13,7 +13,7 @@ from hpcdist.run.folder import ENDED, RunDir, Status, read_json, write_json
 from hpcdist.run.lease import hold, holder, user_name
 from hpcdist.run.status import job_of, look_now, stand
 from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
 #: A job that has left the queue has its supervisor at work after this time, or never.
@@ -27,7 +27,7 @@ def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
     Returns a sentence for whoever asked. Raises UserMistake when there is nothing to end, or nobody to ask.
     """
     look = look_now(run)
-    if look is not None and (holder(run) is None or (look.facts is not None and look.facts.waiting)):
+    if look is not None and (holder(run) is None or (look.info is not None and look.info.waiting)):
         if (done := _out_of_queue(run, action, look)) is not None:
             return done
         _wait_for_supervisor(run)
@@ -77,14 +77,14 @@ def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: JobSnaps
     now = stand(run, look)
     if now.over:
         raise UserMistake(f"run {run.name} is not running: it is {now.sentence}")
-    if look.away:
-        raise UserMistake(f"nobody holds run {run.name}, and Slurm cannot be asked about job {job.id}: {look.away}")
+    if look.error:
+        raise UserMistake(f"nobody holds run {run.name}, and Slurm cannot be asked about job {job.id}: {look.error}")
     if now.facts is None or not now.facts.waiting:
         return None
     # One that begins to run at this moment is left to its supervisor, which saves.
-    job_snapshot.cancel(job.id, waiting_only=True)
+    client.cancel_job(job.id, pending_only=True)
     after = look_now(run)
-    if after is None or not after.dead:
+    if after is None or not after.is_over:
         return None
     ended: Status = "stopped" if action == "stop" else "cancelled"
     reason = f"{ended} in the queue (`hpcdist {action}` by {user_name()})"

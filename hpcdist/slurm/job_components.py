@@ -16,7 +16,7 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest, role_device
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
-from hpcdist.slurm.partitions import parse_memory_mb
+from hpcdist.slurm.command_output import parse_memory_mb
 
 #: Beyond this many nodes the rank table names the first and the last of a component.
 NODES_IN_TABLE = 16

@@ -16,8 +16,8 @@ from hpcdist.run.lease import hold, holder
 from hpcdist.run.status import job_of
 from hpcdist.run.sweep import Cell, Sweep
 from hpcdist.run.sweep_folder import SweepDir, mark, sweep_of, write_sweep
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
 from hpcdist.supervisor.pending_config import propose
 from hpcdist.supervisor.start import create_run
 
@@ -57,8 +57,8 @@ def choose(sweep: Sweep) -> list[Choice]:
 def queued_jobs(job_ids: Sequence[str]) -> dict[str, str] | None:
     """The state, by job id, of those jobs that Slurm has not done with; None when it cannot be asked."""
     try:
-        return {job: facts.state for job, facts in job_snapshot.ask_many(job_ids).items() if facts.alive}
-    except SlurmUnavailableError:
+        return {job: facts.state for job, facts in client.query_jobs(job_ids).items() if facts.alive}
+    except SlurmError:
         return None
 
 

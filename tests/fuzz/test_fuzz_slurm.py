@@ -1,4 +1,4 @@
-"""Outputs of Slurm's commands, recorded from three releases and damaged: a parser returns facts or leaves them out."""
+"""Outputs of Slurm's commands, recorded from three releases, with random damage: a parser skips damaged parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hpcdist.errors import TopologyError
 from hpcdist.rank.topology import Topology, port_for, ranks_on_node
-from hpcdist.slurm.current_job import parse_minutes
-from hpcdist.slurm.job_info import JobInfo, parse_facts, parse_sacct, parse_scontrol, parse_squeue
+from hpcdist.slurm.cluster_nodes import parse_boot_times, parse_node_features, parse_node_states, parse_partitions
+from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes, parse_record, parse_seconds, parse_settings
+from hpcdist.slurm.job_info import JobInfo, parse_sacct, parse_scontrol, parse_squeue
 from hpcdist.slurm.nodelist import expand, expand_tasks
-from hpcdist.slurm.partitions import parse_memory_mb, parse_partitions, parse_settings, seconds
 
 RECORDED = sorted(Path(__file__).parents[1].glob("unit/**/slurm_[0-9]*_[0-9]*/*.txt"))
 LINES = [line for path in RECORDED for line in path.read_text().splitlines()]
@@ -36,22 +36,25 @@ def outputs(draw: st.DrawFn) -> str:
 
 @fuzz(text=outputs(), job=st.sampled_from(["1", "2_1", "3", "8", "10_2", "11", "", "x"]), more=outputs())
 def test_slurm_outputs(text: str, job: str, more: str) -> None:
-    parse_facts(text)
+    parse_record(text)
     for parse in (parse_scontrol, parse_squeue, parse_sacct):
-        facts = parse(text, job)
-        if facts is not None:
-            assert isinstance(facts, JobInfo)
-            facts.describe(1e9)
+        info = parse(text, job)
+        if info is not None:
+            assert isinstance(info, JobInfo)
+            info.describe(1e9)
     for partition in parse_partitions(text, more):
         partition.limit("MaxNodes")
         partition.allowed("Accounts")
     parse_settings(text)
+    parse_node_states(text)
+    parse_node_features(text)
+    parse_boot_times(text)
 
 
 @fuzz(text=st.one_of(st.text(alphabet="0123456789KMGTBb. :-secmin²", max_size=20), st.text(max_size=8), WORDS))
 def test_slurm_values(text: str) -> None:
     parse_memory_mb(text)
-    seconds(text)
+    parse_seconds(text)
     parse_minutes(text)
 
 

@@ -193,10 +193,10 @@ def test_an_attempt_that_was_replaced_saves_nothing_more(tmp_path: Path) -> None
     run = new_run(tmp_path)
     with open_context(ALONE, run, Config()) as ctx:
         ctx.save(1, model=nn.Linear(2, 2), trainer={})
-        ctx._saver.wait()
+        ctx._checkpoints.saver.wait()
         run.new_attempt()
         ctx.save(2, model=nn.Linear(2, 2), trainer={})
-        with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 saves nothing more"):
+        with pytest.raises(CheckpointError, match="attempt 2 of run first has begun: attempt 1 must not save"):
             ctx.close()
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
 

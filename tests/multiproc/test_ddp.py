@@ -31,8 +31,9 @@ from hpcdist.config.schema import (
 from hpcdist.data.batches import PreloadedSplit
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.models.image import SimpleCNN
-from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.context import Context
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import read_records
 from hpcdist.trainers.ddp import train
@@ -256,11 +257,11 @@ def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> 
     cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
     with open_context(ALONE, run, cfg) as ctx:
-        best = ctx._store.best()
+        best = ctx._checkpoints.store.best()
         ctx.close()
     assert best is not None
     assert best.step in (9, 15)
-    newest = ctx._store.latest()
+    newest = ctx._checkpoints.store.latest()
     assert newest is not None
     assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
 

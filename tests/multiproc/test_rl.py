@@ -17,8 +17,8 @@ from spawn import Rank, spawn_ranks
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.config.schema import CheckpointConfig, Config, OptimConfig, StopConfig
-from hpcdist.rank.context import seed_everything
 from hpcdist.rank.optimizer import build_optimizer
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.rl import train
 from hpcdist.trainers.rl.environments import Problem

@@ -101,7 +101,7 @@ def stopping(here: Rank, path: Path) -> int:
         ctx.agree_among([0])
         if not ctx.is_main:
             if ctx.rank == 2:
-                ctx.ask_stop()  # as its signal handler does
+                ctx.request_stop()  # as its signal handler does
             group.serve({})
             return -1
         step = 0

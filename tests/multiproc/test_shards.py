@@ -73,7 +73,7 @@ def test_owners_write_their_parts_and_one_process_reads_the_whole(tmp_path: Path
 def fail_to_write(here: Rank, path: Path) -> str:
     with open_context(here, RunDir(path), Config()) as ctx:
         if here.rank == 2:  # something lies where the shard is to go
-            (ctx._store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
+            (ctx._checkpoints.store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
         ctx.barrier()
         ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
         try:

@@ -80,7 +80,7 @@ def test_a_gate_without_the_key_is_not_believed() -> None:
     with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
         prove(ours, KEY, b"token")
     ours.close()
-    with theirs, pytest.raises(ConnectionError, match="closed before a proof"):
+    with theirs, pytest.raises(ConnectionError, match="closed before the proof"):
         check_proof(theirs, KEY, b"token")
 
 
@@ -110,7 +110,7 @@ def test_a_stranger_in_a_group_is_refused_and_fails_it_if_it_has_spoken(caplog: 
             stranger.sendall(words)
             store = HashStore()
             if words:
-                with pytest.raises(RendezvousError, match="and sent data, but is no rank of this run"):
+                with pytest.raises(RendezvousError, match="and sent data, but is not a rank of this run"):
                     admit_group(store, 0, 1, before)
             else:
                 admit_group(store, 0, 1, before)
@@ -121,12 +121,12 @@ def test_a_stranger_in_a_group_is_refused_and_fails_it_if_it_has_spoken(caplog: 
                     socket.create_connection(listener.getsockname(), timeout=0.3)
             for sock in accepted:
                 sock.close()
-        assert caplog.text.count("which is no rank of this run") == 1
+        assert caplog.text.count("which is not a rank of this run") == 1
 
 
 def test_who_connects_before_an_address_is_published_ends_the_start_of_rpc() -> None:
     admission = RpcAdmission(HashStore(), 0, 1)
     with socket.create_server((HERE, 0)) as listener, socket.socket() as stranger:
         stranger.connect(listener.getsockname())
-        with pytest.raises(RendezvousError, match=r"connected to port \d+ of rank 0 before any rank was told of it"):
+        with pytest.raises(RendezvousError, match=r"connected to port \d+ of rank 0 before its address was published"):
             admission.shut()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from spawn import Rank, spawn_ranks
 
-from hpcdist.rank.stop_agreement import REQUEST_EVERY_S, StopAgreement
+from hpcdist.rank.stop_agreement import REQUEST_INTERVAL_S, StopAgreement
 from hpcdist.rank.stop_signals import StopFlag
 
 ASK_AT = 6
@@ -128,7 +128,7 @@ def test_a_world_of_one_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def boundaries(stop: StopAgreement, num: int) -> list[bool]:
         answers = []
         for _ in range(num):
-            clock[0] += REQUEST_EVERY_S  # a slow step: every boundary looks
+            clock[0] += REQUEST_INTERVAL_S  # a slow step: every boundary looks
             answers.append(stop.at_boundary())
         return answers
 
@@ -155,4 +155,4 @@ def test_the_request_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypa
         stop.at_boundary()
     assert 9 <= len(looks) <= 10
     gaps = [later - earlier for earlier, later in itertools.pairwise(looks)]
-    assert min(gaps) >= REQUEST_EVERY_S - 1e-9
+    assert min(gaps) >= REQUEST_INTERVAL_S - 1e-9

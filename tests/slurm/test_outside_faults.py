@@ -97,7 +97,7 @@ def test_the_disk_is_full_during_a_save(scene: FaultScene, small_disk: list[Path
     assert state.status == "failed"
     assert "CheckpointError" not in state.reason
     assert f"checkpoint of step 60 could not be written to {checkpoints}: No space left on device" in state.reason
-    assert "older checkpoints are untouched" in state.reason
+    assert "older checkpoints are unchanged" in state.reason
     assert "\n" not in state.reason
     assert state.attempt == 2, "once more, and the very same again"
     assert {path.name for path in checkpoints.iterdir()} == {"ballast", "step-00000040", "step-00000045"}

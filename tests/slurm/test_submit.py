@@ -13,7 +13,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.run.folder import read_json
-from hpcdist.slurm.current_job import parse_time
+from hpcdist.slurm.command_output import parse_time
 
 
 @pytest.fixture(autouse=True)
@@ -153,11 +153,11 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
         ),
         (
             "cluster.account=nobody",
-            "cluster.account=nobody: Slurm would not take this job:"
+            "cluster.account=nobody: Slurm rejects this job:"
             " Invalid account or account/partition combination specified; yours are devcluster, root",
         ),
         ("cluster.qos=nope", "cluster.qos=nope: no such QOS: there are normal"),
-        ("cluster.constraint=none", "Slurm would not take this job: Invalid feature specification"),
+        ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
         ("cluster.sbatch.mail-typo=FAIL", "cluster.sbatch.mail-typo=FAIL: sbatch has no such flag"),
         ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
     ],
@@ -182,7 +182,7 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
     assert "\n#SBATCH --partition=main\n" in output
     assert "\n# srun --job-name=attempt-001 --nodes=2 --ntasks=4 --ntasks-per-node=2 " in output
     assert output.endswith(
-        "\n# rank  role         device  where\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
+        "\n# rank  role         device  place\n# 0-3   trainer:0-3  cpu     2 nodes × 2, partition main\n"
     )
     assert not slurm_runs.run_dir(name).path.exists()
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from spawn import Rank
 
 from hpcdist.config.schema import Config
-from hpcdist.rank.context import Context, seed_everything
+from hpcdist.rank.context import Context
 from hpcdist.rank.network.process_group import Groups
+from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.heartbeat import Heartbeat

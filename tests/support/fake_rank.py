@@ -35,7 +35,7 @@ def beat(step: int) -> None:
 
 
 def report(outcome: dict[str, Any]) -> None:
-    """The outcome file, as rank/worker.py writes it."""
+    """The outcome file, as rank/outcome.py writes it."""
     value = {"rank": RANK, "host": "fakehost", "time": time.time(), "step": STEP, "peer_lost": False, "traceback": []}
     (FOLDER / f"rank-{RANK:05d}.outcome.json").write_text(json.dumps(value | outcome))
 

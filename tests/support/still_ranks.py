@@ -23,7 +23,7 @@ import json, os, signal, socket, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from hpcdist.run.folder import RunDir
-from hpcdist.rank.telemetry.flight_recorder import tell_on_signal
+from hpcdist.rank.telemetry.flight_recorder import dump_on_signal
 
 def train(rank):
     if rank == 1:
@@ -61,7 +61,7 @@ def main():
     lonely = socket.create_connection(listener.getsockname())
     listener.accept()[0].close()
     lonely.recv(1)
-    tell_on_signal(attempt, rank, int(os.environ["HPCDIST_WORLD_SIZE"]))
+    dump_on_signal(attempt, rank, int(os.environ["HPCDIST_WORLD_SIZE"]))
     print("up", flush=True)
     train(rank)
 

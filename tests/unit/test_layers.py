@@ -31,7 +31,7 @@ rank.roles rank.topology
 config.redaction config.document
 config.schema
 config
-slurm.job_components slurm.extra_flags
+slurm.job_components slurm.extra_flags slurm.exposed_secrets
 run
 containers
 preflight devcluster
@@ -51,7 +51,6 @@ cli
 #: Imports against the order: module → imported module, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config.schema.declaration", "trainers"): "imports the declaration of a trainer when a config names that trainer",
-    ("slurm.job.in_job", "slurm.submit.checks"): "to be removed",
 }
 
 #: May be imported where torch is not installed, such as on a login node.

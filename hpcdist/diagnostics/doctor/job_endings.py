@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hpcdist.diagnostics.doctor.slurm import Answers, few
 from hpcdist.machine.check import Check
-from hpcdist.slurm.partitions import Partition, seconds
+from hpcdist.slurm.cluster_nodes import Partition
+from hpcdist.slurm.command_output import parse_seconds
 
 #: Enough for a checkpoint of some gigabytes on an ordinary file system; less is worth a word.
 _EASY_S = 30
@@ -25,7 +26,7 @@ def endings(found: Answers) -> list[Check]:
 
 
 def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[Check]:
-    kill_wait = seconds(settings.get("KillWait", "")) or 0
+    kill_wait = parse_seconds(settings.get("KillWait", "")) or 0
     told = (
         "Slurm's user signal comes ahead of it (preempt_send_user_signal)"
         if "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
@@ -38,7 +39,7 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
     modes: dict[tuple[str, int], list[str]] = {}
     for one in partitions:
         mode = one.facts.get("PreemptMode", settings.get("PreemptMode", "")).split(",")[-1]
-        modes.setdefault((mode, seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
+        modes.setdefault((mode, parse_seconds(one.facts.get("GraceTime", "0")) or 0), []).append(one.name)
     said = f"decided by {'quality of service (a QOS may have another GraceTime)' if by_qos else 'partition'}; {told}"
     return [
         _end(kill_wait),
@@ -107,7 +108,7 @@ def _numbers(text: str) -> set[str]:
 
 
 def _lost_node(settings: dict[str, str]) -> list[Check]:
-    timeout = seconds(settings.get("SlurmdTimeout", ""))
+    timeout = parse_seconds(settings.get("SlurmdTimeout", ""))
     if timeout == 0:
         text = "a node that dies is never given up by Slurm (SlurmdTimeout=0)"
         fix = "hpcdist asks for a requeue itself; the node stays `idle*` until staff looks at it"
@@ -119,7 +120,7 @@ def _lost_node(settings: dict[str, str]) -> list[Check]:
 
 def _left_processes(settings: dict[str, str]) -> list[Check]:
     tracking = settings.get("ProctrackType", "").removeprefix("proctrack/")
-    stuck = seconds(settings.get("UnkillableStepTimeout", ""))
+    stuck = parse_seconds(settings.get("UnkillableStepTimeout", ""))
     text = f"processes are found by {tracking} when a job ends"
     if stuck:
         text += f"; one that cannot be killed for {stuck} s drains its node (UnkillableStepTimeout)"

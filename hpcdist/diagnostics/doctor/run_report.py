@@ -18,8 +18,9 @@ from hpcdist.machine.check import LEVELS, Check
 from hpcdist.run.folder import Attempt, RunDir, read_json
 from hpcdist.run.lease import holder
 from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
-from hpcdist.slurm.job_info import parse_time
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeState
 from hpcdist.slurm.nodelist import expand
 
 #: Attempts that have a line each; nodes of a run that have one where nothing is wrong with them.
@@ -152,46 +153,44 @@ def _node_states(run: RunDir) -> list[Check]:
     if not nodes:
         return []
     try:
-        said = answer("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N|%T|%H|%u|%E")
-    except SlurmUnavailableError as error:
+        states = client.node_states(names=nodes)
+    except SlurmError as error:
         text = f"Slurm does not say how they are: {error}"
         return [Check(name="nodes", level="warning", text=text, fix="see `hpcdist doctor`")]
-    return node_states(said, nodes)
+    return node_checks(states, nodes)
 
 
-def node_states(said: str, nodes: Sequence[str]) -> list[Check]:
-    """States of nodes from `sinfo -N -o '%N|%T|%H|%u|%E'`, which has a line for each node and partition."""
-    split = (line.split("|", 4) for line in said.splitlines())
-    rows = {words[0]: words for words in split if len(words) == 5}
+def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
+    """Return a check for each of `nodes`, those that Slurm starts no jobs on first."""
+    known = {state.name: state for state in states}
     bad, well = [], []
     for node in nodes:
-        row = rows.get(node)
-        if row is None:
+        found = known.get(node)
+        if found is None:
             text = "Slurm knows no such node any more"
             bad.append(Check(name=node, level="warning", text=text, node=node))
             continue
-        if row[1].lower().startswith(_BAD) or "*" in row[1]:
-            bad.append(_unfit(*row))
+        if found.state.lower().startswith(_BAD) or "*" in found.state:
+            bad.append(_unfit(found))
         else:
-            well.append((node, row[1]))
+            well.append((node, found.state))
     shown = [Check(name=node, level="ok", text=state, node=node) for node, state in well[:SHOWN_NODES]]
     if len(well) > SHOWN_NODES:
-        states = Counter(state for _, state in well[SHOWN_NODES:])
-        text = ", ".join(f"{count} {state}" for state, count in states.items())
+        counts = Counter(state for _, state in well[SHOWN_NODES:])
+        text = ", ".join(f"{count} {state}" for state, count in counts.items())
         shown.append(Check(name="others", level="ok", text=text))
     return bad + shown
 
 
-def _unfit(node: str, state: str, since: str, who: str, reason: str) -> Check:
-    when = parse_time(since)
-    words = [state + (" (does not answer)" if "*" in state else "")]
-    if when is not None:
-        words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(when))}")
-    if reason.strip().lower() not in ("", "none"):
-        words.append(f"{reason.strip()!r}" + (f" by {who}" if who not in ("Unknown", "") else ""))
+def _unfit(node: NodeState) -> Check:
+    words = [node.state + (" (does not answer)" if "*" in node.state else "")]
+    if node.since is not None:
+        words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
+    if node.reason:
+        words.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
     fix = "Slurm starts nothing there; `hpcdist resume` gets other nodes. "
-    fix += f"Once it is mended staff runs `scontrol update nodename={node} state=resume`"
-    return Check(name=node, level="warning", text=", ".join(words), fix=fix, node=node)
+    fix += f"Once it is mended staff runs `scontrol update nodename={node.name} state=resume`"
+    return Check(name=node.name, level="warning", text=", ".join(words), fix=fix, node=node.name)
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:

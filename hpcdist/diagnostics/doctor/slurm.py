@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpcdist.machine.check import Check
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError, answer
-from hpcdist.slurm.partitions import NodeGroup, Partition, ask_partitions, parse_settings
+from hpcdist.slurm import client as slurm_client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 
 #: What `submit` and all that follows a run need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -50,11 +51,15 @@ def ask_slurm() -> Answers:
         return Answers(missing=missing)
     begun = time.monotonic()
     try:
-        settings = parse_settings(answer("scontrol", "show", "config"))
-    except SlurmUnavailableError as error:
+        settings = slurm_client.settings()
+    except SlurmError as error:
         return Answers(missing=missing, away=str(error))
     took = time.monotonic() - begun
-    return Answers(missing=missing, settings=settings, seconds=took, partitions=ask_partitions())
+    try:
+        found = slurm_client.partitions()
+    except SlurmError:
+        found = None
+    return Answers(missing=missing, settings=settings, seconds=took, partitions=found)
 
 
 class Once:
@@ -138,14 +143,10 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
     if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
         return [Check(name="accounting", level="note", text=f"none is kept: {lost}")]
     try:
-        listed = answer(
-            "sacctmgr", "-nP", "show", "assoc", f"user={user}", f"cluster={settings.get('ClusterName', '')}",
-            "format=account",
-        )  # fmt: skip
-    except SlurmUnavailableError as error:
+        accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
+    except SlurmError as error:
         fix = "if sacct does not answer either, slurmdbd or its database is down: tell the cluster's staff"
         return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
-    accounts = sorted({line for line in listed.split() if line})
     enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
     if accounts:
         return [Check(name="accounting", level="ok", text=f"{user} may charge {few(accounts)} (cluster.account)")]

@@ -1,4 +1,4 @@
-"""Which network interface leads to the master."""
+"""The network interface over which a node reaches rank 0."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IF
 
 
 def interface_env(master_addr: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that pin gloo, NCCL and TensorPipe to the interface that routes to the master; what is set stays.
+    """Return the variables that bind gloo, NCCL and TensorPipe to the interface that routes to the master.
 
-    Left to themselves they look their own host name up, which may be slow or lead to an interface that the other
-    nodes cannot reach. Raises TopologyError when the master's name cannot be resolved or reached.
+    By default these libraries look up their own host name, which may be slow or resolve to an interface that other
+    nodes cannot reach. Variables that are already set are left out.
+
+    Raises TopologyError if the master's name cannot be resolved or there is no route to it.
     """
     missing = [name for name in INTERFACE_VARIABLES if not env.get(name)]
     if not missing:
         return {}
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
+            # This sends no packet: connecting a datagram socket only looks up the route.
             probe.connect((socket.gethostbyname(master_addr), 9))
             address = probe.getsockname()[0]
     except OSError as error:

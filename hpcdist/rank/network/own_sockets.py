@@ -1,8 +1,8 @@
-"""The TCP sockets that libraries open in this process: list them, and let the kernel drop what strangers send to them.
+"""The TCP sockets that libraries open in this process: list them, and filter the packets that they receive.
 
-gloo and TensorPipe accept any connection. Both are used through their public interface alone, so what they accept is
-limited from outside: by classic BPF filters on their listening sockets, where the kernel allows them
-(https://docs.kernel.org/networking/filter.html), and by a comparison of both ends of every connection.
+gloo and TensorPipe accept any connection and have no interface to change that. Their connections are therefore limited
+from outside: by classic BPF filters on the listening sockets, if the kernel allows them
+(https://docs.kernel.org/networking/filter.html), and by comparing both ends of every connection.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 
 #: Host and port.
 Address = tuple[str, int]
-#: An operation, where to go when a comparison is true and when it is false, and an operand.
+#: Operation code, jump offsets if a comparison is true and if it is false, and operand.
 Instruction = tuple[int, int, int, int]
 
 log = logging.getLogger(__name__)
-_looking = threading.Lock()
+_listing = threading.Lock()
 _SO_ATTACH_FILTER = 26
 _SO_DETACH_FILTER = 27
 _TCP_INFO = 11
@@ -37,11 +37,11 @@ _IP_HEADER = 0xFFF00000  # SKF_NET_OFF
 _PASS: Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
 _DROP: Instruction = (_RETURN, 0, 0, 0)
 
-#: Nothing comes in; no handshake is answered.
+#: Drops all packets; no handshake is answered.
 NOTHING = (_DROP,)
-#: A connection can be made, but nothing that its peer sends arrives. Offsets count from the TCP header.
+#: Accepts connections but drops all data from the peer. Offsets count from the TCP header.
 NO_DATA = (
-    (_LOAD_BYTE, 0, 0, 12),  # header length in its upper half, in words of four bytes
+    (_LOAD_BYTE, 0, 0, 12),  # the upper four bits hold the header length in words of four bytes
     (_AND, 0, 0, 0xF0),
     (_SHIFT_RIGHT, 0, 0, 2),
     (_TO_X, 0, 0, 0),
@@ -54,7 +54,7 @@ NO_DATA = (
 
 
 def only_from(host: str, ports: Iterable[int]) -> tuple[Instruction, ...]:
-    """A filter that passes packets from these ports of one IPv4 address."""
+    """Return a filter that passes only packets from these ports of one IPv4 address."""
     (address,) = struct.unpack("!I", socket.inet_aton(host))
     wanted = [instruction for port in ports for instruction in ((_IF_EQUAL, 0, 1, port), _PASS)]
     return (
@@ -68,21 +68,21 @@ def only_from(host: str, ports: Iterable[int]) -> tuple[Instruction, ...]:
 
 
 def attach(sock: socket.socket, program: Collection[Instruction]) -> None:
-    """Filter what a socket receives, where the kernel allows that. Connections accepted from now on inherit it."""
+    """Filter the packets of a socket, if the kernel allows it. Connections accepted from now on inherit the filter."""
     if can_filter():
         _attach(sock, program)
 
 
 @cache
 def can_filter() -> bool:
-    """Whether this process may filter its sockets: some kernels (6.18, measured) require CAP_NET_ADMIN for it."""
+    """Return whether this process may filter its sockets; some kernels (6.18, measured) require CAP_NET_ADMIN."""
     try:
         with socket.socket() as trial:
             _attach(trial, NOTHING)
     except PermissionError:
         log.warning(
-            "this kernel lets only processes with CAP_NET_ADMIN filter their sockets: other users of this node can"
-            " connect to sockets of gloo and RPC while the ranks start (see SECURITY.md)"
+            "this kernel allows socket filters only to processes with CAP_NET_ADMIN: while the ranks start, other users"
+            " of this node can connect to the sockets of gloo and RPC (see SECURITY.md)"
         )
         return False
     return True
@@ -94,37 +94,37 @@ def _attach(sock: socket.socket, program: Collection[Instruction]) -> None:
 
 
 def detach(sock: socket.socket) -> None:
-    """Let a socket receive everything again."""
-    with suppress(FileNotFoundError, PermissionError):  # it has no filter, or may have none
+    """Remove the filter of a socket."""
+    with suppress(FileNotFoundError, PermissionError):  # the socket has no filter, or filters are not allowed
         sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 @dataclass(frozen=True)
 class OwnSocket:
-    """A TCP socket of this process. `sock` is a duplicate of its descriptor, closed by `tcp_sockets`."""
+    """A TCP socket of this process. `sock` is a duplicate of its descriptor; `tcp_sockets` closes it."""
 
     sock: socket.socket
     inode: int
     local: Address
     peer: Address | None
-    """None where the socket listens."""
+    """None for a listening socket."""
 
     @property
     def bytes_received(self) -> int:
-        """How much the peer has sent, whether it was read or not."""
+        """Number of bytes that the peer has sent, including those not read yet."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
         return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
 
     def refuse(self) -> None:
-        """End the connection; what its peer sends from now on is answered with a reset."""
-        with suppress(OSError):  # the peer was faster
+        """Close the connection. Data that the peer sends later is answered with a reset."""
+        with suppress(OSError):  # the peer has closed it already
             attach(self.sock, NOTHING)
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def tcp_sockets() -> Iterator[list[OwnSocket]]:
-    """The listening and the connected TCP sockets of this process, whoever opened them."""
+    """Yield the listening and the connected TCP sockets of this process, including those opened by libraries."""
     found: dict[int, OwnSocket] = {}
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -142,7 +142,7 @@ def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
         if not stat.S_ISSOCK(status.st_mode) or status.st_ino in known:
             return None
         sock = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return None
     try:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
@@ -151,7 +151,7 @@ def _open(descriptor: int, known: Container[int]) -> OwnSocket | None:
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         peer = None if listens else _address(sock.getpeername())
         return OwnSocket(sock, os.fstat(sock.fileno()).st_ino, _address(sock.getsockname()), peer)
-    except OSError:  # neither: it is being connected, or was reset
+    except OSError:  # neither listening nor connected: still connecting, or reset
         sock.close()
         return None
 
@@ -161,31 +161,31 @@ def _address(raw: tuple[str, int]) -> Address:
 
 
 def inodes() -> frozenset[int]:
-    """What identifies the TCP sockets that are open now."""
+    """Return the inodes of the TCP sockets that are open now."""
     with tcp_sockets() as found:
         return frozenset(own.inode for own in found)
 
 
 def is_own_connection(peer: Address, local: Address) -> bool:
-    """Whether the peer of an accepted connection is a socket of this process."""
-    # One after the other: each look takes as many descriptors as there are sockets.
-    with _looking, tcp_sockets() as found:
+    """Return whether the peer of an accepted connection is a socket of this process."""
+    # One thread at a time: each listing needs as many descriptors as there are sockets.
+    with _listing, tcp_sockets() as found:
         return any((own.local, own.peer) == (peer, local) for own in found)
 
 
 def connections_to(port: int) -> set[Address]:
-    """Peers of all connections to a port of this machine, also of those that its listener has not accepted yet."""
+    """Return the peers of all connections to a port of this machine, including those not accepted yet."""
     peers = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             local, peer, state = line.split()[1:4]
-            if int(local.rpartition(":")[2], 16) == port and state not in ("0A", "06"):  # listening, waiting for an end
+            if int(local.rpartition(":")[2], 16) == port and state not in ("0A", "06"):  # TCP_LISTEN, TCP_TIME_WAIT
                 peers.add(_read_address(peer))
     return peers
 
 
 def _read_address(text: str) -> Address:
-    """`0100007F:1F90` → `127.0.0.1`, 8080; the kernel prints words of four bytes in the machine's order."""
+    """Parse `0100007F:1F90` to (`127.0.0.1`, 8080); the kernel prints four-byte words in host byte order."""
     host, _, port = text.partition(":")
     raw = b"".join(struct.pack("=I", int(host[start : start + 8], 16)) for start in range(0, len(host), 8))
     name = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)

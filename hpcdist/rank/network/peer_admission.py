@@ -1,12 +1,12 @@
-"""Connections of gloo and TensorPipe: only those between the run's own ranks, and none after all are made.
+"""Admission of peers: only ranks of this run may connect to the sockets of gloo and TensorPipe.
 
-Neither library authenticates a peer. So the ranks compare notes through their store, which only they can write: a
-connection that a rank accepted is a peer's if that peer lists the same connection as its own. Then the listening
-sockets are closed to everyone by a filter.
+Neither library authenticates a peer. The ranks therefore exchange lists of their connections through their store, which
+only ranks can access. A connection that a rank has accepted is genuine if another rank lists it too. Afterwards a
+filter closes the listening sockets.
 
-gloo connects all pairs in a group's constructor and reads nothing but a number from a connection before the first
-collective, so its connections are compared afterwards (`admit_group`). TensorPipe answers requests as soon as it
-listens, so nothing of what a peer sends reaches it before its connection is known (`RpcAdmission`).
+gloo connects all pairs in a group's constructor, and reads only a number from a connection before the first collective.
+Its connections are compared after the constructor (`admit_group`). TensorPipe answers requests as soon as it listens,
+so a filter holds back the data of each connection until it is known to be genuine (`RpcAdmission`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpcdist.rank.network import own_sockets
 from hpcdist.rank.network.own_sockets import Address, OwnSocket
 
 log = logging.getLogger(__name__)
-#: A connection as one end sees it: its own address and the other's.
+#: The local address and the peer's address of a connection.
 Connection = tuple[Address, Address]
 _Gloo = distributed_c10d.ProcessGroupGloo
 
@@ -39,7 +39,7 @@ def _listing(sockets: Iterable[OwnSocket]) -> str:
 
 
 def _accepted(listings: Iterable[bytes]) -> set[Connection]:
-    """What the other ends of all listed connections look like."""
+    """Return all listed connections as seen from their other ends."""
     found = set()
     for listing in listings:
         for local, peer in json.loads(listing):
@@ -48,13 +48,15 @@ def _accepted(listings: Iterable[bytes]) -> set[Connection]:
 
 
 def admit_group(store: Store, rank: int, size: int, before: frozenset[int]) -> None:
-    """Compare a new group's connections with its other ranks', and close its listening sockets to newcomers.
+    """Compare a new group's connections with the lists of its other ranks, and close its listening sockets.
 
     Args:
-        store: of this group alone.
-        before: sockets that were open before the group was made.
+        store: a store that only this group uses.
+        rank: rank within the group.
+        size: number of ranks in the group.
+        before: inodes of the sockets that were open before the group was created.
 
-    Raises RendezvousError where something else than a rank has sent data.
+    Raises RendezvousError if a process that is not a rank has sent data.
     """
     with own_sockets.tcp_sockets() as found:
         new = [own for own in found if own.inode not in before]
@@ -67,17 +69,17 @@ def admit_group(store: Store, rank: int, size: int, before: frozenset[int]) -> N
 
 
 def _refuse_strangers(listening: Iterable[OwnSocket], known: set[Connection]) -> None:
-    doors = {own.local for own in listening}
+    listening_at = {own.local for own in listening}
     with own_sockets.tcp_sockets() as found:
         for own in found:
-            if own.peer is None or own.local not in doors or (own.local, own.peer) in known:
+            if own.peer is None or own.local not in listening_at or (own.local, own.peer) in known:
                 continue
             if own.bytes_received:
                 raise RendezvousError(
-                    f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is no rank of this run:"
-                    " another program, or a network that translates addresses between the nodes"
+                    f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is not a rank of this"
+                    " run: it is another program, or the network translates addresses between the nodes"
                 )
-            log.warning("refused a connection from %s, which is no rank of this run", _name(own.peer))
+            log.warning("refused a connection from %s, which is not a rank of this run", _name(own.peer))
             own.refuse()
 
 
@@ -86,7 +88,7 @@ def _name(address: Address) -> str:
 
 
 class _AdmittingGloo(_Gloo):
-    """A gloo group whose connections are compared before it is used."""
+    """A gloo group that compares its connections before it is used."""
 
     def __init__(self, store: Store, rank: int, size: int, *arguments: Any, **options: Any) -> None:
         before = own_sockets.inodes()
@@ -95,61 +97,61 @@ class _AdmittingGloo(_Gloo):
 
 
 def guard_gloo() -> None:
-    """Have every gloo group that this process makes from now on admit its own ranks alone."""
-    # Connections that are made at first use would find the listening sockets closed.
+    """Make every gloo group that this process creates from now on admit only its own ranks."""
+    # The listening sockets are closed after the constructor, so connections must not be deferred to the first use.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     distributed_c10d.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
     dist.ProcessGroupGloo = _AdmittingGloo  # type: ignore[misc]
 
 
 class RpcAdmission:
-    """Admits the ranks' TensorPipe connections while RPC starts.
+    """Admits the TensorPipe connections of the ranks while RPC starts.
 
-    The kernel accepts connections, but drops all data on them until both ends are known; the sender sends it again
+    The kernel accepts connections but drops all data on them until both ends are known. The sender retransmits the data
     after 0.2 s.
 
     Args:
-        store: of this start of RPC alone.
+        store: a store that only this start of RPC uses.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._before = own_sockets.inodes()
-        self._doors: set[Address] = set()
+        self._listening: set[Address] = set()
         self._admitted: set[int] = set()
         self._ready = threading.Event()
         self._failed = threading.Event()
 
     def begin(self) -> None:
-        """Take what is open now for no part of RPC; call it just before RPC begins to listen."""
+        """Exclude the sockets that are open now; call it directly before RPC begins to listen."""
         self._before = own_sockets.inodes()
 
     def shut(self) -> None:
-        """Let no data into the sockets that have begun to listen; call it before anyone is told their addresses.
+        """Drop data to the new listening sockets; call it before their addresses are published.
 
-        Raises RendezvousError where someone was faster.
+        Raises RendezvousError if another process has connected already.
         """
         with own_sockets.tcp_sockets() as found:
             for own in found:
-                if own.peer is None and own.inode not in self._before and own.local not in self._doors:
+                if own.peer is None and own.inode not in self._before and own.local not in self._listening:
                     own_sockets.attach(own.sock, own_sockets.NO_DATA)
-                    self._doors.add(own.local)
-        for _, port in self._doors:
+                    self._listening.add(own.local)
+        for _, port in self._listening:
             if strangers := own_sockets.connections_to(port):
                 raise RendezvousError(
-                    f"{_name(min(strangers))} connected to port {port} of rank {self._rank} before any rank was told of"
-                    " it: another program of this machine"
+                    f"{_name(min(strangers))} connected to port {port} of rank {self._rank} before its address was"
+                    " published: it is another program on this machine"
                 )
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Admit connections until every rank has left this block; then close the listening sockets to newcomers."""
+        """Admit connections until every rank has left this block; then close the listening sockets."""
         failures: list[BaseException] = []
 
         def work() -> None:
             try:
                 self._admit_until_ready()
-            except BaseException as error:  # raised again in the block's thread
+            except BaseException as error:  # re-raised in the thread of the block
                 failures.append(error)
 
         thread = threading.Thread(target=work, name="hpcdist-admission", daemon=True)
@@ -178,24 +180,28 @@ class RpcAdmission:
                 keys = [f"connections/{other}" for other in range(self._size)]
                 known = _accepted(self._store.get(key) for key in keys if self._store.check([key]))
                 for own in new:
-                    if own.local in self._doors and own.inode not in self._admitted and (own.local, own.peer) in known:
+                    if (
+                        own.local in self._listening
+                        and own.inode not in self._admitted
+                        and (own.local, own.peer) in known
+                    ):
                         own_sockets.detach(own.sock)
                         self._admitted.add(own.inode)
                 if is_last:
-                    doors = [own for own in new if own.peer is None and own.local in self._doors]
-                    for own in doors:
+                    listening = [own for own in new if own.peer is None and own.local in self._listening]
+                    for own in listening:
                         if own_sockets.can_filter():
                             own_sockets.attach(own.sock, own_sockets.NOTHING)
                         else:
-                            # TensorPipe takes this for an error of the socket, warns, and stops to listen on it.
+                            # TensorPipe treats this as a socket error, warns, and stops listening.
                             own.sock.shutdown(socket.SHUT_RDWR)
-                    self._end_strangers(known)
+                    self._refuse_strangers(known)
                     return
-            time.sleep(pause_s)  # nothing tells when a library opens a connection
+            time.sleep(pause_s)  # there is no event for a connection that a library opens
 
-    def _end_strangers(self, known: set[Connection]) -> None:
+    def _refuse_strangers(self, known: set[Connection]) -> None:
         with own_sockets.tcp_sockets() as found:
             for own in found:
-                if own.peer is not None and own.local in self._doors and (own.local, own.peer) not in known:
-                    log.warning("refused a connection from %s, which is no rank of this run", _name(own.peer))
+                if own.peer is not None and own.local in self._listening and (own.local, own.peer) not in known:
+                    log.warning("refused a connection from %s, which is not a rank of this run", _name(own.peer))
                     own.refuse()

@@ -1,15 +1,16 @@
-"""The process group's life: a guarded rendezvous before, release on every path after."""
+"""Initialise torch.distributed for a rank: an authenticated rendezvous before, and a release on every path after."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,60 @@ from hpcdist.errors import RendezvousError
 from hpcdist.rank.network import own_sockets
 from hpcdist.rank.network.own_sockets import Address
 from hpcdist.rank.network.peer_admission import guard_gloo
-from hpcdist.rank.network.store_gate import LOOPBACK, PROOF_S, StoreServer, open_relay, prove
+from hpcdist.rank.network.store_gate import LOOPBACK, PROOF_TIMEOUT_S, StoreServer, open_relay, prove
 from hpcdist.rank.topology import Topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What the ranks have in common beside the default group."""
+    """The process group and the store that the ranks use besides the default group.
 
-    #: Gloo on CPU tensors, for small words between the ranks that must not wait for the device; None in a world of one.
+    Attributes:
+        control: a gloo group of all ranks for small CPU tensors, which need not wait for the device; None if the world
+            size is 1.
+        store: the store of the rendezvous, which only ranks can access.
+    """
+
     control: dist.ProcessGroup | None
-    #: Where they met. Only they can reach it.
     store: Store
+
+    def barrier(self) -> None:
+        """Wait until every rank has called `barrier`."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sum of each value over all ranks, in double precision, on every rank."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.control is not None:
+            dist.all_reduce(tensor, group=self.control)
+        return [float(value) for value in tensor.tolist()]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks by rank on rank 0, and an empty list on the other ranks."""
+        if self.control is None:
+            return [value]
+        is_main = dist.get_rank() == 0
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(value, found if is_main else None, dst=0, group=self.control)
+        return found if is_main else []
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        values = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
 
 @contextmanager
 def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
-    """Call `on_expiry` from a thread when the block takes longer than `seconds`.
+    """Call `on_expiry` from a thread if the block takes longer than `seconds`.
 
-    Connecting to a stranger's port blocks inside C++ for longer than any timeout that torch takes (measured), so
-    `on_expiry` is expected to report and end the process.
+    `on_expiry` must report the error and end the process: a connection to a port of another program blocks inside of
+    C++ for longer than any timeout that can be passed to torch (measured).
     """
     timer = threading.Timer(seconds, on_expiry)
     timer.daemon = True
@@ -56,23 +91,23 @@ def deadline(seconds: float, on_expiry: Callable[[], None]) -> Iterator[None]:
 
 
 def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -> Store:
-    """The ranks' common store, which only processes that know the attempt's key can read and write.
+    """Return the store of all ranks, which only processes that know the attempt's key can access.
 
-    A world of one needs no port. Where the kernel allows no filter on rank 0's own TCPStore, the ranks of one machine
-    share a file in `folder`, which only their user can enter; those of several machines go without the filter.
+    A single rank uses no port. If the kernel does not allow socket filters, ranks on one machine share a file in
+    `folder`, which only their user can access; ranks on several machines use the TCP store without the filter.
 
-    Raises RendezvousError when the port is taken, nobody listens, or whoever does is not
-    rank 0 of this attempt.
+    Raises RendezvousError if the port is in use, no process listens on it, or the listener is not rank 0 of this
+    attempt.
     """
     if topology.world_size == 1:
         return HashStore()
+    timeout = timedelta(seconds=max(timeout_s, 1.0))
     if topology.num_nodes == 1 and not own_sockets.can_filter():
         store = FileStore(str(folder / "store"), topology.world_size)
-        store.set_timeout(timedelta(seconds=max(timeout_s, 1.0)))
+        store.set_timeout(timeout)
         return store
     address = (topology.master_addr, topology.master_port)
-    where = f"{topology.master_addr}:{topology.master_port}"
-    timeout = timedelta(seconds=max(timeout_s, 1.0))
+    place = f"{topology.master_addr}:{topology.master_port}"
     if topology.rank == 0:
         server = StoreServer(
             address,
@@ -80,32 +115,32 @@ def open_store(topology: Topology, key: bytes, timeout_s: float, folder: Path) -
             topology.token,
             world_size=topology.world_size,
             timeout=timeout,
-            beyond_here=topology.num_nodes > 1,
+            has_remote_ranks=topology.num_nodes > 1,
         )
         port = open_relay(server.connect)
     else:
         until = time.monotonic() + timeout_s
         try:
             _connect(address, key, topology.token, until).close()
-        except (OSError, RendezvousError) as error:
-            if isinstance(error, RendezvousError):
-                problem = f"the program at {where} is not rank 0 of this attempt ({topology.token}): {error}"
-            else:
-                problem = f"rank {topology.rank} cannot reach the master at {where}: {error}"
-            raise RendezvousError(problem) from error
-        port = open_relay(lambda: _connect(address, key, topology.token, time.monotonic() + PROOF_S))
+        except RendezvousError as error:
+            raise RendezvousError(
+                f"the program at {place} is not rank 0 of this attempt ({topology.token}): {error}"
+            ) from error
+        except OSError as error:
+            raise RendezvousError(f"rank {topology.rank} cannot reach the master at {place}: {error}") from error
+        port = open_relay(lambda: _connect(address, key, topology.token, time.monotonic() + PROOF_TIMEOUT_S))
     try:
         return TCPStore(LOOPBACK, port, topology.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {topology.rank} cannot use the store at {where}: {str(error).splitlines()[0]}"
+            f"rank {topology.rank} cannot use the store at {place}: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _connect(address: Address, key: bytes, token: str, until: float) -> socket.socket:
-    """A connection to rank 0's gate, once it listens and both sides have proved that they know the key.
+    """Connect to rank 0's gate as soon as it listens, and exchange proofs of the key.
 
-    Raises OSError when it cannot be reached, RendezvousError when another program answers.
+    Raises OSError if it cannot be reached, RendezvousError if another program answers.
     """
     pause_s = 0.005
     while True:
@@ -114,7 +149,7 @@ def _connect(address: Address, key: bytes, token: str, until: float) -> socket.s
         except ConnectionRefusedError:
             if time.monotonic() > until:
                 raise
-            time.sleep(pause_s)  # nothing tells when another process begins to listen
+            time.sleep(pause_s)  # there is no event for another process that begins to listen
             pause_s = min(0.25, 1.5 * pause_s)
             continue
         try:
@@ -141,17 +176,17 @@ def process_groups(
     timeout_s: float,
     on_expiry: Callable[[], None],
 ) -> Iterator[Groups]:
-    """Initialise torch.distributed for this rank and tear it down after the block.
+    """Initialise torch.distributed for this rank, and destroy the process group after the block.
 
-    On an error inside the block nothing is torn down: peers may be dead, and a shutdown would wait for them. The
-    worker ends the process right after.
+    After an error inside the block nothing is destroyed: other ranks may have died, and the shutdown would wait for
+    them. The worker then ends the process.
 
     Args:
-        key: the attempt's.
-        folder: the attempt's; see `open_store`.
-        init_timeout_s: how long the ranks may take to find each other.
-        timeout_s: how long a collective may take.
-        on_expiry: see `deadline`.
+        key: key of the attempt.
+        folder: folder of the attempt; see `open_store`.
+        init_timeout_s: time limit for the rendezvous, in seconds.
+        timeout_s: time limit for one collective, in seconds.
+        on_expiry: called if the rendezvous exceeds its time limit; see `deadline`.
     """
     control: dist.ProcessGroup | int | None = None
     with deadline(init_timeout_s, on_expiry):

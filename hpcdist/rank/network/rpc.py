@@ -1,14 +1,15 @@
-"""RPC between the ranks of a run, in one context manager: names, options, a check of every pair, and an end that comes.
+"""RPC between the ranks of a run: start, a check of every pair, commands from rank 0, and a shutdown with a time limit.
 
     with rpc_group(ctx) as group:
         if ctx.is_main:
-            ...                                 # leads: calls the others, tells them when to save
+            ...                                   # calls the other ranks and sends them commands
         else:
-            group.serve({"save": save_my_part})  # until rank 0 leaves its block
+            group.serve({"save": save_my_shard})  # until rank 0 leaves its block
 
-Rank 0 leads. The others answer calls in RPC's own threads, and in their main thread they do what rank 0 orders, so
-that orders may hold collectives: all ranks are in one process group as well. Source of the method:
-https://docs.pytorch.org/docs/stable/rpc.html
+Rank 0 is the leader. The other ranks answer calls in RPC's threads, and execute the commands of rank 0 in their main
+thread. A command may contain collectives, because all ranks are in one process group as well.
+
+Reference: https://docs.pytorch.org/docs/stable/rpc.html
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEAVE = "leave"
-#: How often a rank that serves shows a sign of life, and asks rank 0 for one.
-PULSE_EVERY_S = 1.0
-#: InfiniBand where there is some, sockets elsewhere. TensorPipe's own choice on one host, `shm`, listens on a Unix
-#: socket that every local user can connect to and that no filter closes; it also polls without a pause in every rank:
-#: on 2 cores the RL trainer's 3 ranks did a quarter to a third of the steps.
+#: How often a serving rank updates its heartbeat and checks that rank 0 answers, in seconds.
+PULSE_INTERVAL_S = 1.0
+#: InfiniBand if available, else TCP. TensorPipe's default on one host, `shm`, listens on a Unix socket to which every
+#: local user can connect and for which there is no filter. It also polls without a pause in every rank: on 2 cores the
+#: 3 ranks of the RL trainer reached only a quarter to a third of the steps per second.
 TRANSPORTS = ("ibv", "uv")
-#: A graceful shutdown waits for every rank; one that has died never comes.
-SHUTDOWN_S = 8.0
+#: Time limit of the graceful shutdown, in seconds: it waits for every rank, also for one that has died.
+SHUTDOWN_TIMEOUT_S = 8.0
 
 
 def remote(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function of a module's top level, or a method, as one that other ranks call.
+    """Mark a module-level function or a method as callable from other ranks.
 
-    What it raises reaches the caller as a RuntimeError that `RemoteError.received` reads.
+    An exception reaches the caller as a RuntimeError, from which `RemoteError.received` restores role, rank and host.
     """
 
     @functools.wraps(function)
@@ -59,74 +60,79 @@ def remote(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise RemoteError.received(error) or RemoteError.of(error, _here().where) from None
+            raise RemoteError.received(error) or RemoteError.of(error, _current().place) from None
 
     return wrapper
 
 
 class RpcGroup:
-    """All ranks of a run, by the names `role:index` that RPC knows them by."""
+    """All ranks of a run by their RPC names, `role:index`."""
 
     def __init__(self, ctx: Context, timeout_s: float, target: object = None) -> None:
         self._ctx = ctx
         self.target = target
         self._timeout_s = timeout_s
-        self._orders: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
         self.names = tuple(ctx.roles.name_of(rank) for rank in range(ctx.world_size))
         self.token = ctx.topology.token
         store = PrefixStore(f"rpc-{next(_starts)}", ctx.store)
         self.admission = RpcAdmission(PrefixStore("admission", store), ctx.rank, ctx.world_size)
-        # Kept here: torch holds the C++ half of it alone.
+        # This reference keeps the Python object alive; torch keeps only its C++ part.
         self.store = _AnnouncingStore(store, self.admission)
-        self.where = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
+        self.place = f"{self.name} (rank {ctx.rank} on {socket.gethostname()})"
 
     @property
     def name(self) -> str:
-        """This rank's."""
+        """RPC name of this rank."""
         return self.names[self._ctx.rank]
 
     @property
     def peers(self) -> list[str]:
-        """Everyone's but this rank's."""
+        """RPC names of the other ranks."""
         return [name for name in self.names if name != self.name]
 
     def of_role(self, role: str) -> list[str]:
-        """The names of a role's ranks, by index."""
+        """Return the RPC names of a role's ranks, ordered by index."""
         return [name for name in self.names if name.partition(":")[0] == role]
 
-    def order(self, order: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
-        """Rank 0: have others do this in their main threads, after what was ordered before; does not wait.
+    def order(self, command: str, *arguments: Any, to: Sequence[str] | None = None) -> None:
+        """Send a command from rank 0 to other ranks; does not wait for its execution.
+
+        Each rank executes its commands in its main thread, in the order in which they were sent.
 
         Args:
-            to: names of those that serve; None means every other rank.
+            command: a key of the mapping that the receiver passes to `serve`.
+            arguments: arguments of the receiver's function.
+            to: RPC names of the receivers; None means every other rank.
         """
         names = self.peers if to is None else to
-        for future in [rpc.rpc_async(name, _take_order, (order, arguments)) for name in names]:
+        for future in [rpc.rpc_async(name, _enqueue, (command, arguments)) for name in names]:
             future.wait()
 
-    def serve(self, orders: Mapping[str, Callable[..., None]], beside: Sequence[Future[None]] = ()) -> None:
-        """Do what rank 0 orders, until it leaves. A stop signal that reaches this rank is handed on to rank 0.
+    def serve(self, commands: Mapping[str, Callable[..., None]], background: Sequence[Future[None]] = ()) -> None:
+        """Execute the commands of rank 0 until it leaves its block. Stop signals are forwarded to rank 0.
 
         Args:
-            beside: work of this rank's own threads; what it raises is raised here.
+            commands: functions by command name.
+            background: futures of this rank's own threads; their exceptions are raised here.
 
-        Raises PeerLost when rank 0 is gone.
+        Raises PeerLost if rank 0 does not answer.
         """
-        told = False
+        is_stop_sent = False
         while True:
-            for work in beside:
-                if work.done():
-                    work.result()
+            for future in background:
+                if future.done():
+                    future.result()
             try:
-                order, arguments = self._orders.get(timeout=PULSE_EVERY_S)
+                command, arguments = self._commands.get(timeout=PULSE_INTERVAL_S)
             except queue.Empty:
                 self._ctx.alive()
-                self._pulse(stop=self._ctx.stop_signalled and not told)
-                told = self._ctx.stop_signalled
+                self._pulse(stop=self._ctx.stop_signalled and not is_stop_sent)
+                is_stop_sent = self._ctx.stop_signalled
                 continue
-            if order == LEAVE:
+            if command == LEAVE:
                 return
-            orders[order](*arguments)
+            commands[command](*arguments)
 
     def _pulse(self, *, stop: bool) -> None:
         try:
@@ -135,28 +141,31 @@ class RpcGroup:
             raise PeerLost(f"{self.names[0]} (rank 0) does not answer: {_first_line(error)}") from error
 
     def ping_all(self) -> None:
-        """Call every rank once and compare tokens, before work starts. Raises PeerLost, naming the pair.
+        """Call every rank once and compare tokens. Raises PeerLost, which names the pair.
 
-        This makes all connections that RPC will ever use, also the one of a rank to itself.
+        This opens all connections that RPC uses later, including the one of a rank to itself.
         """
         futures = {name: rpc.rpc_async(name, _token, timeout=self._timeout_s) for name in self.names}
         for name, future in futures.items():
             try:
                 token = future.wait()
             except RuntimeError as error:
-                raise PeerLost(f"{self.where} cannot call {name}: {_first_line(error)}") from error
+                raise PeerLost(f"{self.place} cannot call {name}: {_first_line(error)}") from error
             if token != self.token:
                 raise PeerLost(f"{name} belongs to {token!r}, this is {self.token!r}")
 
 
 def rpc_target(kind: type[T]) -> T:
-    """Return this rank's object of that class that calls of other ranks are meant for.
+    """Return the object that this rank passed to `rpc_group`, for use in a `@remote` function.
 
-    A `@remote` function calls it: the object is the one that this rank has given to `rpc_group`.
+    Args:
+        kind: class of the object.
+
+    Raises HpcdistError if this rank passed no object of this class.
     """
-    target = _here().target
+    target = _current().target
     if not isinstance(target, kind):
-        raise HpcdistError(f"{_here().where} has no {kind.__name__} for calls of other ranks")
+        raise HpcdistError(f"{_current().place} has no {kind.__name__} for calls from other ranks")
     return target
 
 
@@ -164,23 +173,23 @@ _group: RpcGroup | None = None
 _starts = itertools.count()
 
 
-def _here() -> RpcGroup:
+def _current() -> RpcGroup:
     if _group is None:
         raise HpcdistError("no rpc_group is open in this process")
     return _group
 
 
-def _take_order(order: str, arguments: tuple[Any, ...]) -> None:
-    _here()._orders.put((order, arguments))
+def _enqueue(command: str, arguments: tuple[Any, ...]) -> None:
+    _current()._commands.put((command, arguments))
 
 
 def _pulse(stop: bool) -> None:
     if stop:
-        _here()._ctx.ask_stop()
+        _current()._ctx.request_stop()
 
 
 def _token() -> str:
-    return _here().token
+    return _current().token
 
 
 @contextmanager
@@ -192,16 +201,18 @@ def rpc_group(
     device_maps: dict[str, dict[Any, Any]] | None = None,
     target: object = None,
 ) -> Iterator[RpcGroup]:
-    """Start RPC on every rank, check every pair, and end it together after the block.
+    """Start RPC on every rank, check every pair, and shut RPC down on all ranks after the block.
 
-    An error inside the block is raised at once: peers may be dead, and nobody waits for them. The worker then ends
-    the process.
+    After an error inside the block there is no shutdown: other ranks may have died, and it would wait for them. The
+    worker then ends the process.
 
     Args:
-        timeout_s: how long a call may take unless it says otherwise.
-        num_threads: how many calls this rank answers at once.
-        device_maps: by peer, this rank's GPU to that one's; tensors of mapped GPUs travel directly.
-        target: the object that calls of other ranks use (`rpc_target`), for as long as the group is open.
+        ctx: the context of this rank.
+        timeout_s: default time limit of a call, in seconds.
+        num_threads: number of calls that this rank answers at the same time.
+        device_maps: by RPC name, a map from this rank's GPU to that rank's GPU; tensors on mapped GPUs are sent
+            directly.
+        target: the object that calls from other ranks use (`rpc_target`) while the group is open.
     """
     global _group
     group = RpcGroup(ctx, timeout_s, target)
@@ -217,22 +228,22 @@ def rpc_group(
     with _quiet(), group.admission.open():
         rpc.init_rpc(group.name, rank=ctx.rank, world_size=ctx.world_size, rpc_backend_options=options)
         group.ping_all()
-    log.info("rpc: %s, %d peers answer", group.name, len(group.peers))
+    log.info("RPC: %s is connected to %d peers", group.name, len(group.peers))
     yield group
     if ctx.is_main:
         group.order(LEAVE)
     try:
         with _quiet():
-            rpc.shutdown(graceful=True, timeout=SHUTDOWN_S)
-        # The end of RPC goes through the store too, which is gone with the first rank that leaves.
+            rpc.shutdown(graceful=True, timeout=SHUTDOWN_TIMEOUT_S)
+        # RPC's shutdown uses the store of rank 0, so rank 0 must not exit before all ranks have finished it.
         ctx.barrier()
     except RuntimeError as error:
-        raise PeerLost(f"{group.where} ended RPC alone: {_first_line(error)}") from error
+        raise PeerLost(f"{group.place}: the other ranks did not shut down RPC: {_first_line(error)}") from error
     _group = None
 
 
 class _AnnouncingStore(Store):
-    """The ranks' store as RPC's start and end use it; it shuts RPC's sockets before their address is told to anyone."""
+    """The store that RPC uses to start and shut down; it closes RPC's sockets before it publishes their addresses."""
 
     def __init__(self, store: Store, admission: RpcAdmission) -> None:
         super().__init__()
@@ -245,7 +256,7 @@ class _AnnouncingStore(Store):
             self._admission.begin()
         self._store.set(key, value)
 
-    # torch's C++ calls these by name, on the class.
+    # torch's C++ code looks these methods up by name on the class.
     def get(self, key: str) -> bytes:
         return self._store.get(key)
 
@@ -269,8 +280,8 @@ class _AnnouncingStore(Store):
 
 
 def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Meet in the process group's store, which has shown that it is this job's: no second port, no second guard."""
-    group = _here()
+    """Use the process group's store, which is authenticated already: RPC needs no second port and no second proof."""
+    group = _current()
     yield group.store, group._ctx.rank, group._ctx.world_size
 
 
@@ -279,7 +290,7 @@ register_rendezvous_handler("hpcdist", _rendezvous)
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's own start and end of RPC use what torch has deprecated (2.10 to 2.15); users can do nothing about it."""
+    """Suppress a deprecation warning that torch's own start and shutdown of RPC cause (torch 2.10 to 2.15)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend .* as a ProcessGroup", category=UserWarning)
         yield

@@ -1,7 +1,7 @@
-"""RPC messages of Python functions, signed with the attempt's key: pickles of strangers are never loaded.
+"""Signatures of RPC messages: a rank unpickles only messages that are signed with the attempt's key.
 
-The signature covers the pickle, not the tensors, which travel beside it and are not executed: signing 4 MB takes as
-long as sending them.
+The signature covers the pickle but not the tensors, which are sent separately and cannot execute code: signing 4 MB
+takes as long as sending them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SIGNATURE_BYTES = 32
 
 
 class _SignedPickler(internal._InternalRPCPickler):
-    """torch's pickler of RPC; each message begins with its signature."""
+    """torch's RPC pickler with a signature at the start of each message."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._key = sign(key, b"rpc")  # what is signed for another purpose is no message
+        self._key = sign(key, b"rpc")  # a signature made for another purpose is not valid for a message
         self._refused = 0
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
@@ -42,7 +42,7 @@ class _SignedPickler(internal._InternalRPCPickler):
 
 
 def sign_messages(key: bytes) -> None:
-    """Sign what this process sends by RPC from now on, and refuse what it receives without the signature."""
+    """Sign the RPC messages that this process sends from now on, and reject received messages without a signature."""
     pickler = _SignedPickler(key)
     internal._internal_rpc_pickler = pickler
     api._default_pickler = pickler

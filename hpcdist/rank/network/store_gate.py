@@ -1,13 +1,13 @@
-"""The way to the ranks' store: only who knows the attempt's key gets through.
+"""Authenticated access to the store of the ranks: a client must prove that it knows the attempt's key.
 
-A `TCPStore` serves everyone who connects. So its own port is on loopback, and the kernel drops all packets to it but
-those from ports that this process holds. Each rank has a relay, to which the clients of its store connect:
+A `TCPStore` serves every client that connects. Its port is therefore on loopback, and the kernel drops all packets to
+it except those from ports of this process. Clients connect through a relay in each rank and a gate in rank 0:
 
     TCPStore client ── relay (rank k, loopback) ── gate (rank 0, rendezvous address) ── TCPStore's daemon (loopback)
-                       own process only             proof of the key, both ways          the gate's ports only
+                       own process only             both sides prove the key             ports of the gate only
 
-The relay is what torch's C++ threads connect to, so copies of the store (`store.clone()`) need nothing more. Bytes are
-neither encrypted nor signed after the proof: who can alter packets between the nodes can alter the store.
+torch's C++ threads connect to the relay, so copies of the store (`store.clone()`) are authenticated as well. After the
+proof, data is neither encrypted nor signed: an attacker who can alter packets between the nodes can alter the store.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from hpcdist.rank.network import own_sockets
 
 log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-#: How long a proof may take. A rank gives it at once, but its process may wait for a processor.
-PROOF_S = 20.0
-#: Connections that have not proved anything yet; beyond it the oldest goes.
+#: Time limit for a proof, in seconds. A rank answers at once, but its process may have to wait for a processor.
+PROOF_TIMEOUT_S = 20.0
+#: Maximum number of connections without a proof; beyond it the oldest is closed.
 NUM_PENDING = 128
 _NUM_BYTES = 32
 _CHUNK_BYTES = 1 << 16
-#: Ports in the filter of the store's listening socket. An accepted connection keeps the filter that it was made with,
-#: so only those under way matter; the kernel limits a filter to some 1,200 ports (net.core.optmem_max).
+#: Number of ports in the filter of the store's listening socket. An accepted connection keeps its filter, so only the
+#: latest ports are needed; the kernel limits a filter to about 1,200 ports (net.core.optmem_max).
 _NUM_RECENT = 64
-#: What is read from one end and not taken by the other.
+#: Maximum number of bytes read from one socket and not yet written to the other.
 _MAX_WAITING_BYTES = 1 << 20
 
 
 def sign(key: bytes, *parts: bytes) -> bytes:
-    """32 bytes that only who knows the key can make of these parts."""
+    """Return the HMAC-SHA256 of the parts, 32 bytes."""
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
 def prove(sock: socket.socket, key: bytes, token: bytes) -> None:
-    """Prove to a gate that this process knows the key, and have it prove the same. Raises RendezvousError if not."""
+    """Prove to a gate that this process knows the key, and check the proof of the gate.
+
+    Raises RendezvousError if the gate does not know the key.
+    """
     theirs = _receive(sock)
     ours = secrets.token_bytes(_NUM_BYTES)
     sock.sendall(ours + sign(key, b"rank", token, theirs, ours))
@@ -60,7 +63,10 @@ def prove(sock: socket.socket, key: bytes, token: bytes) -> None:
 
 
 def check_proof(sock: socket.socket, key: bytes, token: bytes) -> bool:
-    """The gate's side of `prove`: whether the other end knows the key. Says nothing to one that does not."""
+    """Return whether the client knows the key, and prove to it that the gate does; the counterpart of `prove`.
+
+    A client that does not know the key receives no answer.
+    """
     ours = secrets.token_bytes(_NUM_BYTES)
     sock.sendall(ours)
     theirs = _receive(sock)
@@ -74,17 +80,17 @@ def _receive(sock: socket.socket) -> bytes:
     received = b""
     while len(received) < _NUM_BYTES:
         if not (more := sock.recv(_NUM_BYTES - len(received))):
-            raise ConnectionError("the connection was closed before a proof")
+            raise ConnectionError("the connection was closed before the proof")
         received += more
     return received
 
 
 class _Splicer(threading.Thread):
-    """Copies bytes between pairs of sockets in one thread. A pair ends with either of its ends."""
+    """Copies bytes between pairs of sockets in one thread. Both sockets are closed when either of them is."""
 
     def __init__(self) -> None:
         super().__init__(name="hpcdist-store", daemon=True)
-        # Rank 0 takes three descriptors for each client of the store, and strangers take some for a moment.
+        # Rank 0 needs three descriptors for each client of the store, and some for connections without a proof.
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._selector = selectors.DefaultSelector()
@@ -106,7 +112,7 @@ class _Splicer(threading.Thread):
                 assert isinstance(sock, socket.socket)
                 if sock is self._woken:
                     self._take_new()
-                elif sock in self._other:  # else it went with its other end
+                elif sock in self._other:  # otherwise it was closed together with its other end
                     self._serve(sock)
 
     def _take_new(self) -> None:
@@ -140,7 +146,7 @@ class _Splicer(threading.Thread):
             del self._waiting[sock][: sock.send(self._waiting[sock])]
 
     def _settle(self, sock: socket.socket) -> None:
-        """Wait for what this socket can go on with."""
+        """Select the events for which this socket has work: space to read into, data to write."""
         reads = len(self._waiting[self._other[sock]]) < _MAX_WAITING_BYTES
         events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(self._waiting[sock])
         if self._selector.get_key(sock).events != events:
@@ -153,24 +159,24 @@ class _Splicer(threading.Thread):
             sock.close()
 
 
-class _Doorman(threading.Thread):
-    """Accepts connections on a listening socket; those that `open_way` finds another end for are spliced.
+class _Acceptor(threading.Thread):
+    """Accepts connections on a listening socket and splices each with the socket that `connect` returns for it.
 
     Args:
-        open_way: takes an accepted connection and its peer, returns the socket that it leads to; None refuses it.
-            Called in a thread, with a deadline.
+        connect: takes an accepted connection and its peer, and returns the socket to splice it with; None refuses the
+            connection. Called in a thread, with a socket timeout.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         splicer: _Splicer,
-        open_way: Callable[[socket.socket, own_sockets.Address], socket.socket | None],
+        connect: Callable[[socket.socket, own_sockets.Address], socket.socket | None],
     ) -> None:
         super().__init__(name="hpcdist-gate", daemon=True)
         self._listener = listener
         self._splicer = splicer
-        self._open_way = open_way
+        self._connect = connect
         self._pending: OrderedDict[int, socket.socket] = OrderedDict()
         self._lock = threading.Lock()
         self._refused = 0
@@ -179,7 +185,7 @@ class _Doorman(threading.Thread):
         while True:
             try:
                 sock, raw = self._listener.accept()
-            except OSError:  # the peer has gone, or no descriptor is left
+            except OSError:  # the peer has closed the connection, or no descriptor is free
                 time.sleep(0.05)
                 continue
             with self._lock:
@@ -191,32 +197,32 @@ class _Doorman(threading.Thread):
             threading.Thread(target=self._admit, args=(sock, (raw[0], raw[1])), daemon=True).start()
 
     def _admit(self, sock: socket.socket, peer: own_sockets.Address) -> None:
-        sock.settimeout(PROOF_S)
+        sock.settimeout(PROOF_TIMEOUT_S)
         try:
-            way = self._open_way(sock, peer)
+            target = self._connect(sock, peer)
         except OSError:
-            way = None
+            target = None
         with self._lock:
             self._pending.pop(id(sock), None)
-        if way is None:
+        if target is None:
             sock.close()
             self._refused += 1
-            if self._refused == 1:  # who wants to fill the log can
+            if self._refused == 1:  # only once, so that an attacker cannot fill the log
                 port = self._listener.getsockname()[1]
                 log.warning("refused a connection to port %d from %s:%d without this attempt's key", port, *peer)
         else:
-            self._splicer.add(sock, way)
+            self._splicer.add(sock, target)
 
 
 class _Daemon:
-    """torch's store, on a port of loopback that only this process reaches."""
+    """torch's TCPStore on a loopback port that only this process can reach."""
 
     def __init__(self, world_size: int, timeout: timedelta) -> None:
         for _ in range(5):
             with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
                 self.address = listener.getsockname()[:2]
                 self._listener = listener.dup()
-                # The store's own client connects from a port that nobody knows before.
+                # The store's own client connects from a port that is not known in advance.
                 self.store = TCPStore(
                     LOOPBACK,
                     self.address[1],
@@ -234,11 +240,13 @@ class _Daemon:
                 strangers -= {own.local for own in found if own.peer == self.address}
             if not strangers:
                 return
-            log.warning("another process connected to the store while it was opened: opening another one")
-        raise RendezvousError("another process of this machine connects to every port that rank 0 opens")
+            log.warning(
+                "another process connected to the store before it was protected: opening a store on another port"
+            )
+        raise RendezvousError("another process on this machine connects to every port that rank 0 opens")
 
     def connect(self) -> socket.socket:
-        """A new connection to the store."""
+        """Return a new connection to the store."""
         sock = socket.socket()
         sock.bind((LOOPBACK, 0))
         with self._lock:
@@ -250,12 +258,17 @@ class _Daemon:
 
 
 class StoreServer:
-    """Rank 0's side: the store and the gate in front of it.
+    """The store of rank 0 and the gate in front of it.
 
     Args:
-        beyond_here: whether ranks are on other machines, too.
+        address: host and port of the rendezvous.
+        key: key of the attempt.
+        token: identifies the attempt; part of each proof.
+        world_size: number of ranks.
+        timeout: timeout of the store's operations.
+        has_remote_ranks: whether ranks run on other machines.
 
-    Raises RendezvousError where the address cannot be listened on.
+    Raises RendezvousError if rank 0 cannot listen on the address.
     """
 
     def __init__(
@@ -266,26 +279,26 @@ class StoreServer:
         *,
         world_size: int,
         timeout: timedelta,
-        beyond_here: bool = False,
+        has_remote_ranks: bool = False,
     ) -> None:
         self._key, self._token = key, token.encode()
         host, port = address
         try:
             family, *_, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            here = str(resolved[0])
-            if beyond_here and here.startswith("127."):
-                # The name of this node leads to itself, as on Debian; others look it up elsewhere.
-                here = ""
-            listener = socket.create_server((here, port), family=family, backlog=1024)
+            local_host = str(resolved[0])
+            if has_remote_ranks and local_host.startswith("127."):
+                # On Debian a host name resolves to loopback on its own host, and to an address elsewhere.
+                local_host = ""
+            listener = socket.create_server((local_host, port), family=family, backlog=1024)
         except OSError as error:
             raise RendezvousError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
         self._daemon = _Daemon(world_size, timeout)
         splicer = _Splicer()
         splicer.start()
-        _Doorman(listener, splicer, self._admit).start()
+        _Acceptor(listener, splicer, self._admit).start()
 
     def connect(self) -> socket.socket:
-        """Rank 0's own way to the store."""
+        """Return a new connection of rank 0 itself to the store."""
         return self._daemon.connect()
 
     def _admit(self, sock: socket.socket, _: own_sockets.Address) -> socket.socket | None:
@@ -293,14 +306,14 @@ class StoreServer:
 
 
 def open_relay(connect: Callable[[], socket.socket]) -> int:
-    """Listen on loopback for connections of this process's own, each handed on to `connect()`; returns the port."""
+    """Listen on loopback and forward connections of this process to `connect()`; return the port."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     local = listener.getsockname()[:2]
 
-    def open_way(_: socket.socket, peer: own_sockets.Address) -> socket.socket | None:
+    def connect_own(_: socket.socket, peer: own_sockets.Address) -> socket.socket | None:
         return connect() if own_sockets.is_own_connection(peer, local) else None
 
     splicer = _Splicer()
     splicer.start()
-    _Doorman(listener, splicer, open_way).start()
+    _Acceptor(listener, splicer, connect_own).start()
     return int(local[1])

@@ -1,4 +1,4 @@
-"""How far this rank is, told to the supervisor through a small file."""
+"""The heartbeat of a rank: a small file from which the supervisor reads its progress."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from hpcdist.run.polling import beat_interval_s
 
 log = logging.getLogger(__name__)
 
-
-#: Metrics in a heartbeat, and characters of their names: it is written once a second, and shown to people only.
+#: Maximum number of metrics in a heartbeat and maximum length of their names; the heartbeat is written every second and
+#: its metrics are only displayed.
 MAX_METRICS = 1000
 MAX_NAME = 250
 
 
 class Heartbeat:
-    """A file with the time and the step of this rank's last sign of life, kept up to date by a thread.
+    """A file with the time and the step of this rank's last beat, written by a thread.
 
-    The trainer only notes that it is alive, so that a slow file system never holds up a step. The thread writes what
-    was noted since its last turn, and nothing when there was nothing: a rank that hangs falls silent, and its file
-    then tells its very last sign, however seldom its turns are.
+    The trainer only sets values in memory, so that a slow file system does not delay a step. The thread writes the file
+    only after a new beat; the file of a hung rank therefore keeps the time of its last beat.
 
-    Overwritten in place: an atomic replacement from every rank is a load on a shared file system, and a reader that
-    meets half a line simply looks again.
+    The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
+    an incomplete line reads the file again.
 
     Args:
-        num_ranks, hang_timeout_s: what the interval follows from, see `pace.beat_interval_s`.
+        attempt: folder of the attempt.
+        rank: this rank.
+        num_ranks: number of ranks; more ranks write less often, see `polling.beat_interval_s`.
+        hang_timeout_s: `launch.hang_timeout_s`, the upper limit of the interval.
     """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:
@@ -44,11 +46,11 @@ class Heartbeat:
         self.step = 0
         self.total_steps: int | None = None
         self.metrics: dict[str, float] = {}
-        #: What this rank's steps were spent on so far (`StepTimer.report`); empty before its first step.
+        #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
         self._size = 1024
         self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
-        # Ranks that are started together shall not write together.
+        # Ranks that start at the same time must not write at the same time.
         self._first_s = self._interval_s * (rank + 1) / num_ranks
         self._failed = False
         self._ended = threading.Event()
@@ -58,11 +60,11 @@ class Heartbeat:
         self._thread.start()
 
     def beat(self) -> None:
-        """Note a sign of life; costs nothing."""
+        """Record that this rank is alive, in memory."""
         self._noted = time.time()
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Note the last values of metrics; of more than MAX_METRICS those that came first."""
+        """Record the latest values of metrics; metrics beyond MAX_METRICS are ignored."""
         if len(self.metrics) + len(metrics) <= MAX_METRICS:
             self.metrics.update(metrics)
             return
@@ -71,7 +73,7 @@ class Heartbeat:
                 self.metrics[key] = value
 
     def close(self) -> None:
-        """Write the last sign now, and no more."""
+        """Write a last beat and stop the thread."""
         self._ended.set()
         self._thread.join()
         self.beat()
@@ -92,23 +94,23 @@ class Heartbeat:
                 "host": self._host,
                 "step": self.step,
                 "total_steps": self.total_steps,
-                # Values may be NumPy's or torch's, which JSON does not know.
+                # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "timing": self.timing(),
             }
         )
-        # A shorter text must not leave a longer one's tail behind.
+        # A shorter text must overwrite the longer previous one completely.
         self._size = max(self._size, len(text))
         try:
             self._overwrite(text.encode().ljust(self._size))
         except OSError as error:
             if not self._failed:
-                log.warning("no heartbeat: %s cannot be written (%s)", self._path, error.strerror)
+                log.warning("the heartbeat %s cannot be written: %s", self._path, error.strerror)
             self._failed = True
-            self._let_go()
+            self._close_file()
             return
         if self._failed:
-            log.warning("%s can be written again", self._path)
+            log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
         self._written = noted
 
@@ -119,8 +121,8 @@ class Heartbeat:
         while offset < len(data):
             offset += os.pwrite(self._file, data[offset:], offset)
 
-    def _let_go(self) -> None:
-        """Close the file, to open it anew at the next turn: a handle that is stale stays so."""
+    def _close_file(self) -> None:
+        """Close the file, so that the next write opens it again: a stale handle does not recover."""
         if self._file is not None:
             with suppress(OSError):
                 os.close(self._file)

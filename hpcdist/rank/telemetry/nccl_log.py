@@ -1,7 +1,7 @@
-"""Whether NCCL goes over InfiniBand where there is some, by NCCL's own log.
+"""Check by NCCL's log that NCCL uses InfiniBand on nodes that have it.
 
-NCCL falls back on TCP without a word, at a tenth of the speed: for want of a library in the image, of a device in the
-container, or of memory that may be locked.
+NCCL silently falls back to TCP, at a tenth of the bandwidth, if the image lacks a library, the container lacks a device
+or the limit of locked memory is too low.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NETWORK = re.compile(r"Using network (\w+)")
 
 
 def file_of(attempt: Attempt, node_rank: int) -> Path:
-    """What NCCL says of one rank of a node."""
+    """Return the path of NCCL's log of one rank on a node."""
     return attempt.path / f"nccl.node-{node_rank:05d}.log"
 
 
 def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs: Path = SYSFS) -> dict[str, str]:
-    """Variables that let NCCL write its log, where there is InfiniBand to use; nothing where someone has set them."""
+    """Return the variables that make NCCL write its log, if InfiniBand is active and they are not set already."""
     if topology.local_rank != 0 or topology.num_nodes < 2 or not active_infiniband(sysfs):
         return {}
     if env.get("NCCL_DEBUG") or env.get("NCCL_DEBUG_FILE"):
@@ -43,7 +43,7 @@ def log_env(topology: Topology, attempt: Attempt, env: Mapping[str, str], sysfs:
 
 
 def active_infiniband(sysfs: Path = SYSFS) -> list[str]:
-    """Names of the devices with an active port. Those of Ethernet (RoCE) do not count: not all sites use them."""
+    """Return the InfiniBand devices with an active port. RoCE devices do not count: not all sites use them."""
     found = set()
     for port in sysfs.glob("*/ports/*"):
         try:
@@ -51,18 +51,18 @@ def active_infiniband(sysfs: Path = SYSFS) -> list[str]:
             if active and (port / "link_layer").read_text().strip() == "InfiniBand":
                 found.add(port.parent.parent.name)
         except OSError:
-            continue  # a virtual function that is being taken away
+            continue  # a virtual function that is being removed
     return sorted(found)
 
 
 def transport(text: str) -> int:
-    """What a log of NCCL's says of the way between nodes: channels that were set up, else what it has chosen."""
+    """Return the transport between nodes in a log of NCCL: that of its channels, otherwise the chosen network."""
     names = _CHANNEL.findall(text) or _NETWORK.findall(text)
     return NOT_SEEN if not names else SOCKETS if "Socket" in names else OTHER
 
 
 def gather(attempt: Attempt, topology: Topology, control: dist.ProcessGroup) -> list[int]:
-    """By node: how its NCCL reaches the others, as far as it was asked to write it down. Call it on every rank."""
+    """Return the transport of each node that wrote a log. Call it on every rank."""
     found = torch.zeros(topology.num_nodes, dtype=torch.int64)
     path = file_of(attempt, topology.node_rank)
     if topology.local_rank == 0 and path.exists():
@@ -72,12 +72,12 @@ def gather(attempt: Attempt, topology: Topology, control: dist.ProcessGroup) -> 
 
 
 def judge(transports: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """A line for people where nodes with InfiniBand go over TCP."""
+    """Return a warning if NCCL uses TCP on nodes with active InfiniBand."""
     slow = [host for host, value in zip(hosts, transports, strict=True) if value == SOCKETS]
     if not slow:
         return []
     return [
-        f"NCCL goes over TCP sockets on {', '.join(slow)}, though InfiniBand is active there; is libibverbs in the"
-        " image, /dev/infiniband in the container, `ulimit -l` unlimited and NCCL_IB_DISABLE unset?"
-        " NCCL's own log is in nccl.node-*.log beside the ranks' logs"
+        f"NCCL uses TCP sockets on {', '.join(slow)}, although InfiniBand is active there: check that libibverbs is in"
+        " the image, /dev/infiniband is in the container, `ulimit -l` is unlimited and NCCL_IB_DISABLE is unset."
+        " NCCL's log is nccl.node-*.log in the attempt's folder"
     ]

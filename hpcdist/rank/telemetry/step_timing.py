@@ -1,9 +1,9 @@
-"""Where a rank's step goes: its whole length, waiting for data, and computing before the rank waits for the others.
+"""Step times of a rank: duration of the step, time waiting for data, and compute time before waiting for other ranks.
 
-An all-reduce makes every rank's step, and every rank's backward pass, as long as the slowest one's. What tells ranks
-apart is what each does before it waits: data time, from the end of a step to the next forward pass, and compute, from
-there to the last gradient of the backward pass, after which only the exchange is left. Collectives inside of the model,
-such as SyncBatchNorm's, still make it equal.
+An all-reduce makes the steps and backward passes of all ranks as long as those of the slowest rank. A slow rank shows
+only in the times before a rank waits: data time, from the end of a step to the next forward pass, and compute time,
+from there to the last gradient of the backward pass. Collectives inside the model, such as those of SyncBatchNorm, also
+make the compute times equal.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hpcdist.run.polling import times_interval_s
 
 
 class Totals(NamedTuple):
-    """Sums over a rank's steps so far; whoever takes two of them has the means between them."""
+    """Sums over the steps of a rank so far, in seconds. The difference of two `Totals` gives the means between them."""
 
     steps: int = 0
     step_s: float = 0.0
-    own_steps: int = 0  #: those whose data time and compute are known
+    own_steps: int = 0  #: number of steps with known data and compute time
     data_s: float = 0.0
     compute_s: float = 0.0
 
     def means_since(self, before: Totals) -> dict[str, float]:
-        """Seconds a step by what they were spent on; what is not known is left out."""
+        """Return the mean seconds per step since `before`, without unknown ones."""
         means = {}
         if steps := self.steps - before.steps:
             means["step_s"] = (self.step_s - before.step_s) / steps
@@ -43,17 +43,20 @@ class Totals(NamedTuple):
 
 
 class Clock(Protocol):
-    """Marks points in a device's work, and tells the time between them without ever waiting for the device."""
+    """Marks points in time on a device and measures the time between them without waiting for the device."""
 
     def mark(self) -> Any: ...
 
     def measure(self, data: list[Any], compute: list[Any]) -> tuple[float, float] | None:
-        """Seconds of both in a step, of whose marks two and two belong together; None while one is still to come."""
+        """Return the seconds of data time and of compute time in a step; None if the device has not passed all marks.
+
+        The marks of each are pairs of begin and end.
+        """
         ...
 
 
 class HostClock:
-    """Where the host computes: a mark is a time."""
+    """Clock for computations on the CPU: a mark is a time."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -64,9 +67,9 @@ class HostClock:
 
 
 class CudaClock:
-    """Where a GPU computes: a mark is an event in the stream's work, whose time is known once the GPU has been there.
+    """Clock for computations on a GPU: a mark is a CUDA event, whose time is known once the GPU has passed it.
 
-    So data time is what the GPU waits for, not what the host does meanwhile, and a slow host is part of the compute.
+    Data time is therefore the time in which the GPU waits, and a slow host increases the compute time.
     """
 
     def __init__(self) -> None:
@@ -78,7 +81,7 @@ class CudaClock:
         return event
 
     def measure(self, data: list[torch.cuda.Event], compute: list[torch.cuda.Event]) -> tuple[float, float] | None:
-        # Once each: one part's end may be the next one's beginning.
+        # Each event only once: the end of one pair may be the begin of the next.
         events = {id(event): event for event in data + compute}.values()
         if not all(event.query() for event in events):
             return None
@@ -93,19 +96,19 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Gradients(Protocol):
-    """Whoever tells of a model's gradients (`timed_ddp.py`)."""
+    """Source of gradient events of a model (`timed_ddp.py`)."""
 
-    last: int | None  #: a parameter, while it is searched for the one whose gradient comes last
+    last: int | None  #: index of the parameter whose gradient came last, during a search
 
     def search(self) -> None: ...
     def settle(self) -> None: ...
 
 
 class StepTimer:
-    """Times the steps of one rank, at a few microseconds a step. `Context` owns it.
+    """Times the steps of one rank, at a cost of microseconds per step. `Context` owns it.
 
-    A step ends when `should_stop` returns. Evaluation and saving, between two steps, belong to none, and the first
-    step counts nowhere: compilers and allocators settle in it.
+    A step ends when `should_stop` returns. Evaluations and saves between steps are not part of a step. The first step
+    is not counted, because it includes compilation and memory allocation.
     """
 
     def __init__(self, clock: Clock, *, now: Callable[[], float] = time.perf_counter) -> None:
@@ -114,33 +117,33 @@ class StepTimer:
         self._now = now
         self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s = 0, 0.0, 0, 0.0, 0.0
         self._models: list[Gradients] = []
-        #: Of steps that the device may not have done yet: marks of data time and of compute, and `_waited_s`.
+        #: Steps that the device may not have finished: marks of data time, marks of compute time, and `_waited_s`.
         self._pending: deque[tuple[list[Any], list[Any], float]] = deque()
-        self._began: float | None = None  #: when this step began; None before the first one has ended
-        self._data: list[Any] = []  #: marks of this step: begin, end, begin, end …
+        self._began: float | None = None  #: start of this step; None before the end of the first step
+        self._data: list[Any] = []  #: marks of this step: begin, end, begin, end, …
         self._compute: list[Any] = []
-        self._is_computing = False  #: since the step's first forward pass
-        self._graded: Any = None  #: when the last gradient since the last forward pass came
+        self._is_computing = False  #: whether the first forward pass of the step has begun
+        self._graded: Any = None  #: mark of the last gradient since the last forward pass
         self._is_exchanged = True
-        self._waited_s = 0.0  #: for other ranks, within the data time
+        self._waited_s = 0.0  #: waiting for other ranks within the data time
 
     @property
     def totals(self) -> Totals:
         return Totals(self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s)
 
     def report(self) -> dict[str, float]:
-        """The totals for the rank's heartbeat; nothing before there are any."""
+        """Return the totals for the heartbeat; empty before the first counted step."""
         totals = self.totals
         return {key: round(value, 6) for key, value in totals._asdict().items()} if any(totals) else {}
 
-    # --- what the context tells
+    # --- events from the context
 
     def watch(self, gradients: Gradients) -> None:
-        """Time this model's passes from now on: it calls `before_forward` and `on_gradient`."""
+        """Time the passes of a model, which calls `before_forward` and `on_gradient`."""
         self._models.append(gradients)
 
     def step_done(self) -> None:
-        """A step has ended here."""
+        """Record the end of a step."""
         now = self._now()
         if self._began is not None:
             self._steps += 1
@@ -166,13 +169,13 @@ class StepTimer:
         self._waited_s = 0.0
 
     def skip(self) -> None:
-        """What was done since the last step belongs to no step."""
+        """Exclude the time since the last step from the next step."""
         if self._began is not None and not self._is_computing:
             self._begin_step(self._now())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What is done inside is waiting for other ranks, and no data time."""
+        """Count the time inside the block as waiting for other ranks, not as data time."""
         began = self._now()
         try:
             yield
@@ -181,19 +184,19 @@ class StepTimer:
                 self._waited_s += self._now() - began
 
     def add(self, *, compute_s: float) -> None:
-        """A piece of work that is comparable between the ranks of a role, on one that has no steps of its own."""
+        """Record work of a rank without steps that is comparable between the ranks of a role, in seconds."""
         self._own_steps += 1
         self._compute_s += compute_s
 
-    # --- what models tell
+    # --- events from models
 
     def before_forward(self, model: DistributedDataParallel) -> None:
-        """A model's forward pass begins."""
+        """Record the begin of a forward pass."""
         if self._began is None:
             return
         if not model.training:
             if not self._is_computing:
-                self._began = None  # an evaluation: nobody says when it ends, so this step counts nowhere
+                self._began = None  # an evaluation, whose end is unknown: this step is not counted
             return
         if not torch.is_grad_enabled():
             self.skip()
@@ -203,27 +206,27 @@ class StepTimer:
             mark = self._mark()
             self._data.append(mark)
         elif self._graded is None:
-            return  # one more forward pass before the backward pass
+            return  # another forward pass before the backward pass
         else:
             mark = self._mark()
             self._compute.append(self._graded)
-            if not self._is_exchanged:  # else nobody knows how long it waited for the others
+            if not self._is_exchanged:  # otherwise the time includes waiting for other ranks
                 self._data += (self._graded, mark)
             self._graded = None
         self._compute.append(mark)
         self._is_exchanged = model.require_backward_grad_sync
 
     def buffers_exchanged(self) -> None:
-        """Rank 0's buffers are here, for which a forward pass waits before it computes."""
+        """Record the arrival of rank 0's buffers, for which a forward pass waits before it computes."""
         if self._is_computing and self._graded is None:
             self._compute[-1] = self._mark()
 
     def on_gradient(self, _parameter: Any = None) -> None:
-        """A gradient has come, perhaps the last one of this backward pass."""
+        """Record a gradient, possibly the last one of this backward pass."""
         self._graded = self._mark()
 
     def _count(self, data: list[Any], compute: list[Any], waited_s: float) -> bool:
-        """Add a step to the sums; False where the device has not done it, which is not waited for."""
+        """Add a step to the sums; return False if the device has not finished it."""
         seconds = self._clock.measure(data, compute)
         if seconds is None:
             return False
@@ -234,10 +237,10 @@ class StepTimer:
 
 
 class NodeTimes:
-    """The step times that a node logs: those of its first rank that has steps, others' are in the heartbeats.
+    """The step times that a node logs to MLflow: those of its first rank with steps.
 
-    `time/step_s`, `time/data_s` and `time/compute_s`, means since the last point; `time/<node>/…` of several nodes,
-    as system metrics are named.
+    The metrics are `time/step_s`, `time/data_s` and `time/compute_s`, means since the last point, in seconds. In a run
+    on several nodes the names are `time/<node>/…`, as those of system metrics.
     """
 
     def __init__(self, timer: StepTimer, topology: Topology, log_every: int) -> None:
@@ -251,12 +254,12 @@ class NodeTimes:
         self._next = 0.0
 
     def leave_to(self, ranks: Sequence[int]) -> None:
-        """Only these ranks have steps."""
+        """Log only the times of these ranks, because the others have no steps."""
         own_node = range(self._rank - self._local_rank, self._rank)
         self._is_first = self._rank in ranks and not any(rank in own_node for rank in ranks)
 
     def due(self, step: int) -> dict[str, float]:
-        """The metrics of a node after this step; empty where it is not their turn."""
+        """Return the metrics to log after this step; empty if none are due."""
         if step % self._log_every or not self._is_first:
             return {}
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""One node's system metrics, under the names that MLflow's own monitor uses, so that its UI shows them in their tab."""
+"""System metrics of one node, under the names of MLflow's own monitor, so that MLflow shows them in its metrics tab."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ MB = 1e6
 
 
 class NodeMonitor:
-    """A thread that records CPU, memory, disk, network and GPU use. One per node is enough: local rank 0 runs it.
+    """A thread that records CPU, memory, disk, network and GPU usage. It runs in local rank 0 of each node.
 
     Args:
-        journal: where records go; this thread must be its only writer.
-        node: name put into the metric names when a run has several nodes, as MLflow does.
-        began: unix time of the run's creation; steps are whole seconds since then, so that they go on rising
-            through restarts.
-        disk: a path on the disk to watch.
+        journal: destination of the records.
+        interval_s: seconds between two records; 0 disables the monitor.
+        began: Unix time of the run's creation. The step of a record is the number of seconds since then, so that steps
+            keep increasing after a restart.
+        node: node name to include in the metric names, for runs on several nodes.
+        disk: a path on the disk to monitor.
     """
 
     def __init__(self, journal: JournalWriter, *, interval_s: float, began: float, node: str | None, disk: str) -> None:
@@ -49,12 +50,12 @@ class NodeMonitor:
             self._thread.join()
 
     def _watch(self) -> None:
-        psutil.cpu_percent()  # a thread's first call only sets the mark that its later ones measure from
+        psutil.cpu_percent()  # the first call of a thread only sets the start of the next measurement
         while not self._ended.wait(self._interval_s):
             self._journal.log(self.sample(), int(time.time() - self._began))
 
     def sample(self) -> dict[str, float]:
-        """All metrics now; units are in their names (megabytes are 10⁶ bytes, as in MLflow)."""
+        """Return the current metrics; units are in their names (a megabyte is 10⁶ bytes, as in MLflow)."""
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage(self._disk)
         received, sent = _network_bytes()
@@ -74,13 +75,13 @@ class NodeMonitor:
 
 
 def _network_bytes() -> tuple[int, int]:
-    """Bytes received and sent by this node so far. Traffic between its own ranks, on loopback, is none."""
+    """Return the bytes received and sent by this node, without the traffic between its own ranks on loopback."""
     cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     return sum(card.bytes_recv for card in cards), sum(card.bytes_sent for card in cards)
 
 
 def _open_gpus() -> list[Callable[[], dict[str, float]]]:
-    """One reader per GPU of this node; none without a driver or nvidia-ml-py."""
+    """Return one reader for each GPU of this node; none without a driver or nvidia-ml-py."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -88,7 +89,7 @@ def _open_gpus() -> list[Callable[[], dict[str, float]]]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        log.debug("no GPU metrics: %s", error)
+        log.debug("GPU metrics are not available: %s", error)
         return []
     return [
         _gpu_reader(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())
@@ -107,8 +108,8 @@ def _gpu_reader(nvml: ModuleType, handle: object) -> Callable[[], dict[str, floa
             values["power_usage_watts"] = milliwatts / 1000
             values["power_usage_percentage"] = 100 * milliwatts / nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
         except nvml.NVMLError as error:
-            # MIG slices and virtual GPUs refuse some questions; what was read before stands.
-            log.debug("GPU metric left out: %s", error)
+            # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
+            log.debug("GPU metric is not available: %s", error)
         return values
 
     return read

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose forward and backward passes are timed (`timing.py`)."""
+"""DistributedDataParallel that times its forward and backward passes (`step_timing.py`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.rank.telemetry.step_timing import StepTimer
 
-#: How often the last gradient may turn out to be another one before those that were found have to do.
+#: Maximum number of searches for the parameter whose gradient comes last.
 MAX_SEARCHES = 5
 
 
 class TimedDDP(DistributedDataParallel):
-    """DistributedDataParallel that tells a timer of its passes.
+    """DistributedDataParallel that reports its passes to a timer.
 
-    Not by hooks: a module that has one takes another, slower way to its forward.
+    It overrides methods instead of using forward hooks, because a module with hooks has a slower forward call.
     """
 
     def __init__(self, module: nn.Module, timer: StepTimer, **options: Any) -> None:
@@ -40,48 +40,49 @@ class TimedDDP(DistributedDataParallel):
             self._timer.buffers_exchanged()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is another model, of which the timer knows nothing."""
+        """Return the state without the timer: a copy of the model is not timed."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_timer": None}
 
 
 class LastGradient:
-    """Tells when the last gradient of a backward pass has come.
+    """Reports the last gradient of each backward pass.
 
-    Which parameter's that is depends on the model. So all are listened to until a step has shown it, and again when a
-    step had none of it, as in models with branches; the last ones of all such steps are kept.
+    The model determines which parameter's gradient comes last. All parameters have a hook until one step has shown it,
+    and again after a step in which that parameter had no gradient, as in models with branches. The last parameters of
+    all such steps keep their hooks.
     """
 
-    def __init__(self, model: nn.Module, tell: Callable[[Any], None]) -> None:
+    def __init__(self, model: nn.Module, report: Callable[[Any], None]) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._tell = tell
+        self._report = report
         self._kept: set[int] = set()
         self._handles: list[Any] = []
         self._num_searches = 0
-        self.last: int | None = None  #: of the parameters, while it is searched for
+        #: Index of the parameter whose gradient came last, during a search.
+        self.last: int | None = None
         self.search()
 
     def search(self) -> None:
-        """Listen to all parameters until `settle`."""
+        """Add hooks to all parameters until `settle`."""
         if self._num_searches < MAX_SEARCHES:
             self._num_searches += 1
-            self._listen({index: functools.partial(self._found, index) for index in range(len(self._parameters))})
+            self._set_hooks({index: functools.partial(self._found, index) for index in range(len(self._parameters))})
 
     def settle(self) -> None:
-        """Keep to the parameter that was found to be the last."""
+        """Keep only the hooks of the last parameters."""
         assert self.last is not None
         self._kept.add(self.last)
         self.last = None
-        self._listen(dict.fromkeys(self._kept, self._tell))
+        self._set_hooks(dict.fromkeys(self._kept, self._report))
 
-    def _listen(self, listeners: Mapping[int, Callable[[Any], None]]) -> None:
+    def _set_hooks(self, hooks: Mapping[int, Callable[[Any], None]]) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = [
-            self._parameters[index].register_post_accumulate_grad_hook(listener)
-            for index, listener in listeners.items()
+            self._parameters[index].register_post_accumulate_grad_hook(hook) for index, hook in hooks.items()
         ]
 
     def _found(self, index: int, parameter: Any) -> None:
         self.last = index
-        self._tell(parameter)
+        self._report(parameter)

@@ -103,7 +103,7 @@ def supervise(run_dir: str) -> State:
     # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
-    job = CurrentJob.here(os.environ)
+    job = CurrentJob.from_env(os.environ)
     with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
@@ -171,7 +171,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
     """Queue the job again where that is how the run goes on; returns the state that everyone is to see."""
     asked_by = _asked_by(run, state)
-    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.will_run_again():
+    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.is_requeued():
         # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
         return _told(replace(state, status="queued", ended=None))
     # Nobody has asked for a stop where a node is lost, or where Slurm, ahead of the time limit, was quicker to signal

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hpcdist.errors import HpcdistError
-from hpcdist.slurm.current_job import CurrentJob, job_records
+from hpcdist.slurm import client
 
 #: Seldom enough for a controller, and soon after it has given a node up, which takes it minutes.
 LOOK_EVERY_S = 20.0
@@ -30,9 +30,9 @@ def main() -> None:
     while True:
         time.sleep(LOOK_EVERY_S)  # nothing tells: it is a question to the controller
         try:
-            if is_torn(job_records(job_id)):
+            if is_torn(client.job_records(job_id)):
                 print(f"the first component of job {job_id} is queued again: the others follow", flush=True)
-                CurrentJob(id=job_id, restart_count=0, end_time=None).requeue()
+                client.requeue_job(job_id)
         except HpcdistError as error:
             print(error, flush=True)  # a controller that is away for a while
 

@@ -15,9 +15,9 @@ from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
 from hpcdist.run.folder import RunDir, State, read_record, write_json
 from hpcdist.slurm.current_job import CurrentJob
+from hpcdist.slurm.exposed_secrets import exposed_secrets
 from hpcdist.slurm.job.batch_step import supervise
 from hpcdist.slurm.nodelist import expand_tasks
-from hpcdist.slurm.submit.checks import in_the_open
 from hpcdist.supervisor import start
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
     Raises HpcdistError where there is no job, RunFolderError when the run's name belongs to another.
     """
     try:
-        job = CurrentJob.here(env)
+        job = CurrentJob.from_env(env)
     except HpcdistError as error:
         raise ConfigError(
             [f"{error}: `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit` writes one for you"]
@@ -90,7 +90,7 @@ def _is_half_made(run: RunDir, job_id: str) -> bool:
 
 def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
     start.check_trainer(config, cwd)
-    if problems := in_the_open(config):
+    if problems := exposed_secrets(config):
         raise ConfigError(problems)
     try:
         run = start.create_run(config, cwd, launcher="slurm")

@@ -27,7 +27,7 @@ from hpcdist.preflight.judge import judge
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
 from hpcdist.run.folder import Attempt, RunDir, write_atomic, write_json
-from hpcdist.slurm.current_job import CurrentJob, signal_steps, steps
+from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.job_components import allocations, components
 from hpcdist.slurm.nodelist import expand
@@ -150,7 +150,7 @@ class Preflight:
         done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
         if done.returncode < 0:
             # Killing srun leaves probes that do not end by themselves.
-            signal_steps([step for step, name in (steps() or {}).items() if name == PREFLIGHT_STEP], "KILL")
+            signal_named_steps(PREFLIGHT_STEP, "KILL")
         return Look(read_answers(done.stdout), done.stderr)
 
     # --- what follows

@@ -18,7 +18,7 @@ from hpcdist.files.log_text import PIECE_BYTES, last_lines
 from hpcdist.files.retry import retry
 from hpcdist.machine.timed_command import last_line
 from hpcdist.run.folder import Attempt, read_json
-from hpcdist.slurm.current_job import signal_steps, steps
+from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.srun import step_name
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.process_guard import Guard
@@ -272,7 +272,7 @@ class RankStep:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every task that still runs."""
-        self._scancel(number.name.removeprefix("SIG"))
+        signal_named_steps(step_name(self._attempt), number.name.removeprefix("SIG"))
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command once on each node of the job."""
@@ -283,7 +283,7 @@ class RankStep:
         """End the step on every node that answers, and srun with it."""
         if self._process.poll() is None:
             # Killing srun alone would leave its tasks running.
-            if not self._scancel("KILL"):
+            if not signal_named_steps(step_name(self._attempt), "KILL"):
                 self._process.terminate()  # it waits for a step still, or Slurm's controller is away
             try:
                 self._process.wait(END_STEP_S)
@@ -295,9 +295,3 @@ class RankStep:
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)
-
-    def _scancel(self, name: str) -> bool:
-        """Send a signal to the step; returns whether Slurm knows of one."""
-        own = [step for step, its in (steps() or {}).items() if its == step_name(self._attempt)]
-        signal_steps(own, name)
-        return bool(own)

@@ -16,9 +16,10 @@ from hpcdist.containers.runtimes import Box, outer_env
 from hpcdist.errors import HpcdistError
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.folder import Attempt, RunDir, read_json
-from hpcdist.slurm.current_job import CurrentJob, node_features, rebooted_since
+from hpcdist.slurm import client
+from hpcdist.slurm.current_job import CurrentJob, running_steps
 from hpcdist.slurm.job.node_ranks import parse_answers
-from hpcdist.slurm.job.orphaned_steps import Left, end_left_steps, steps_now
+from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
 from hpcdist.slurm.job.srun import (
@@ -117,7 +118,7 @@ class SlurmLauncher:
         self._preflight.look(attempt)
         # Two sets of ranks must never write to one run, and srun would wait for the processors of a step for ever.
         if (left := self._end_left()) is not None:
-            raise HpcdistError(left.text)
+            raise HpcdistError(left.reason)
         self._began = time.time()
         rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
         command = step_command(self._config, attempt, rank, self._box)
@@ -165,7 +166,7 @@ class SlurmLauncher:
             return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
         try:
             # Without its controller Slurm starts no step, and no node would seem to answer.
-            steps_now()
+            running_steps(retry_s=client.JOB_RETRY_S)
             return self._missing() or self._stuck() or self._to_blame()
         except HpcdistError as error:
             return str(error)
@@ -185,7 +186,7 @@ class SlurmLauncher:
         if (left := self._end_left()) is not None:
             stuck = list(left.nodes)
             self.avoid = stuck if stuck and self._replaceable(stuck, idle_only=False) else []
-            return left.text + (", avoided from now on" if self.avoid else "")
+            return left.reason + (", avoided from now on" if self.avoid else "")
         return ""
 
     def _to_blame(self) -> str:
@@ -209,16 +210,16 @@ class SlurmLauncher:
     def _all_nodes(self) -> list[str]:
         return [node for own in self.nodes for node in own]
 
-    def _end_left(self, *names: str) -> Left | None:
+    def _end_left(self, *names: str) -> UnkillableSteps | None:
         """End what is left of earlier steps; returns what does not end, with the nodes that have rebooted."""
-        left = end_left_steps((*STEP_NAMES, *names), self._kill_ranks)
+        left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks)
         if left is None or left.nodes:
             return left
         try:
-            rebooted = rebooted_since(self._all_nodes, self._began)
+            rebooted = client.nodes_booted_since(self._all_nodes, self._began)
         except HpcdistError:  # it is known that the step does not end, not why
             rebooted = []
-        return left._replace(text=left.text + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
+        return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
 
     def _kill_ranks(self) -> list[str]:
         """Kill the run's ranks on all nodes, whoever their parent is; returns the nodes on which some may live on."""
@@ -250,7 +251,7 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
     if len(parts) == 1:
         return [tuple(nodes)]
     wants_features = len({part.constraint for part in parts}) > 1
-    return place(parts, nodes, node_features(nodes) if wants_features else {})
+    return place(parts, nodes, client.node_features(nodes) if wants_features else {})
 
 
 def failure_of(attempt: Attempt) -> Failure | None:

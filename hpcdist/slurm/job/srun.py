@@ -10,7 +10,7 @@ from typing import Any
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
 from hpcdist.run.folder import Attempt
-from hpcdist.slurm.extra_flags import without_value
+from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job_components import JobComponent, allocations, cluster_for, components, is_het
 from hpcdist.supervisor.plan import processor_env
 
@@ -104,7 +104,7 @@ def _flags(cluster: ClusterConfig, attempt: Attempt) -> dict[str, Any]:
         "open-mode": "append",
         # One file per task, its number padded as in Attempt.log.
         "output": str(attempt.path / "rank-%5t.log"),
-        **{name: without_value(value) for name, value in cluster.srun.items()},
+        **{name: option_value(value) for name, value in cluster.srun.items()},
     }
 
 
@@ -184,7 +184,7 @@ def preflight_command(
             "cpus-per-task": cluster.tasks_per_node * cluster.cpus_per_task,
             "gpus-per-node": cluster.gpus_per_node or None,
             "input": "none",
-            **{name: without_value(value) for name, value in cluster.srun.items()},
+            **{name: option_value(value) for name, value in cluster.srun.items()},
         }
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
         if box is None:

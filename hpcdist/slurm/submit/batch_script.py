@@ -13,7 +13,7 @@ from hpcdist.config.written import secret_keys
 from hpcdist.containers.request import box_for
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
-from hpcdist.slurm.extra_flags import without_value
+from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job.srun import step_command
 from hpcdist.slurm.job_components import allocations, cluster_for
 from hpcdist.supervisor.plan import rank_command
@@ -51,7 +51,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "exclude": cluster.exclude,
         "gpus_per_node": cluster.gpus_per_node or None,
     }
-    further = {name: shown for name, value in cluster.sbatch.items() if (shown := without_value(value)) is not None}
+    further = {name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None}
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -99,7 +99,7 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
         "ntasks-per-node": cluster.tasks_per_node,
         "gpus-per-node": cluster.gpus_per_node or None,
         "cpus-per-task": cluster.cpus_per_task,
-        **{name: without_value(value) for name, value in cluster.sbatch.items()},
+        **{name: option_value(value) for name, value in cluster.sbatch.items()},
     }
     told = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
     return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in told.items())]

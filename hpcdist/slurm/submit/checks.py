@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.config.written import secret_keys
 from hpcdist.containers import request as containing
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
 from hpcdist.run.folder import read_json
+from hpcdist.slurm import client
 from hpcdist.slurm import extra_flags as flags
-from hpcdist.slurm import partitions
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import Partition
+from hpcdist.slurm.exposed_secrets import exposed_secrets
 from hpcdist.slurm.job_components import allocations, cluster_for
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.partitions import Partition
 from hpcdist.slurm.submit import partition_limits
 from hpcdist.slurm.submit import submission as slurm
 from hpcdist.slurm.submit.partition_limits import Findings
@@ -54,16 +55,19 @@ def check(
     """
     slurm.require()
     certain = _config_problems(config, cwd)
-    if in_the_open(config):
+    if exposed_secrets(config):
         # What follows would show the secrets to Slurm's and the containers' programs.
         raise ConfigError(certain)
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
     further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
-    certain += flags.refused("sbatch", {**further, **submission}, own=submission)
-    certain += flags.refused("srun", config.cluster.srun)
+    certain += flags.rejected_flags("sbatch", {**further, **submission}, options=submission)
+    certain += flags.rejected_flags("srun", config.cluster.srun)
     certain += containing.problems(config, cwd or Path.cwd(), os.environ)
     found = Findings()
-    offered = partitions.ask_partitions()
+    try:
+        offered = client.partitions()
+    except SlurmError:
+        offered = None  # sbatch reports it
     chosen = []
     for cluster in asked:
         own = partition_limits.chosen_of(cluster, offered, found) if offered is not None else []
@@ -94,8 +98,8 @@ def check(
 
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     asked = [cluster_for(config.cluster, part) for part in allocations(config)]
-    problems = list(dict.fromkeys(line for cluster in asked for line in flags.collisions(cluster)))
-    problems += in_the_open(config)
+    problems = list(dict.fromkeys(line for cluster in asked for line in flags.conflicting_flags(cluster)))
+    problems += exposed_secrets(config)
     try:
         if cwd is not None:
             start.check_trainer(config, cwd)
@@ -104,23 +108,16 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     return problems
 
 
-def in_the_open(config: Config) -> list[str]:
-    """Secrets where they would become words of the batch script or of a command line, which other users can read."""
-    keys = [path for path in secret_keys(config) if path[0] in ("cluster", "container") and path[1] != "env"]
-    return [
-        f"{'.'.join(key)} holds a secret, which the batch script or a command line would show to other users:"
-        f" give it as a variable, such as cluster.env.MY_TOKEN='${{oc.env:MY_TOKEN}}'"
-        for key in keys
-    ]
-
-
 def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
     """Where limits are not enforced Slurm takes a job of a QOS that there is not, and never starts it."""
     if cluster.qos is None:
         return
-    known = (partitions.ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name") or "").split()
+    try:
+        known = client.qos_names()
+    except SlurmError:
+        return  # a cluster without accounting
     if known and cluster.qos not in known:
-        found.wrong.append(f"cluster.qos={cluster.qos}: no such QOS: there are {', '.join(sorted(known))}")
+        found.wrong.append(f"cluster.qos={cluster.qos}: no such QOS: there are {', '.join(known)}")
 
 
 def _explained(refusal: str, cluster: ClusterConfig) -> str:
@@ -128,9 +125,11 @@ def _explained(refusal: str, cluster: ClusterConfig) -> str:
     if "account" not in refusal.lower():
         return refusal
     user = pwd.getpwuid(os.getuid()).pw_name
-    listed = partitions.ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
     said = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
-    names = sorted(set((listed or "").split()))
+    try:
+        names = client.user_accounts(user)
+    except SlurmError:
+        names = []
     return f"{said}: {refusal}" + (f"; yours are {', '.join(names)}" if names else "")
 
 

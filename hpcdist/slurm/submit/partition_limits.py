@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.current_job import parse_minutes
-from hpcdist.slurm.partitions import NodeGroup, Partition, parse_memory_mb
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
+from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes
 
 #: Less memory than this for a rank, left to the site's default, is worth a word: importing torch takes half of it.
 _SMALL_MB = 1024

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,11 @@ from pathlib import Path
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir, read_record, write_json
-from hpcdist.slurm.current_job import why_no_het_jobs
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.batch_step import supervise_in_job
 from hpcdist.slurm.job_components import allocations, is_het
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError, cluster_name
 from hpcdist.slurm.submit.batch_script import SUPERVISOR, render, sbatch_parameters
-
-#: `sbatch --test-only` may look through all partitions of a busy controller.
-TEST_S = 60.0
 
 
 def require() -> None:
@@ -37,12 +33,22 @@ def settle_het(config: Config) -> tuple[Config, str]:
     allocations(config)
     if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
         return config, ""
-    why = why_no_het_jobs()
-    if not why:
+    reason = why_no_het_jobs(client.settings())
+    if not reason:
         return config, ""
     settled = replace(config, cluster=replace(config.cluster, het=False))
     allocations(settled)
-    return settled, f"this cluster runs no heterogeneous jobs ({why}): the roles share one allocation"
+    return settled, f"this cluster runs no heterogeneous jobs ({reason}): the roles share one allocation"
+
+
+def why_no_het_jobs(settings: Mapping[str, str]) -> str:
+    """Return the setting that turns heterogeneous jobs off, by `scontrol show config`; empty if they are available."""
+    scheduler = settings.get("SchedulerType", "sched/backfill")
+    if scheduler != "sched/backfill":
+        return f"SchedulerType={scheduler}"
+    if "disable_hetjob_steps" in settings.get("SchedulerParameters", ""):
+        return "SchedulerParameters=disable_hetjob_steps"
+    return ""
 
 
 def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
@@ -57,17 +63,12 @@ def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
     try:
-        done = subprocess.run(
-            ["sbatch", "--test-only"], input=script, capture_output=True, text=True, check=False, timeout=TEST_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UserMistake(
-            f"Slurm does not answer: `sbatch --test-only` took more than {TEST_S:g} s; is `scontrol ping` well?"
-        ) from error
-    if done.returncode != 0:
-        reason = " ".join(done.stderr.split()).removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
-        raise UserMistake(f"Slurm would not take this job: {reason}")
-    return " ".join(done.stderr.split()).removeprefix("sbatch: ")
+        return " ".join(client.estimate_start(script).split()).removeprefix("sbatch: ")
+    except SlurmError as error:
+        if error.timed_out:
+            raise UserMistake(f"Slurm does not answer ({error}): check `scontrol ping`") from error
+        reason = " ".join(error.stderr.split()).removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
+        raise UserMistake(f"Slurm rejects this job: {reason}") from error
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
@@ -95,8 +96,8 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
 def write_job(run: RunDir, job_id: str, *, name: str) -> None:
     """Note in a run's folder which job it is, so that another one of the same id is not taken for it."""
     try:
-        cluster = cluster_name()
-    except SlurmUnavailableError:
+        cluster = client.cluster_name()
+    except SlurmError:
         cluster = ""
     write_json(run.path / "slurm.json", {"job_id": job_id, "job_name": name, "cluster": cluster})
 

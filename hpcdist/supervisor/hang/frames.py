@@ -19,7 +19,7 @@ _FAULT_OTHER = re.compile(r"|  \.\.\.|\.\.\.|  <no Python frame>|  <.*>")
 _STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
 _ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
 _INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
-_OURS = re.compile(r"/hpcdist/(?:rank|checkpoint|tracking)/[^/]*\.py$")
+_OURS = re.compile(r"/hpcdist/(?:rank|checkpoint|tracking)/.*\.py$")
 _WORKER = re.compile(r"/hpcdist/rank/worker\.py$")
 
 

@@ -14,7 +14,8 @@ from hpcdist.data.download import prepare
 from hpcdist.data.loading import ImageData, load_datasets
 from hpcdist.errors import ConfigError
 from hpcdist.models.image import build_model
-from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.checkpointing import Restored
+from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import rpc_group
 from hpcdist.rank.optimizer import build_optimizer
 from hpcdist.trainers.pipeline.engines import Engine, PipeliningEngine, RpcEngine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.checkpoint.shards import Shard
-from hpcdist.rank.context import Restored
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.trainers.pipeline.stages import Stage
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.checkpointing import Restored
+from hpcdist.rank.context import Context
 from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.stages import cut_after, cut_evenly, measure_units, unit_module, unit_names
 

@@ -25,7 +25,8 @@ import torch
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
-from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.checkpointing import Restored
+from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs

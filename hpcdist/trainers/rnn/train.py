@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.config.schema import Config
-from hpcdist.rank.context import Context, Restored
+from hpcdist.rank.checkpointing import Restored
+from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import lr_factor
 from hpcdist.rank.training_loop import Meter, run_epochs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.errors import ConfigError
-from hpcdist.rank.context import Restored
+from hpcdist.rank.checkpointing import Restored
 from hpcdist.trainers.rnn.vocabulary import row_bounds
 from hpcdist.trainers.rnn.vocabulary_server import VocabularyServer
 

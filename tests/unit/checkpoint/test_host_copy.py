@@ -144,13 +144,13 @@ def test_memory_format_and_gradients() -> None:
     [
         (
             {"trainer": {"best": np.zeros(2)}},
-            r"trainer\['best'\] is a numpy.ndarray, which a checkpoint cannot hold",
+            r"trainer\['best'\] is a numpy.ndarray, which a checkpoint cannot contain",
         ),
         ({"trainer": [0, lambda: 0]}, r"trainer\[1\] is a builtins.function"),
         ({"trainer": {"s": {(1, 2)}}}, r"trainer\['s'\] is a builtins.set"),
         (
             {"trainer": {frozenset(): 1}},
-            r"trainer has the key frozenset\(\); a checkpoint's keys are strings or numbers",
+            r"trainer has the key frozenset\(\), but keys in a checkpoint are strings or numbers",
         ),
         (
             {"model": {"w": torch.eye(2).to_sparse()}},

@@ -451,9 +451,9 @@ def test_a_save_to_a_file_system_that_is_away_is_reported_and_the_next_one_made(
         if how == "check":
             saver.check()
         save(saver, 2)
-    (message,) = [text for text in caplog.messages if "training goes on" in text]
+    (message,) = [text for text in caplog.messages if "the training continues" in text]
     assert message.startswith("checkpoint of step 1 could not be written to ")
-    assert message.endswith("older checkpoints are untouched; training goes on, and the next save tries again")
+    assert message.endswith("older checkpoints are unchanged; the training continues, and the next save tries again")
     assert [path.name for path in store.folder.iterdir()] == ["step-00000002"]
 
 
@@ -477,7 +477,7 @@ def test_a_last_save_and_a_full_disk_are_errors(
 ) -> None:
     Away(monkeypatch, error)
     saver = AsyncSaver(store)
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are untouched"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are unchanged"):
         fail_at_step_2(saver, how)
     assert list(store.folder.iterdir()) == []
 

@@ -183,15 +183,15 @@ def replace_model_by_a_folder(folder: Path) -> None:
 
 
 DAMAGE = [
-    (truncate, r"model.pt has \d+ bytes where its manifest says \d+"),
-    (flip_a_byte, r"trainer.pt has changed since it was written \(sha256 differs\)"),
+    (truncate, r"model.pt has \d+ bytes, but \d+ according to its manifest"),
+    (flip_a_byte, r"trainer.pt has changed since it was written \(its SHA-256 differs\)"),
     (remove_manifest, r"manifest.json cannot be read \(No such file or directory\)"),
     (halve_manifest, r"manifest.json is broken \(JSONDecodeError: "),
     (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest.json is broken \(TypeError: "),
     (lambda folder: change_manifest(folder, files={}), r"manifest.json is broken \(KeyError: 'model.pt'\)"),
     (lambda folder: change_manifest(folder, metrics=[]), r"manifest.json is broken \(AttributeError: "),
-    (lambda folder: change_manifest(folder, format_version=9), r"format_version 9, this hpcdist reads 1"),
-    (lambda folder: change_manifest(folder, step=4), r"manifest.json is of step 4"),
+    (lambda folder: change_manifest(folder, format_version=9), r"format_version is 9, but this hpcdist reads only 1"),
+    (lambda folder: change_manifest(folder, step=4), r"manifest.json is that of step 4"),
     (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
     (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
     (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
@@ -240,7 +240,9 @@ def test_left_over_temporary_folders_are_no_checkpoints_and_are_removed(store: C
 def test_a_left_over_that_cannot_be_removed(store: CheckpointStore) -> None:
     store.folder.mkdir()
     (store.folder / ".tmp-step-00000001-0").write_text("a file where a folder was")
-    with pytest.raises(CheckpointError, match=r"left-over .*\.tmp-step-00000001-0 cannot be removed: Not a dir"):
+    with pytest.raises(
+        CheckpointError, match=r"incomplete checkpoint .*\.tmp-step-00000001-0 cannot be removed: Not a dir"
+    ):
         store.remove_leftovers()
 
 
@@ -276,7 +278,10 @@ def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tm
     marker = tmp_path / "executed"
     replace_content(path, name, {"w": Evil(marker)})
     assert store.latest() is not None  # its hashes are right
-    with pytest.raises(CheckpointError, match=rf"{name} is refused, it does not hold plain data: GLOBAL posix.mkdir$"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} was not loaded, because it does not contain plain data only: GLOBAL posix.mkdir$",
+    ):
         store.load(path)
     assert not marker.exists()
     with open(path / name, "rb") as file:
@@ -287,9 +292,9 @@ def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tm
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.pt", [1], r"model.pt holds a list, not a dict"),
-        ("trainer.pt", {"trainer": 1}, r"trainer.pt does not hold `trainer` and `rank_states`"),
-        ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not hold `trainer` and `rank_states`"),
+        ("model.pt", [1], r"model.pt contains a list, not a dict"),
+        ("trainer.pt", {"trainer": 1}, r"trainer.pt does not contain `trainer` and `rank_states`"),
+        ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not contain `trainer` and `rank_states`"),
     ],
 )
 def test_content_of_another_shape_is_refused(store: CheckpointStore, name: str, content: Any, message: str) -> None:
@@ -306,7 +311,9 @@ def test_a_file_that_is_no_archive_is_refused(store: CheckpointStore) -> None:
     record = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     files = json.loads((path / "manifest.json").read_text())["files"]
     change_manifest(path, files=files | {"model.pt": record})
-    with pytest.raises(CheckpointError, match=r"model.pt is refused, it does not hold plain data: RuntimeError: "):
+    with pytest.raises(
+        CheckpointError, match=r"model.pt was not loaded, because it does not contain plain data only: RuntimeError: "
+    ):
         store.load(path)
 
 
@@ -401,7 +408,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "file" / "checkpoints")
     message = (
         r"checkpoint of step 1 could not be written to .*file/checkpoints: Not a directory "
-        r"\([\d,]+ MB free\); older checkpoints are untouched"
+        r"\([\d,]+ MB free\); older checkpoints are unchanged"
     )
     with pytest.raises(CheckpointError, match=message):
         store.write(snapshot(1))

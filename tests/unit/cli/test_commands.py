@@ -551,12 +551,12 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Slurm says the last of these looks of every job."""
     said: list[JobSnapshot] = []
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.look_at", lambda job, history=False: said[-1])
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: said[-1])
     return said.append
 
 
 def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
 
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
@@ -576,11 +576,11 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
     slurm(job("PENDING", reason="Resources"))
     asked: list[tuple[str, bool]] = []
 
-    def scancel(job_id: str, *, waiting_only: bool) -> None:
-        asked.append((job_id, waiting_only))
+    def scancel(job_id: str, *, pending_only: bool) -> None:
+        asked.append((job_id, pending_only))
         slurm(job("CANCELLED"))
 
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", scancel)
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", scancel)
     said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
@@ -595,7 +595,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    monkeypatch.setattr("hpcdist.slurm.job_snapshot.cancel", lambda job_id, waiting_only: slurm(job("RUNNING")))
+    monkeypatch.setattr("hpcdist.slurm.client.cancel_job", lambda job_id, pending_only: slurm(job("RUNNING")))
     holding = hold(run)
 
     def supervisor_starts(seconds: float) -> None:
@@ -614,7 +614,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     ("look", "message"),
     [
         (
-            JobSnapshot(away="no squeue here"),
+            JobSnapshot(error="no squeue here"),
             "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here",
         ),
         (

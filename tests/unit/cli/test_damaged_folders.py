@@ -24,8 +24,8 @@ from hpcdist.run.folder import RunDir, read_json
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.slurm import job_snapshot
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
 from hpcdist.supervisor.pending_config import newest_step
 from hpcdist.tracking import artifacts, labels
@@ -184,9 +184,9 @@ def doctor(run: RunDir) -> None:
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: object, **__: object) -> str:
-        raise SlurmUnavailableError("no Slurm here", installed=False)
+        raise SlurmError("no Slurm here", installed=False)
 
-    monkeypatch.setattr(job_snapshot, "answer", away)
+    monkeypatch.setattr(client, "run", away)
 
 
 @pytest.mark.parametrize("name", FILES)

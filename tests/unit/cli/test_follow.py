@@ -119,14 +119,14 @@ def lines_of(console: Console) -> list[str]:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Sets what Slurm says from now on; each look is a new one."""
     now: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: replace(now[-1]))
-    monkeypatch.setattr(job_snapshot, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(job_snapshot, "LOOK_AWAY_S", 0.0)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: replace(now[-1]))
+    monkeypatch.setattr(job_snapshot, "POLL_EVERY_S", 0.0)
+    monkeypatch.setattr(job_snapshot, "POLL_UNAVAILABLE_S", 0.0)
     return now.append
 
 
 def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
 
 
 def submitted(run: RunDir) -> RunDir:
@@ -255,7 +255,7 @@ def test_a_slurm_that_is_away_is_a_note(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
-    slurm(JobSnapshot(away="Unable to contact slurm controller (connect failure)"))
+    slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
     Life(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
@@ -270,7 +270,9 @@ def test_a_run_that_is_submitted_anew_is_followed_as_its_new_job(
     run = submitted(make(status="queued"))
     states = {"7": "CANCELLED", "8": "PENDING"}
     monkeypatch.setattr(
-        job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=JobInfo(id=job.id, state=states[job.id]))
+        job_snapshot,
+        "take_snapshot",
+        lambda job, history=False: JobSnapshot(info=JobInfo(id=job.id, state=states[job.id])),
     )
     deeds = [
         lambda: write_json(run.path / "slurm.json", {"job_id": "8"}),

@@ -24,9 +24,10 @@ from hpcdist.rank.roles import Roles
 from hpcdist.run.folder import Attempt, RunDir, State, write_json
 from hpcdist.run.lease import hold
 from hpcdist.run.lookup import Listing
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobSnapshot, SlurmUnavailableError
+from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 
@@ -357,7 +358,7 @@ def test_the_status_of_a_run_in_the_queue(
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     facts = JobInfo(id="7", state="PENDING", reason="Resources", submitted=time.time() - 60, started=4e9)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=facts))
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
     show_status(console, run)
     monkeypatch.undo()
     time.tzset()
@@ -368,7 +369,7 @@ def test_the_status_of_a_run_in_the_queue(
 @pytest.mark.parametrize(
     ("look", "row"),
     [
-        (JobSnapshot(away="no answer"), "Slurm        cannot be asked: no answer"),
+        (JobSnapshot(error="no answer"), "Slurm        cannot be asked: no answer"),
         (JobSnapshot(), "Slurm        does not know its job any more"),
     ],
     ids=["away", "vanished"],
@@ -376,7 +377,7 @@ def test_the_status_of_a_run_in_the_queue(
 def test_the_status_of_a_job_that_slurm_tells_nothing_of(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: JobSnapshot, row: str
 ) -> None:
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
     show_status(console, waiting(make(status="finished")))
     assert row in rows_of(console)
 
@@ -390,12 +391,12 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
     write_json(gone.path / "slurm.json", {"job_id": "8"})
     asked: list[object] = []
 
-    def ask_many(jobs: list[str]) -> dict[str, JobInfo]:
+    def query_jobs(jobs: list[str]) -> dict[str, JobInfo]:
         asked.append(jobs)
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
-    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: asked.append(job.id) or JobSnapshot())
+    monkeypatch.setattr(client, "query_jobs", query_jobs)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: asked.append(job.id) or JobSnapshot())
     show_runs(console, listed(*runs, gone), runs_dir)
     assert asked == [["7", "8"], "8"]
     text = text_of(console)
@@ -405,11 +406,11 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
 def test_runs_say_that_slurm_is_away(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask_many(jobs: list[str]) -> dict[str, JobInfo]:
-        raise SlurmUnavailableError("no squeue here", installed=False)
+    def query_jobs(jobs: list[str]) -> dict[str, JobInfo]:
+        raise SlurmError("no squeue here", installed=False)
 
     console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(job_snapshot, "ask_many", ask_many)
+    monkeypatch.setattr(client, "query_jobs", query_jobs)
     show_runs(console, listed(waiting(make(status="queued"))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not say how jobs stand (no squeue here)"

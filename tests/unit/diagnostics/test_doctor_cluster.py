@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor import slurm
 from hpcdist.diagnostics.doctor.job_endings import endings
 from hpcdist.diagnostics.doctor.slurm import NEEDED, Answers, Once, ask_slurm, client, partitions
 from hpcdist.machine.check import Check
-from hpcdist.slurm.job_snapshot import SlurmUnavailableError
-from hpcdist.slurm.partitions import parse_partitions, parse_settings, seconds
+from hpcdist.slurm import client as slurm_client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import parse_partitions
+from hpcdist.slurm.command_output import parse_seconds, parse_settings
 
 RECORDED = parse_settings((Path(__file__).parent / "slurm_22_05" / "config.txt").read_text())
 PARTITIONS = """\
@@ -33,12 +34,12 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def says(listed: str) -> object:
-    return lambda *command: listed
+    return lambda *command, **_: listed
 
 
 def refuses(message: str) -> object:
-    def answer(*command: str) -> str:
-        raise SlurmUnavailableError(message, installed=True)
+    def answer(*command: str, **_: object) -> str:
+        raise SlurmError(message, installed=True)
 
     return answer
 
@@ -47,7 +48,7 @@ def refuses(message: str) -> object:
 
 
 def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "answer", says("devcluster\nroot\nroot\n"))
+    monkeypatch.setattr(slurm_client, "run", says("devcluster\nroot\nroot\n"))
     assert client(answers(), "root") == [
         Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
         Check(name="accounting", level="ok", text="root may charge devcluster, root (cluster.account)"),
@@ -73,7 +74,7 @@ def test_half_a_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
 def test_a_slurm_that_is_older_than_any_tested(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "answer", says("root\n"))
+    monkeypatch.setattr(slurm_client, "run", says("root\n"))
     assert client(answers(SLURM_VERSION=version), "root")[0].level == level
 
 
@@ -81,11 +82,11 @@ def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     def level(**settings: str) -> str:
         return client(answers(**settings), "ada")[-1].level
 
-    monkeypatch.setattr(slurm, "answer", refuses("sacctmgr: slurm_persist_conn_open: Connection refused"))
+    monkeypatch.setattr(slurm_client, "run", refuses("sacctmgr: slurm_persist_conn_open: Connection refused"))
     assert level(AccountingStorageType="accounting_storage/none") == "note"
     check = client(answers(), "ada")[-1]
     assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
-    monkeypatch.setattr(slurm, "answer", says(""))
+    monkeypatch.setattr(slurm_client, "run", says(""))
     assert level(AccountingStorageEnforce="associations,limits") == "failure"
     assert level(AccountingStorageEnforce="none") == "ok"
 
@@ -218,4 +219,4 @@ def test_settings_that_get_in_the_way() -> None:
     ("text", "found"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
 )
 def test_durations_of_settings(text: str, found: int | None) -> None:
-    assert seconds(text) == found
+    assert parse_seconds(text) == found

@@ -14,11 +14,12 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.diagnostics.doctor import live_nodes, run_report
-from hpcdist.diagnostics.doctor.run_report import attempts, node_states, preflight, run_sections
+from hpcdist.diagnostics.doctor.run_report import attempts, node_checks, preflight, run_sections
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
 from hpcdist.run.folder import RunDir, write_json
-from hpcdist.slurm import job_snapshot
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.cluster_nodes import parse_node_states
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
@@ -37,9 +38,9 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
         facts = JobInfo(id="7", state=state, nodes=nodes)
-        look = JobSnapshot(away=away) if away else JobSnapshot(facts=facts)
-        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
-        monkeypatch.setattr(run_report, "answer", lambda *command: sinfo)
+        look = JobSnapshot(error=away) if away else JobSnapshot(info=facts)
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
+        monkeypatch.setattr(client, "node_states", lambda names: parse_node_states(sinfo))
 
     return says
 
@@ -121,26 +122,26 @@ def test_what_the_preflight_found(run: RunDir) -> None:
 # --- nodes, by Slurm
 
 SINFO = """\
-n1|idle|Unknown|Unknown|none
-n1|idle|Unknown|Unknown|none
-n2|drained|2026-11-20T14:50:01|root|bad DIMM in slot 4 | see ticket
-n3|down*|2026-11-20T14:50:01|slurm|Not responding
-n4|mixed|Unknown|Unknown|none
+n1|idle|||||Unknown|Unknown|none
+n1|idle|||||Unknown|Unknown|none
+n2|drained|||||2026-11-20T14:50:01|root|bad DIMM in slot 4 | see ticket
+n3|down*|||||2026-11-20T14:50:01|slurm|Not responding
+n4|mixed|||||Unknown|Unknown|none
 """
 
 
 def test_states_of_nodes() -> None:
-    two, three, one, four = node_states(SINFO, ["n1", "n2", "n3", "n4"])
+    two, three, one, four = node_checks(parse_node_states(SINFO), ["n1", "n2", "n3", "n4"])
     assert one == Check(name="n1", level="ok", text="idle", node="n1")
     assert (four.node, four.level, four.text) == ("n4", "ok", "mixed")
     assert two.text == "drained, since 2026-11-20 14:50, 'bad DIMM in slot 4 | see ticket' by root"
     assert two.fix.endswith("`scontrol update nodename=n2 state=resume`")
     assert three.text == "down* (does not answer), since 2026-11-20 14:50, 'Not responding' by slurm"
     assert {two.level, three.level} == {"warning"}
-    (unknown,) = node_states(SINFO, ["n9"])
+    (unknown,) = node_checks(parse_node_states(SINFO), ["n9"])
     assert (unknown.level, unknown.text) == ("warning", "Slurm knows no such node any more")
-    many = "".join(f"m{number}|idle|Unknown|Unknown|none\n" for number in range(40))
-    assert node_states(many, [f"m{number}" for number in range(40)])[-1].text == "24 idle"
+    many = "".join(f"m{number}|idle|||||Unknown|Unknown|none\n" for number in range(40))
+    assert node_checks(parse_node_states(many), [f"m{number}" for number in range(40)])[-1].text == "24 idle"
 
 
 def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[..., None]) -> None:

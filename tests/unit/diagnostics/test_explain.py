@@ -36,8 +36,8 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def says(state: str, **facts: Any) -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
-        look = JobSnapshot(facts=JobInfo(id="7", state=state, **facts))
-        monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: look)
+        look = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
 
     return says
 

@@ -136,8 +136,8 @@ def test_a_gpu_that_is_not_there() -> None:
         ("RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534", "disk-full"),
         ("the program at 10.0.0.1:21000 is not rank 0 of this attempt (hpcdist/7/1): timed out", "stranger-on-port"),
         (
-            "rank 1 did not meet the others at 10.0.0.1:21000 within launch.init_timeout_s=120 s: does another program"
-            " listen there?",
+            "rank 1 could not connect to the other ranks at 10.0.0.1:21000 within launch.init_timeout_s=120 s:"
+            " does another program listen on this port?",
             "stranger-on-port",
         ),
     ],

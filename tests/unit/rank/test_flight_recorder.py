@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.rank.telemetry.flight_recorder import record_collectives, write_records
+from hpcdist.rank.telemetry.flight_recorder import enable_flight_recorders, write_records
 from hpcdist.run.folder import Attempt, RunDir, read_json
 
 
@@ -68,14 +68,14 @@ def test_without_torch_there_is_nothing_to_tell(attempt: Attempt, monkeypatch: p
 
 def test_the_recorders_are_on_and_write_into_the_attempts_folder_unless_somebody_has_set_them(attempt: Attempt) -> None:
     env: dict[str, str] = {}
-    record_collectives(attempt, env)
+    enable_flight_recorders(attempt, env)
     prefix = str(attempt.path / "flight-rank-")
     assert env == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": prefix}
     for theirs in ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}):
         env = dict(theirs)
-        record_collectives(attempt, env)
+        enable_flight_recorders(attempt, env)
         assert env == {**theirs, "TORCH_FR_DUMP_TEMP_FILE": prefix}
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         env = {name: "/tmp/mine"}
-        record_collectives(attempt, env)
+        enable_flight_recorders(attempt, env)
         assert env == {name: "/tmp/mine", "TORCH_FR_BUFFER_SIZE": "2000"}

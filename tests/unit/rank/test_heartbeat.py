@@ -149,8 +149,8 @@ def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
     with caplog.at_level(logging.WARNING):
         take_turns(beat, refuse, nothing, accept)
     assert caplog.messages == [
-        f"no heartbeat: {attempt.beat(0)} cannot be written (No space left on device)",
-        f"{attempt.beat(0)} can be written again",
+        f"the heartbeat {attempt.beat(0)} cannot be written: No space left on device",
+        f"the heartbeat {attempt.beat(0)} can be written again",
     ]
     assert read(attempt)["step"] == 1
 

@@ -57,7 +57,7 @@ def test_the_way_between_nodes_is_read_from_recorded_lines(log: str, expected: i
 def test_nodes_on_sockets_are_named_with_what_to_look_at() -> None:
     assert judge([OTHER, NOT_SEEN], ["n1", "n2"]) == []
     (line,) = judge([SOCKETS, OTHER, SOCKETS], ["n1", "n2", "n3"])
-    assert line.startswith("NCCL goes over TCP sockets on n1, n3, though InfiniBand is active there; ")
+    assert line.startswith("NCCL uses TCP sockets on n1, n3, although InfiniBand is active there: ")
     assert "/dev/infiniband" in line
 
 

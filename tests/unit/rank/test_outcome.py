@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.rank.worker import Outcome
+from hpcdist.rank.outcome import Outcome
 from hpcdist.run.folder import RunDir, read_json
 
 

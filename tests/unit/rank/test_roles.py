@@ -40,10 +40,10 @@ def test_what_does_not_add_up_is_told() -> None:
 
 def test_a_role_that_nobody_plays() -> None:
     roles = Roles.of(RL, 5)
-    with pytest.raises(ConfigError, match=r"^no rank plays the role 'server': roles are agent 1, observer 4$"):
+    with pytest.raises(ConfigError, match=r"^no rank has the role 'server': the roles are agent 1, observer 4$"):
         roles.ranks_of("server")
     for index in (4, -1):
-        with pytest.raises(ConfigError, match=rf"^no rank is observer:{index}: roles are agent 1, observer 4$"):
+        with pytest.raises(ConfigError, match=rf"^no rank is observer:{index}: the roles are agent 1, observer 4$"):
             roles.rank_of("observer", index)
     for rank in (5, -1):
         with pytest.raises(IndexError, match=rf"^rank {rank} of 5$"):
@@ -67,7 +67,7 @@ def test_the_table_has_a_line_for_each_stretch_of_one_role_in_one_place() -> Non
     roles = Roles.of({"master": 1, "trainer": 3, "parameter_server": 2}, 6)
     places = [(range(2), "n1"), (range(2, 4), "n2"), (range(4, 6), "n3")]
     assert rank_table(roles, places, {"master": "cpu", "trainer": "cuda", "parameter_server": "cpu"}) == [
-        "rank  role                  device  where",
+        "rank  role                  device  place",
         "0     master:0              cpu     n1",
         "1     trainer:0             cuda    n1",
         "2-3   trainer:1-2           cuda    n2",

@@ -16,8 +16,8 @@ from hpcdist.rank.stop_signals import StopFlag
 def test_a_request_that_cannot_be_looked_for_is_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stop_agreement, "REQUEST_EVERY_S", 0.0)
-    monkeypatch.setattr(stop_agreement, "AGREE_EVERY_S", 0.0)
+    monkeypatch.setattr(stop_agreement, "REQUEST_INTERVAL_S", 0.0)
+    monkeypatch.setattr(stop_agreement, "AGREEMENT_INTERVAL_S", 0.0)
     request = tmp_path / "request.json"
     request.touch()
     errors = [errno.ESTALE, errno.EIO]
@@ -32,4 +32,4 @@ def test_a_request_that_cannot_be_looked_for_is_looked_for_again(
     monkeypatch.setattr(Path, "exists", look)
     agreement = StopAgreement(None, StopFlag(), request, watch_request=True)
     assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
-    assert caplog.messages == [f"{request}: Stale file handle; stop requests are looked for again in a second"]
+    assert caplog.messages == [f"{request}: Stale file handle; the next check for a stop request is in a second"]

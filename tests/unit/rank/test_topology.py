@@ -157,25 +157,25 @@ def test_valid_topology_is_frozen_and_has_a_token() -> None:
         ({"node_rank": -1}, "0 <= node_rank < num_nodes, got node_rank=-1, num_nodes=2"),
         (
             {"node_rank": 0, "num_nodes": 1, "hosts": ()},
-            "local_world_size == world_size where num_nodes == 1, got world_size=4, local_world_size=2, num_nodes=1",
+            "local_world_size == world_size if num_nodes == 1, got world_size=4, local_world_size=2, num_nodes=1",
         ),
         (
             {"local_world_size": 4},
             "local_world_size + num_nodes <= world_size + 1, got world_size=4, local_world_size=4, num_nodes=2",
         ),
-        ({"hosts": ("n1",)}, "as many hosts as num_nodes, or none, got num_nodes=2, hosts=('n1',)"),
-        ({"hosts": ("n1", "n1")}, "no name in hosts twice, got hosts=('n1', 'n1')"),
+        ({"hosts": ("n1",)}, "num_nodes names in hosts, or none, got num_nodes=2, hosts=('n1',)"),
+        ({"hosts": ("n1", "n1")}, "distinct names in hosts, got hosts=('n1', 'n1')"),
         ({"master_addr": ""}, "a name or address in master_addr, got master_addr=''"),
         ({"master_addr": "a b"}, "a name or address in master_addr, got master_addr='a b'"),
         ({"master_port": 0}, "1 <= master_port <= 65535, got master_port=0"),
         ({"master_port": 65536}, "1 <= master_port <= 65535, got master_port=65536"),
         ({"job_id": ""}, "a job_id without spaces, got job_id=''"),
         ({"attempt": -1}, "attempt >= 0, got attempt=-1"),
-        ({"launcher": "single"}, "world_size == 1 where launcher is 'single', got world_size=4, launcher='single'"),
+        ({"launcher": "single"}, "world_size == 1 if launcher is 'single', got world_size=4, launcher='single'"),
     ],
 )
 def test_invariants(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(TopologyError, match=re.escape(f"a topology needs {problem}") + "$"):
+    with pytest.raises(TopologyError, match=re.escape(f"a topology requires {problem}") + "$"):
         Topology(**VALID | changes)
 
 
@@ -202,7 +202,7 @@ def test_own_variables_come_before_all_others() -> None:
         (OWN | {"HPCDIST_MASTER_PORT": "99999"}, "HPCDIST_MASTER_PORT=99999"),
         (
             OWN | {"HPCDIST_RANK": "4"},
-            "a topology needs 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
+            "a topology requires 0 <= rank < world_size, got rank=4, world_size=4 (from HPCDIST_RANK=4, "
             "HPCDIST_WORLD_SIZE=4, HPCDIST_LOCAL_RANK=1, HPCDIST_LOCAL_WORLD_SIZE=2, HPCDIST_NODE_RANK=1, "
             "HPCDIST_NUM_NODES=2, HPCDIST_MASTER_ADDR=n1, HPCDIST_MASTER_PORT=20500, "
             "HPCDIST_JOB_ID=17, HPCDIST_ATTEMPT=2); let `hpcdist run` or `hpcdist submit` start the ranks, "
@@ -257,7 +257,7 @@ def test_torchrun_restart_and_neighbour_change_the_token() -> None:
 @pytest.mark.parametrize(
     ("env", "problem"),
     [
-        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set, and is not"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "RANK must be set"),
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE must be set"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR must be set"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT must be set"),
@@ -266,7 +266,7 @@ def test_torchrun_restart_and_neighbour_change_the_token() -> None:
         (without(TORCHRUN, "GROUP_RANK"), "GROUP_RANK must be set"),
         (
             without(TORCHRUN, "GROUP_WORLD_SIZE") | {"LOCAL_WORLD_SIZE": "3"},
-            "GROUP_WORLD_SIZE must be set, and is not",
+            "GROUP_WORLD_SIZE must be set",
         ),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "local_world_size=0"),
         (TORCHRUN | {"RANK": "8"}, "rank=8, world_size=8 (from RANK=8, LOCAL_RANK=1, GROUP_RANK=1, WORLD_SIZE=8, "),
@@ -354,7 +354,7 @@ def test_slurm_rank_0_on_another_node_is_found_by_its_address() -> None:
 
 
 def test_slurm_rank_0_on_another_node_without_its_address() -> None:
-    problem = r"the others look for rank 0 on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
+    problem = r"rank 0 is expected on n1, but it is on n3 .*SLURM_NODEID=2.*; set HPCDIST_MASTER_ADDR=n3 for"
     with pytest.raises(TopologyError, match=problem):
         Topology.from_env(RANK_0_ELSEWHERE)
 
@@ -364,7 +364,7 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
     [
         (
             STEP | {"SLURM_STEP_NUM_TASKS": "6"},
-            "SLURM_STEP_TASKS_PER_NODE adds up to 5 tasks, unlike SLURM_STEP_NUM_TASKS (SLURM_PROCID=1, "
+            "SLURM_STEP_TASKS_PER_NODE adds up to 5 tasks, but SLURM_STEP_NUM_TASKS differs (SLURM_PROCID=1, "
             "SLURM_LOCALID=1, SLURM_NODEID=0, SLURM_STEP_NUM_TASKS=6, SLURM_STEP_NODELIST=n[1-3], "
             "SLURM_STEP_TASKS_PER_NODE=3,1(x2))",
         ),
@@ -372,13 +372,13 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
             STEP | {"SLURM_STEP_NODELIST": "n[1-2]"},
             "SLURM_STEP_NODELIST names 2 nodes, SLURM_STEP_TASKS_PER_NODE counts 3 (SLURM_PROCID=1",
         ),
-        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID lies outside the 3 nodes of SLURM_STEP_NODELIST (SLURM_PROCID=1"),
+        (STEP | {"SLURM_NODEID": "3"}, "SLURM_NODEID is not less than the number of nodes in SLURM_STEP_NODELIST, 3 ("),
         (STEP | {"SLURM_LOCALID": "3"}, "local_rank=3, local_world_size=3 (from SLURM_PROCID=1, SLURM_LOCALID=3"),
         (STEP | {"SLURM_PROCID": "5"}, "rank=5, world_size=5 (from SLURM_PROCID=5"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "no name in hosts twice, got hosts=('n1', 'n2', 'n1')"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-2],n1"}, "distinct names in hosts, got hosts=('n1', 'n2', 'n1')"),
         (STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID must be a whole number, got 'x'"),
         (STEP | {"SLURM_NODEID": "-1"}, "SLURM_NODEID must be a whole number, got '-1'"),
-        (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set, and is not"),
+        (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
         (STEP | {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT must be a whole number"),
         (STEP | {"HPCDIST_ATTEMPT": "x"}, "HPCDIST_ATTEMPT must be a whole number"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-', character 2: this '['"),
@@ -386,7 +386,7 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
         (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
         (
             without(STEP, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-            "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set, and is not",
+            "SLURM_STEP_NUM_TASKS or SLURM_NTASKS must be set",
         ),
         (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_JOB_NODELIST must be set"),
         (without(STEP, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_TASKS_PER_NODE must be set"),
@@ -395,7 +395,7 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
 def test_slurm_refused(env: Env, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)) as caught:
         Topology.from_env(env)
-    assert str(caught.value).endswith("hand its SLURM_ variables on unchanged, into containers too")
+    assert str(caught.value).endswith("pass its SLURM_ variables on unchanged, also into containers")
 
 
 # --- none of them ------------------------------------------------------------------------------------------
@@ -449,10 +449,10 @@ def test_world_of_one_in_an_allocation_of_one_task(changes: Env) -> None:
     ],
 )
 def test_no_world_of_one_in_a_job_of_several_tasks(env: Env, named: str) -> None:
-    with pytest.raises(TopologyError, match="Slurm's job is for several tasks") as caught:
+    with pytest.raises(TopologyError, match="the Slurm job has several tasks") as caught:
         Topology.from_env(env)
     assert named in str(caught.value)
-    assert "but this is no srun task; put srun before the command or use `hpcdist submit`" in str(caught.value)
+    assert "but this process is not an srun task; put srun before the command or use" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -549,7 +549,7 @@ def test_the_ranks_of_a_node() -> None:
     assert ranks_on_node(Topology.from_env(OWN), OWN) == [2, 3]
     assert ranks_on_node(Topology.from_env(STEP), STEP) == [0, 1, 2]
     wrong = HET | {"SLURM_GTIDS": "3,x"}
-    with pytest.raises(TopologyError, match=r"^SLURM_GTIDS: must be whole numbers with commas between, got '3,x'; "):
+    with pytest.raises(TopologyError, match=r"^SLURM_GTIDS: must be whole numbers separated by commas, got '3,x'; "):
         ranks_on_node(Topology.from_env(wrong), wrong)
 
 
@@ -597,7 +597,7 @@ def test_cuda_index_refuses_to_share(num_local: int, num_visible: int, env: Env,
     fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.num_ranks={num_visible})"
     with pytest.raises(TopologyError, match=problem) as caught:
         cuda_index(on_node(1, num_local), num_visible, env)
-    assert f"but {num_local} ranks run on its node, and two would take the same one" in str(caught.value)
+    assert f"but {num_local} ranks run on its node, so two ranks would use the same GPU" in str(caught.value)
     assert str(caught.value).endswith(fix)
 
 
@@ -609,5 +609,5 @@ def test_cuda_index_reads_strictly() -> None:
 def test_cuda_index_counts_those_alone_that_use_gpus() -> None:
     """A master, two trainers and a parameter server on a machine with two GPUs."""
     assert [cuda_index(on_node(rank, 4), 2, {}, [1, 2]) for rank in (1, 2)] == [0, 1]
-    with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, and two would take the same one"):
+    with pytest.raises(TopologyError, match=r"but 2 ranks use GPUs on its node, so two ranks would use the same GPU"):
         cuda_index(on_node(1, 4), 1, {}, [1, 2])

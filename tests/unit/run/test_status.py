@@ -19,12 +19,12 @@ from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
-PENDING = JobSnapshot(facts=JobInfo(id="7", state="PENDING", reason="Priority"))
-RUNNING = JobSnapshot(facts=JobInfo(id="7", state="RUNNING", nodes="n1"))
-OVER = JobSnapshot(facts=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
+PENDING = JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Priority"))
+RUNNING = JobSnapshot(info=JobInfo(id="7", state="RUNNING", nodes="n1"))
+OVER = JobSnapshot(info=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
 VANISHED = JobSnapshot()
-AWAY = JobSnapshot(away="no answer")
-NO_SLURM = JobSnapshot(away="no scontrol here", installed=False)
+AWAY = JobSnapshot(error="no answer")
+NO_SLURM = JobSnapshot(error="no scontrol here", installed=False)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_how_a_run_stands(
     with hold(run) if held else nullcontext():
         found = stand(run, look)
     assert (found.name, found.over) == (name, over)
-    if name == "lost" and look is not None and look.dead:
+    if name == "lost" and look is not None and look.is_over:
         assert found.reason != "a reason"
     else:
         assert found.sentence == f"{name}: a reason"
@@ -115,7 +115,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
     """The run is job 7, of which Slurm says what is set."""
     write_json(run.path / "slurm.json", {"job_id": "7"})
     said: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: said[-1])
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: said[-1])
     return said.append
 
 
@@ -123,19 +123,19 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
     ("look", "status", "reason"),
     [
         (OVER, "failed", "job 7 ended as NODE_FAIL on n2"),
-        (JobSnapshot(facts=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
+        (JobSnapshot(info=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
             "stopped",
             "job 7 ended as PREEMPTED on n1",
         ),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="FAILED", signal=9, nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="FAILED", signal=9, nodes="n1")),
             "failed",
             "job 7 ended as FAILED by signal 9 on n1",
         ),
         (
-            JobSnapshot(facts=JobInfo(id="7", state="COMPLETED", nodes="n1")),
+            JobSnapshot(info=JobInfo(id="7", state="COMPLETED", nodes="n1")),
             "failed",
             "job 7 ended as COMPLETED on n1, its supervisor left no word",
         ),
@@ -196,11 +196,11 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
     asked: list[str] = []
     facts = JobInfo(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
 
-    def look_at(job: JobRef) -> JobSnapshot:
+    def take_snapshot(job: JobRef) -> JobSnapshot:
         asked.append(job.id)
-        return JobSnapshot(facts=facts)
+        return JobSnapshot(info=facts)
 
-    monkeypatch.setattr(job_snapshot, "look_at", look_at)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
     note_life(run, env)
@@ -215,6 +215,6 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job: AWAY)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: AWAY)
     note_life(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

@@ -26,7 +26,7 @@ class FakeJob:
         self._again = again
         self._refuses = refuses
 
-    def will_run_again(self) -> bool:
+    def is_requeued(self) -> bool:
         return self._again
 
     def requeue(self, *, exclude: Sequence[str]) -> None:

@@ -88,13 +88,13 @@ def test_what_we_hold_for_wrong_can_be_forced(slurm: Slurm, tmp_path: Path) -> N
     assert doubts == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
     assert estimate == "Job 1 to start at noon"
     slurm.refuses("Too many")
-    with pytest.raises(ConfigError, match=r"^Slurm would not take this job: Too many$"):
+    with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
         ask(tmp_path, cluster={"nodes": 9}, force=True)
 
 
 def test_an_account_that_slurm_refuses_is_told_with_those_there_are(slurm: Slurm, tmp_path: Path) -> None:
     slurm.refuses("Invalid account")
-    said = "Slurm would not take this job: Invalid account"
+    said = "Slurm rejects this job: Invalid account"
     with pytest.raises(ConfigError) as caught:
         ask(tmp_path, cluster={"account": "eve", "nodes": 9})
     assert caught.value.problems[1] == f"cluster.account=eve: {said}; yours are ada, bob"
@@ -116,7 +116,7 @@ def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm,
     assert "sbatch" not in slurm.calls
     config = Config(trainer=trainer, cluster=ClusterConfig(sbatch={"time": "3"}))
     with pytest.raises(
-        ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time says again .*\n  - trainer\.target: "
+        ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time repeats a key .*\n  - trainer\.target: "
     ):
         check_config(config, tmp_path)
     check_config(Config(), tmp_path)
@@ -190,7 +190,7 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
     )
     with pytest.raises(ConfigError) as caught:
         check_config(config, tmp_path)
-    assert [line.partition(" holds a secret, which the batch script")[0] for line in caught.value.problems] == [
+    assert [line.partition(" holds a secret, which other users")[0] for line in caught.value.problems] == [
         "cluster.srun.export",
         "cluster.setup",
         "container.extra_args",
@@ -200,4 +200,4 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
         check(config, {}, tmp_path, missing_data="", force=True)
     assert len(caught.value.problems) == 3
     assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
-    assert "give it as a variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)
+    assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.extra_flags import collisions, refused, without_value
+from hpcdist.slurm.extra_flags import conflicting_flags, option_value, rejected_flags
 
 
 @pytest.fixture
@@ -35,42 +35,42 @@ def test_flags_that_are_ours_to_set() -> None:
         sbatch={"nodes": "3", "time": "1", "output": "x", "N": "3", "mail-type": "FAIL", "ntasks_per_node": "2"},
         srun={"--mpi": "none", "cpus-per-task": "2", "kill-on-bad-exit": "0", "mpi": "none"},
     )
-    assert collisions(cluster) == [
-        "cluster.sbatch.nodes says again what a key says: use cluster.nodes",
-        "cluster.sbatch.time says again what a key says: use cluster.time_limit_min",
-        "cluster.sbatch.output: hpcdist sets --output by itself: remove it",
+    assert conflicting_flags(cluster) == [
+        "cluster.sbatch.nodes repeats a key of the config: use cluster.nodes",
+        "cluster.sbatch.time repeats a key of the config: use cluster.time_limit_min",
+        "cluster.sbatch.output: hpcdist sets --output itself: remove it",
         "cluster.sbatch.N: write the flag's long name without dashes, such as mail-type",
-        "cluster.sbatch.ntasks_per_node says again what a key says: use cluster.tasks_per_node",
+        "cluster.sbatch.ntasks_per_node repeats a key of the config: use cluster.tasks_per_node",
         "cluster.srun.--mpi: write the flag's long name without dashes, such as mail-type",
-        "cluster.srun.cpus-per-task says again what a key says: use cluster.cpus_per_task",
-        "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit by itself: remove it",
+        "cluster.srun.cpus-per-task repeats a key of the config: use cluster.cpus_per_task",
+        "cluster.srun.kill-on-bad-exit: hpcdist sets --kill-on-bad-exit itself: remove it",
     ]
 
 
 def test_flags_that_sbatch_takes_cost_one_call(fake_sbatch: Path) -> None:
-    assert refused("sbatch", {}) == []
+    assert rejected_flags("sbatch", {}) == []
     assert not (fake_sbatch / "says").exists()
-    assert refused("sbatch", {"mail-type": "FAIL", "exclusive": "true", "mail-user": "false"}) == []
+    assert rejected_flags("sbatch", {"mail-type": "FAIL", "exclusive": "true", "mail-user": "false"}) == []
     assert (fake_sbatch / "says").read_text() == "--mail-type=FAIL --exclusive --help\n"
 
 
 def test_flags_that_sbatch_refuses(fake_sbatch: Path) -> None:
     flags = {"mail-typ": "FAIL", "mail-type": "FAIL", "nodes": "3", "begin": "x"}
-    why = "sbatch refuses it: Invalid time specification (pos=0): x; sbatch: error: Invalid --begin specification"
+    why = "sbatch rejects it: Invalid time specification (pos=0): x; sbatch: error: Invalid --begin specification"
     why = why.replace("; sbatch: error: ", "; ")
-    assert refused("sbatch", flags, own={"begin"}) == [
+    assert rejected_flags("sbatch", flags, options={"begin"}) == [
         "cluster.sbatch.mail-typ=FAIL: sbatch has no such flag",
         f"--begin x: {why}",
     ]
-    assert refused("sbatch", {"begin": "x"}) == [f"cluster.sbatch.begin=x: {why}"]
+    assert rejected_flags("sbatch", {"begin": "x"}) == [f"cluster.sbatch.begin=x: {why}"]
 
 
 def test_where_there_is_no_srun_nothing_is_known(fake_sbatch: Path) -> None:
-    assert refused("srun", {"foo": "1"}) == []
+    assert rejected_flags("srun", {"foo": "1"}) == []
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("true", True), ("True", True), ("false", None), ("", ""), ("user", "user")]
 )
 def test_flags_without_a_value(text: str, value: str | bool | None) -> None:
-    assert without_value(text) == value
+    assert option_value(text) == value

@@ -274,7 +274,7 @@ ASKED = config(
 
 def test_the_table_before_the_nodes_are_known() -> None:
     assert table(ASKED) == [
-        "rank  role        device  where",
+        "rank  role        device  place",
         "0     server:0    cpu     component 0: 1 node × 1, partition main",
         "1-4   worker:0-3  cuda    component 1: 2 nodes × 2, 2 GPUs each, partition main, a100",
     ]
@@ -284,7 +284,7 @@ def test_the_table_before_the_nodes_are_known() -> None:
 
 def test_the_table_with_hosts() -> None:
     assert table(ASKED, [("n3",), ("n1", "n2")]) == [
-        "rank  role        device  where",
+        "rank  role        device  place",
         "0     server:0    cpu     n3",
         "1-2   worker:0-1  cuda    n1",
         "3-4   worker:2-3  cuda    n2",

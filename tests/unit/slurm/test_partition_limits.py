@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcdist.config.schema import ClusterConfig
-from hpcdist.slurm.partitions import NodeGroup, Partition
+from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 from hpcdist.slurm.submit import partition_limits
 from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, chosen_of
 

@@ -15,8 +15,9 @@ from supervisor_scene import Recorder
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.errors import HpcdistError, PreflightError
 from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
-from hpcdist.slurm.job import orphaned_steps, rank_step, slurm_launcher
+from hpcdist.slurm.job import orphaned_steps, rank_step
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep, ended_tasks
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher, nodes_of
@@ -89,7 +90,7 @@ def test_the_nodes_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
     def node_features(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
         return {node: frozenset({"fast"} if node in ("n1", "n2") else ()) for node in nodes}
 
-    monkeypatch.setattr(slurm_launcher, "node_features", node_features)
+    monkeypatch.setattr(client, "node_features", node_features)
     wanting = roles(constraint="fast")
     placed = Config(roles=wanting.roles, cluster=ClusterConfig(roles=wanting.cluster.roles, het=False))
     assert nodes_of(placed, whole) == [("n3",), ("n1", "n2")]
@@ -303,8 +304,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that do not end are given up at once."""
-    for name in ("END_S", "UNKILLABLE_S", "CONTROLLER_S"):
+    for name in ("END_S", "UNKILLABLE_S"):
         monkeypatch.setattr(orphaned_steps, name, 0.0)
+    monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
 
 
 def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) -> SlurmLauncher:
@@ -342,7 +344,7 @@ def test_beside_old_ranks_none_are_started(
     with launcher, pytest.raises(HpcdistError, match=f"^{lost_track}$"):
         launcher.start(attempt)
     (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    silent = "Slurm does not answer `squeue --steps` for 0 s"
+    silent = "squeue: exit code 1"
     with launcher, pytest.raises(HpcdistError, match=f"^{silent}$"):
         launcher.start(attempt)
     assert launcher.broken() == silent

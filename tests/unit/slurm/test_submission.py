@@ -11,6 +11,7 @@ import pytest
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.slurm import client
 from hpcdist.slurm.submit import submission
 
 
@@ -23,8 +24,8 @@ def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("allocation failure: Invalid partition", "Slurm would not take this job: Invalid partition"),
-        ("sbatch: error: Bad\nsecond line", "Slurm would not take this job: Bad second line"),
+        ("allocation failure: Invalid partition", "Slurm rejects this job: Invalid partition"),
+        ("sbatch: error: Bad\nsecond line", "Slurm rejects this job: Bad second line"),
     ],
 )
 def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, told: str) -> None:
@@ -56,8 +57,8 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(
     sbatch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch("exec sleep 1000")
-    monkeypatch.setattr(submission, "TEST_S", 0.2)
-    with pytest.raises(UserMistake, match=r"^Slurm does not answer: `sbatch --test-only` took more than 0\.2 s; is "):
+    monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
+    with pytest.raises(UserMistake, match=r"^Slurm does not answer \(sbatch did not answer within 0\.2 s\): check"):
         submission.check(Config(name="probe"))
 
 

@@ -90,7 +90,7 @@ def test_sync_closes_a_run_whose_job_died_with_what_slurm_says(
     write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
     scene.state(status="queued", attempt=1)
     facts = JobInfo(id="12", state="PENDING", reason="BeginTime")
-    monkeypatch.setattr(job_snapshot, "look_at", lambda job, history=False: JobSnapshot(facts=facts))
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: JobSnapshot(info=facts))
     assert sync(scene.run, scene.uri).closed == ""
     assert scene.entity.info.status == "SCHEDULED"
     facts = JobInfo(id="12", state=state, nodes="n2", ended=2e9)

@@ -1,13 +1,11 @@
-"""What Slurm's commands say of a cluster, read; scripts stand in for them."""
+"""Partitions and nodes parsed from the output of scontrol and sinfo."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hpcdist.slurm import partitions
-from hpcdist.slurm.partitions import NodeGroup, ask, ask_partitions, parse_memory_mb, parse_partitions
+from hpcdist.slurm.cluster_nodes import NodeGroup, NodeState, parse_node_states, parse_partitions
+from hpcdist.slurm.command_output import parse_time
 
 PARTITIONS = (
     "PartitionName=gpu AllowGroups=ALL AllowAccounts=ada,bob DenyQos=long Default=YES MaxNodes=4 MinNodes=0"
@@ -65,38 +63,18 @@ def usable(state: str) -> bool:
     return partition.nodes[0].usable
 
 
-@pytest.mark.parametrize(
-    ("text", "megabytes"),
-    [
-        ("2000", 2000),
-        ("64G", 65536),
-        ("64gb", 65536),
-        ("1T", 1048576),
-        ("2048K", 2),
-        ("0", 0),
-        ("lots", None),
-        ("", None),
-    ],
-)
-def test_memory_as_sbatch_takes_it(text: str, megabytes: float | None) -> None:
-    assert parse_memory_mb(text) == megabytes
+def test_states_of_nodes() -> None:
+    """sinfo prints a line per node and partition; a reason may contain the separator."""
+    two, one = parse_node_states(
+        "n2|drained|(null)|(null)|8|32768|2026-11-20T14:50:00|root|bad DIMM in slot 4 | see ticket\n"
+        "n1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nn1|idle|a,b|gpu:2|8|32768|Unknown|Unknown|none\nnot a line\n"
+    )
+    assert one == NodeState(name="n1", state="idle", hardware="a,b|gpu:2|8|32768")
+    assert (two.user, two.reason) == ("root", "bad DIMM in slot 4 | see ticket")
+    assert two.since == parse_time("2026-11-20T14:50:00")
 
 
-def test_a_slurm_that_does_not_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_partitions() is None
-    for name, body in (("scontrol", "echo PartitionName=p"), ("sinfo", "exit 1")):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    assert ask("scontrol") == "PartitionName=p\n"
-    assert ask_partitions() is None
-    monkeypatch.setattr(partitions, "PATIENCE_S", 0.01)
-    (tmp_path / "sinfo").write_text("#!/bin/sh\nread -r line\n")
-    assert ask("/bin/sleep", "60") is None
-
-
-def test_lines_and_numbers_of_another_form_are_left_out() -> None:
+def test_lines_and_numbers_of_another_format_are_ignored() -> None:
     (partition,) = parse_partitions(f"PartitionName=p MaxNodes=² MinNodes={'9' * 5000}", "p|n/a|1|1|gpu:1|idle|n1\n")
     assert partition.nodes == ()
     assert (partition.limit("MaxNodes"), partition.limit("MinNodes")) == (None, None)
-    assert parse_memory_mb("9" * 5000) is None

@@ -1,0 +1,185 @@
+"""One rank's part in saving and restoring the checkpoints of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcdist.checkpoint.checkpoint_folder import load_file, shard_name
+from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
+from hpcdist.checkpoint.saver import AsyncSaver, BackgroundWriter
+from hpcdist.checkpoint.shards import Shard, ShardExchange
+from hpcdist.checkpoint.state_dict import clean_state_dict
+from hpcdist.checkpoint.store import CheckpointStore
+from hpcdist.config.schema import Config
+from hpcdist.errors import CheckpointError
+from hpcdist.files import retry
+from hpcdist.rank.network.process_group import Groups
+from hpcdist.rank.seeding import seed_everything
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.tracking.journal import JournalWriter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The checkpoint that `Context.restore` returns. All tensors are in host memory.
+
+    Attributes:
+        step: number of steps done when the checkpoint was saved.
+        model: state dict of the bare model, as passed to `Context.save` on rank 0.
+        trainer: the `trainer` argument of `Context.save`.
+        local: the `local` argument of `Context.save` on this rank; None if the world size has changed since.
+        folder: the checkpoint folder.
+        world_size: number of ranks of the run when it saved the checkpoint.
+    """
+
+    step: int
+    model: dict[str, torch.Tensor]
+    trainer: dict[str, Any]
+    local: dict[str, Any] | None
+    folder: Path
+    world_size: int
+
+    def shard(self, rank: int) -> dict[str, Any] | None:
+        """Return the `Shard` that a rank saved, or None if that rank saved none.
+
+        Args:
+            rank: a rank of the run that saved the checkpoint, 0 to `self.world_size` - 1.
+
+        Returns:
+            A dict with the keys `model`, `rows` and `trainer`; see `Shard`.
+        """
+        path = self.folder / shard_name(rank)
+        return load_file(path) if retry.exists(path) else None
+
+
+class RankCheckpoints:
+    """Saves and restores checkpoints from within one rank; `Context` owns it."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        run: RunDir,
+        attempt: Attempt,
+        topology: Topology,
+        device: torch.device,
+        groups: Groups,
+        journal: JournalWriter,
+    ) -> None:
+        self.store = CheckpointStore(
+            run.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            best_metric=config.checkpoint.monitor,
+            monitor_mode=config.checkpoint.monitor_mode,
+        )
+        self.saver = AsyncSaver(self.store, before_publish=self._before_publish)
+        #: Step of the checkpoint that was saved or restored last; -1 before the first one.
+        self.saved_step = -1
+        self._seed = config.seed
+        self._run = run
+        self._attempt = attempt
+        self._topology = topology
+        self._device = device
+        self._groups = groups
+        self._journal = journal
+        self._shard_writer = BackgroundWriter(str(run.checkpoints))
+        self._shards = ShardExchange(groups.store, rank=topology.rank, attempt=attempt.number)
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module | None,
+        trainer: Mapping[str, Any],
+        local: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        shard: Shard | None,
+    ) -> None:
+        """Save a checkpoint; see `Context.save`."""
+        is_owner = shard is not None and not shard.is_empty
+        rank_state = {"rng": rng_state(self._device), "local": local and _to_cpu(local)}
+        gathered = self._groups.gather((rank_state, is_owner))
+        is_new, self.saved_step = step != self.saved_step, step
+        staging = self.store.staging(step, self._attempt.number)
+        if shard is not None and is_owner and is_new:
+            self._shard_writer.submit(shard.content(), lambda host: self._shards.write(host, step, staging))
+        if self._topology.rank == 0:
+            owners = [rank for rank, (_, owns) in enumerate(gathered) if owns]
+            self.saver.save(
+                step,
+                model={} if model is None else clean_state_dict(model),
+                trainer=dict(trainer),
+                rank_states=[state for state, _ in gathered],
+                metrics=dict(metrics or {}),
+                collect_shards=(lambda into: self._shards.collect(step, owners, staging, into)) if owners else None,
+            )
+
+    def _before_publish(self) -> None:
+        """Make the journal durable, and refuse the checkpoint if a newer attempt has begun.
+
+        A supervisor that was suspended may have been replaced while its ranks continued (`run/lease.py`).
+        """
+        self._journal.flush(durable=True)
+        if retry.exists(self._run.attempt(self._attempt.number + 1).path):
+            raise CheckpointError(
+                f"attempt {self._attempt.number + 1} of run {self._run.name} has begun:"
+                f" attempt {self._attempt.number} must not save checkpoints any more"
+            )
+
+    def restore(self) -> Restored | None:
+        """Load the newest valid checkpoint; see `Context.restore`."""
+        path = ""
+        if self._topology.rank == 0:
+            self.store.remove_leftovers()
+            newest = self.store.latest()
+            path = str(newest.path) if newest is not None else ""
+        if not (path := self._groups.broadcast(path)):
+            return None
+        # Rank 0 has just verified the hashes; each rank reading all files twice would load the file system.
+        checkpoint = self.store.load(path, verify=False)
+        self.saved_step = checkpoint.step
+        local = None
+        if checkpoint.world_size == self._topology.world_size:
+            rank_state = checkpoint.rank_states[self._topology.rank]
+            local = rank_state["local"]
+            set_rng_state(rank_state["rng"], self._device)
+        else:
+            log.warning(
+                "the checkpoint was saved by %d ranks and is resumed by %d: the sample order differs from here on",
+                checkpoint.world_size,
+                self._topology.world_size,
+            )
+            seed_everything(self._seed + 1 + self._topology.rank + checkpoint.step)
+        log.info("resumed at step %d from %s", checkpoint.step, path)
+        return Restored(
+            step=checkpoint.step,
+            model=checkpoint.model,
+            trainer=checkpoint.trainer,
+            local=local,
+            folder=Path(path),
+            world_size=checkpoint.world_size,
+        )
+
+    def check(self) -> None:
+        """Raise CheckpointError if a save in the background has failed; does not wait."""
+        self.saver.check()
+        self._shard_writer.check()
+
+    def close(self) -> None:
+        """Wait for the saves in progress. Raises CheckpointError if one has failed."""
+        self._shard_writer.close()
+        self.saver.close()
+
+
+def _to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}

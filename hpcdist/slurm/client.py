@@ -1,0 +1,274 @@
+"""The client of Slurm: the only module that runs scontrol, squeue, sacct, sinfo, scancel, sacctmgr and sbatch.
+
+(`submitit` calls sbatch for a submission; `slurm.job` starts steps with srun.) All commands run through `run`, with one
+time limit for queries that a user waits for and one for commands of a job. Each function returns a typed result of
+the parsers in `command_output`, `cluster_nodes` and `job_info`, and raises SlurmError without an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from subprocess import CompletedProcess
+
+from hpcdist.errors import HpcdistError
+from hpcdist.machine.timed_command import last_line, run_within
+from hpcdist.slurm.cluster_nodes import (
+    NODE_FORMAT,
+    PARTITION_FORMAT,
+    NodeState,
+    Partition,
+    parse_boot_times,
+    parse_node_features,
+    parse_node_states,
+    parse_partitions,
+)
+from hpcdist.slurm.command_output import parse_records, parse_settings
+from hpcdist.slurm.job_info import SACCT_FIELDS, SQUEUE_FIELDS, JobInfo, parse_sacct, parse_scontrol, parse_squeue
+
+#: Time limit of a query that a user waits for.
+QUERY_TIMEOUT_S = 15.0
+#: Time limit of commands inside a job, and of sbatch: Slurm's commands retry for up to a minute by themselves while the
+#: controller restarts.
+JOB_TIMEOUT_S = 60.0
+#: How long a job repeats a query that it cannot go on without.
+JOB_RETRY_S = 300.0
+_RETRY_EVERY_S = 0.2
+
+
+class SlurmError(HpcdistError):
+    """A command of Slurm is not installed, failed, or did not answer in time.
+
+    Attributes:
+        installed: whether the command exists on this machine.
+        timed_out: whether the command exceeded its time limit.
+        stderr: the error output of the command.
+    """
+
+    def __init__(self, message: str, *, installed: bool = True, timed_out: bool = False, stderr: str = "") -> None:
+        super().__init__(message)
+        self.installed = installed
+        self.timed_out = timed_out
+        self.stderr = stderr
+
+
+def run(*command: str, timeout_s: float | None = None, retry_s: float = 0.0) -> str:
+    """Run a command of Slurm and return its output; empty if the command names a job that Slurm does not know.
+
+    Args:
+        timeout_s: time limit of one try; QUERY_TIMEOUT_S by default.
+        retry_s: how long a command that fails is repeated.
+
+    Raises SlurmError if the command is not installed, fails, or exceeds its time limit.
+    """
+    until = time.monotonic() + retry_s
+    while True:
+        try:
+            return _run_once(command, QUERY_TIMEOUT_S if timeout_s is None else timeout_s).stdout
+        except SlurmError as error:
+            if not error.installed or time.monotonic() > until:
+                raise
+        time.sleep(_RETRY_EVERY_S)
+
+
+def _run_once(command: Sequence[str], timeout_s: float, *, stdin: str = "") -> CompletedProcess[str]:
+    program = command[0]
+    try:
+        done = run_within(command, timeout_s, stdin=stdin)
+    except FileNotFoundError as error:
+        raise SlurmError(f"{program} is not installed on this machine", installed=False) from error
+    if done.returncode == 0:
+        return done
+    if done.returncode < 0:
+        raise SlurmError(f"{program} did not answer within {timeout_s:g} s", timed_out=True, stderr=done.stderr)
+    if "Invalid job id" in done.stderr:
+        return CompletedProcess(command, 0, "", "")
+    reason = last_line(done.stderr).removeprefix(f"{program}: ") or f"exit code {done.returncode}"
+    raise SlurmError(f"{program}: {reason}", stderr=done.stderr)
+
+
+# --- jobs
+
+
+def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
+    """Return the state of a job, or None if Slurm does not know the job (any more).
+
+    The controller (`scontrol`, or `squeue` if scontrol is not installed) knows jobs that are pending, running or ended
+    a few minutes ago. Accounting (`sacct`) knows older ones, if the cluster has it.
+
+    Args:
+        history: query accounting in any case: only accounting knows memory, steps and earlier starts.
+
+    Raises SlurmError if neither the controller nor accounting answers.
+    """
+    controller_error: SlurmError | None = None
+    current = past = None
+    try:
+        current = _query_controller(job_id)
+    except SlurmError as error:
+        controller_error = error
+    if current is not None and not history:
+        return current
+    try:
+        text = run("sacct", f"--jobs={job_id}", "--duplicates", "-Pn", f"--format={SACCT_FIELDS}")
+        past = parse_sacct(text, job_id)
+    except SlurmError:
+        pass  # a cluster without accounting: only the controller's answer counts
+    if current is not None:
+        if past is None:
+            return current
+        return replace(current, max_rss=past.max_rss, earlier=past.earlier, step_states=past.step_states)
+    if controller_error is None:
+        # A job that the controller does not know has ended, even if accounting has not received its end.
+        return past if past is not None and not past.alive else None
+    if past is None:
+        raise controller_error
+    return past
+
+
+def _query_controller(job_id: str) -> JobInfo | None:
+    try:
+        return parse_scontrol(run("scontrol", "--oneliner", "show", "job", job_id), job_id)
+    except SlurmError as error:
+        if error.installed:
+            raise
+        return query_jobs([job_id]).get(job_id)
+
+
+def query_jobs(job_ids: Sequence[str]) -> dict[str, JobInfo]:
+    """Return the jobs that are still in the queue, by id, with one command. Raises SlurmError without an answer."""
+    if not job_ids:
+        return {}
+    text = run("squeue", "-h", "-r", "--states=all", f"--format={SQUEUE_FIELDS}", f"--jobs={','.join(job_ids)}")
+    return {job: info for job in job_ids if (info := parse_squeue(text, job)) is not None}
+
+
+def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
+    """Return the records of a job's components, the leader first; empty if Slurm does not know the job."""
+    text = run("scontrol", "show", "job", "--oneliner", job_id, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
+    return parse_records(text)
+
+
+def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
+    """Cancel a job, a running one only without `pending_only`. A job that has ended is left alone."""
+    run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
+
+
+def requeue_job(job_id: str) -> None:
+    """Requeue a job; one that is pending already is left alone."""
+    try:
+        run("scontrol", "requeue", job_id, timeout_s=JOB_TIMEOUT_S)
+    except SlurmError as error:
+        # Of two requests at the same time, Slurm refuses the second.
+        if "pending execution" not in error.stderr.lower():
+            raise
+
+
+def exclude_nodes(job_id: str, nodes: Iterable[str]) -> None:
+    """Set the nodes that a pending job must not get."""
+    run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}", timeout_s=JOB_TIMEOUT_S)
+
+
+# --- steps
+
+
+def running_steps(job_ids: Sequence[str], *, retry_s: float = 0.0) -> dict[str, str]:
+    """Return the steps of jobs that have not ended: names by step id."""
+    command = ["squeue", "--steps", f"--jobs={','.join(job_ids)}", "--noheader", "--format=%i %j"]
+    text = run(*command, timeout_s=JOB_TIMEOUT_S, retry_s=retry_s)
+    return dict(line.strip().partition(" ")[::2] for line in text.splitlines())
+
+
+def signal_steps(step_ids: Sequence[str], name: str) -> None:
+    """Send a signal (`KILL`, `USR1`) to all tasks of steps; does nothing for an empty sequence."""
+    if step_ids:
+        run("scancel", f"--signal={name}", *step_ids, timeout_s=JOB_TIMEOUT_S)
+
+
+# --- cluster
+
+
+def settings() -> dict[str, str]:
+    """Return the settings of the cluster (`scontrol show config`)."""
+    return parse_settings(run("scontrol", "show", "config"))
+
+
+def cluster_name() -> str:
+    """Return the name of the cluster that this machine belongs to."""
+    return settings().get("ClusterName", "")
+
+
+def partitions() -> list[Partition]:
+    """Return all partitions with their nodes, hidden ones included, with two commands that run at the same time."""
+    commands = (
+        ("scontrol", "show", "partition", "--oneliner", "--all"),
+        ("sinfo", "--all", "--noheader", f"--format={PARTITION_FORMAT}"),
+    )
+    with ThreadPoolExecutor() as pool:
+        return parse_partitions(*pool.map(lambda command: run(*command), commands))
+
+
+def node_states(*, partition: str = "", names: Sequence[str] = ()) -> list[NodeState]:
+    """Return the nodes of a partition, or the named ones."""
+    chosen = [f"--partition={partition}"] * bool(partition) + [f"--nodes={','.join(names)}"] * bool(names)
+    return parse_node_states(run("sinfo", "--noheader", "--Node", *chosen, f"--format={NODE_FORMAT}"))
+
+
+def node_features(names: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Return the active features of nodes, by name."""
+    return parse_node_features(_node_records(names))
+
+
+def nodes_booted_since(names: Sequence[str], since: float) -> list[str]:
+    """Return the nodes that have booted after a time (seconds since the epoch)."""
+    return [name for name, booted in parse_boot_times(_node_records(names)).items() if booted > since]
+
+
+def _node_records(names: Sequence[str]) -> str:
+    return run("scontrol", "show", "node", "--oneliner", ",".join(names), timeout_s=JOB_TIMEOUT_S)
+
+
+# --- accounting
+
+
+def user_accounts(user: str, *, cluster: str = "") -> list[str]:
+    """Return the accounts that a user may charge, sorted."""
+    chosen = [f"user={user}"] + [f"cluster={cluster}"] * bool(cluster)
+    return sorted(set(_sacctmgr("show", "assoc", *chosen, "format=account")))
+
+
+def qos_names() -> list[str]:
+    """Return the names of all QOS, sorted."""
+    return sorted(set(_sacctmgr("show", "qos", "format=name")))
+
+
+def _sacctmgr(*arguments: str) -> list[str]:
+    return run("sacctmgr", "--noheader", "--parsable2", *arguments).split()
+
+
+# --- submission
+
+
+def estimate_start(script: str) -> str:
+    """Return sbatch's estimate of the start of a job (`sbatch --test-only`). Raises SlurmError if Slurm refuses it."""
+    return _run_once(["sbatch", "--test-only"], JOB_TIMEOUT_S, stdin=script).stderr  # sbatch prints it there
+
+
+def option_error(program: str, options: Mapping[str, str | bool]) -> str | None:
+    """Return the reason why sbatch or srun cannot parse options; None if it can, or cannot be run.
+
+    Args:
+        options: values by long name; True for an option without a value.
+    """
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    try:
+        # --help ends the program after the options before it are parsed; it does not contact the controller.
+        run(program, *words, "--help")
+    except SlurmError as error:
+        if not error.stderr or error.timed_out:
+            return None
+        lines = [line for line in error.stderr.splitlines() if not line.startswith("Try ")]
+        return "; ".join(line.removeprefix(f"{program}: ").removeprefix("error: ") for line in lines)
+    return None

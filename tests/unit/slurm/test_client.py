@@ -1,0 +1,256 @@
+"""The client of Slurm: which commands run, with which options, and how their failures are reported."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_recordings import FakeCommands, recorded
+
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.cluster_nodes import NodeState
+from hpcdist.slurm.command_output import parse_time
+
+UNKNOWN_JOB = "slurm_load_jobs error: Invalid job id specified\n"
+NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The time zone of the recordings."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """An empty folder, the only one on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return FakeCommands(tmp_path)
+
+
+# --- running commands
+
+
+def test_failure_is_reported_with_the_last_line_of_errors(commands: FakeCommands) -> None:
+    commands.add("scontrol", error=f"warning\nscontrol: {NO_CONTROLLER}", code=1)
+    with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
+        client.run("scontrol", "ping")
+    commands.add("scontrol", code=3)
+    with pytest.raises(SlurmError, match=r"^scontrol: exit code 3$"):
+        client.run("scontrol", "ping")
+
+
+def test_command_that_is_not_installed(commands: FakeCommands) -> None:
+    with pytest.raises(SlurmError, match=r"^squeue is not installed on this machine$") as caught:
+        client.query_jobs(["8"])
+    assert not caught.value.installed
+    with pytest.raises(SlurmError, match=r"^scancel is not installed"):
+        client.cancel_job("8")
+
+
+def test_command_that_hangs_is_killed(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "QUERY_TIMEOUT_S", 0.2)
+    os.mkfifo(commands.folder / "pipe")
+    commands.add_script("scontrol", "read -r never < pipe")
+    with pytest.raises(SlurmError, match=r"^scontrol did not answer within 0\.2 s$") as caught:
+        client.settings()
+    assert caught.value.timed_out
+
+
+def test_failing_query_is_repeated_for_a_limited_time(commands: FakeCommands) -> None:
+    commands.add_script(
+        "squeue", "read -r number < tries; echo $((number + 1)) > tries; test $number -ge 2 && echo '7.0 a'"
+    )
+    (commands.folder / "tries").write_text("0\n")
+    with pytest.raises(SlurmError):
+        client.running_steps(["7"])
+    assert client.running_steps(["7"], retry_s=60) == {"7.0": "a"}
+    assert len(commands.calls()) == 3
+    commands.add("squeue", error=NO_CONTROLLER, code=1)
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        client.running_steps(["7"], retry_s=0.1)
+
+
+# --- jobs
+
+
+def test_job_in_the_queue_takes_one_command(commands: FakeCommands) -> None:
+    commands.add("scontrol", recorded("scontrol", "begin-time"))
+    commands.add("sacct")
+    info = client.query_job("5")
+    assert info is not None
+    assert (info.state, commands.programs()) == ("PENDING", ["scontrol"])
+
+
+def test_squeue_is_used_without_scontrol(commands: FakeCommands) -> None:
+    commands.add("squeue", recorded("squeue"))
+    info = client.query_job("8")
+    assert info is not None
+    assert (info.state, commands.programs()) == ("PENDING", ["squeue"])
+
+
+def test_accounting_is_used_for_a_job_that_the_controller_has_forgotten(commands: FakeCommands) -> None:
+    commands.add("scontrol", error=UNKNOWN_JOB, code=1)
+    commands.add("sacct", recorded("sacct", "node-fail"))
+    info = client.query_job("7")
+    assert info is not None
+    assert (info.state, commands.programs()) == ("NODE_FAIL", ["scontrol", "sacct"])
+
+
+@pytest.mark.parametrize("sacct", ["not installed", "disabled", "empty", "has no end of the job"])
+def test_unknown_job_is_none(commands: FakeCommands, sacct: str) -> None:
+    commands.add("scontrol", error=UNKNOWN_JOB, code=1)
+    if sacct == "disabled":
+        commands.add("sacct", error=NO_ACCOUNTING, code=1)
+    elif sacct != "not installed":
+        commands.add("sacct", "" if sacct == "empty" else recorded("sacct", "requeued"))
+    assert client.query_job("8") is None
+
+
+def test_accounting_is_used_while_the_controller_does_not_answer(commands: FakeCommands) -> None:
+    commands.add("scontrol", error=NO_CONTROLLER, code=1)
+    commands.add("sacct", recorded("sacct", "requeued"))
+    info = client.query_job("8")
+    assert info is not None
+    assert info.state == "RUNNING"
+
+
+def test_without_any_answer_the_error_is_the_controllers(commands: FakeCommands) -> None:
+    commands.add("scontrol", error=NO_CONTROLLER, code=1)
+    commands.add("sacct", error=NO_ACCOUNTING, code=1)
+    with pytest.raises(SlurmError, match=r"^scontrol: slurm_load_jobs error: Unable to contact slurm controller"):
+        client.query_job("8")
+
+
+def test_history_is_read_from_accounting(commands: FakeCommands) -> None:
+    commands.add("scontrol", recorded("scontrol", "requeued"))
+    commands.add("sacct", recorded("sacct", "requeued"))
+    info = client.query_job("8", history=True)
+    assert info is not None
+    assert (info.state, info.reason, info.earlier) == ("PENDING", "BeginTime", ("REQUEUED",))
+    commands.add("sacct", error=NO_ACCOUNTING, code=1)
+    info = client.query_job("8", history=True)
+    assert info is not None
+    assert (info.state, info.earlier) == ("PENDING", ())
+
+
+def test_many_jobs_take_one_command(commands: FakeCommands) -> None:
+    commands.add("squeue", recorded("squeue"))
+    found = client.query_jobs(["1", "10_2", "99"])
+    assert {job: info.state for job, info in found.items()} == {"1": "RUNNING", "10_2": "PENDING"}
+    assert commands.programs() == ["squeue"]
+    assert client.query_jobs([]) == {}
+    commands.add("squeue", error=UNKNOWN_JOB, code=1)
+    assert client.query_jobs(["99"]) == {}
+
+
+def test_cancel(commands: FakeCommands) -> None:
+    commands.add("scancel")
+    client.cancel_job("8", pending_only=True)
+    client.cancel_job("8")
+    assert commands.calls() == ["scancel --state=PENDING 8", "scancel 8"]
+
+
+def test_requeue(commands: FakeCommands) -> None:
+    commands.add("scontrol")
+    client.requeue_job("41")
+    client.exclude_nodes("41", ["n7", "n2"])
+    assert commands.calls() == ["scontrol requeue 41", "scontrol update JobId=41 ExcNodeList=n7,n2"]
+    commands.add("scontrol", error="Job is pending execution for job 41\n", code=1)
+    client.requeue_job("41")  # the second of two requests at the same time
+    commands.add("scontrol", error="Requested operation is presently disabled for job 41\n", code=1)
+    with pytest.raises(SlurmError, match=r"^scontrol: Requested operation is presently disabled for job 41$"):
+        client.requeue_job("41")
+
+
+# --- steps
+
+
+def test_steps(commands: FakeCommands) -> None:
+    commands.add("squeue", "41.0 attempt-001\n  41.batch batch\n")
+    assert client.running_steps(["41", "42"]) == {"41.0": "attempt-001", "41.batch": "batch"}
+    commands.add("scancel")
+    client.signal_steps(["41.0", "41.1"], "KILL")
+    client.signal_steps([], "KILL")
+    assert commands.calls() == [
+        "squeue --steps --jobs=41,42 --noheader --format=%i %j",
+        "scancel --signal=KILL 41.0 41.1",
+    ]
+
+
+# --- cluster
+
+
+def test_cluster_name(commands: FakeCommands) -> None:
+    commands.add("scontrol", "SlurmctldPort = 6817\nClusterName             = here\n")
+    assert client.cluster_name() == "here"
+
+
+@pytest.mark.parametrize("release", ["24_11", "26_05"])
+def test_partitions(commands: FakeCommands, release: str) -> None:
+    commands.add("scontrol", recorded("partition", release=release))
+    commands.add("sinfo", recorded("sinfo", release=release))
+    found = client.partitions()
+    assert found
+    assert all(partition.nodes for partition in found)
+    commands.add("sinfo", code=1)
+    with pytest.raises(SlurmError, match=r"^sinfo: exit code 1$"):
+        client.partitions()
+
+
+def test_node_states(commands: FakeCommands) -> None:
+    commands.add("sinfo", "n1|idle|a|gpu:2|8|32768|Unknown|Unknown|none\n")
+    idle = NodeState(name="n1", state="idle", hardware="a|gpu:2|8|32768")
+    assert client.node_states(partition="main") == client.node_states(names=["n1", "n2"]) == [idle]
+    assert commands.calls() == [
+        "sinfo --noheader --Node --partition=main --format=%N|%T|%f|%G|%c|%m|%H|%u|%E",
+        "sinfo --noheader --Node --nodes=n1,n2 --format=%N|%T|%f|%G|%c|%m|%H|%u|%E",
+    ]
+
+
+def test_features_and_boot_times_of_nodes(commands: FakeCommands) -> None:
+    commands.add(
+        "scontrol",
+        "NodeName=n1 ActiveFeatures=a,b BootTime=2026-11-20T06:35:00\n"
+        "NodeName=n2 ActiveFeatures=(null) BootTime=2026-11-20T07:35:00\n"
+        "NodeName=n3 BootTime=None\n",
+    )
+    assert client.node_features(["n1", "n2", "n3"]) == {"n1": {"a", "b"}, "n2": set(), "n3": set()}
+    since = parse_time("2026-11-20T07:00:00")
+    assert since is not None
+    assert client.nodes_booted_since(["n1", "n2", "n3"], since) == ["n2"]
+    assert set(commands.calls()) == {"scontrol show node --oneliner n1,n2,n3"}
+
+
+# --- accounting
+
+
+def test_accounts_and_qos(commands: FakeCommands) -> None:
+    commands.add("sacctmgr", "bob\nada\nada\n")
+    assert client.user_accounts("ada", cluster="here") == ["ada", "bob"]
+    assert client.qos_names() == ["ada", "bob"]
+    assert commands.calls() == [
+        "sacctmgr --noheader --parsable2 show assoc user=ada cluster=here format=account",
+        "sacctmgr --noheader --parsable2 show qos format=name",
+    ]
+
+
+# --- submission
+
+
+def test_estimate_of_the_start(commands: FakeCommands) -> None:
+    commands.add_script(
+        "sbatch", 'while read -r line; do echo "$line"; done > script; echo "sbatch: Job 1 to start" >&2'
+    )
+    assert client.estimate_start("#!/bin/sh\n#SBATCH --nodes=2\n") == "sbatch: Job 1 to start\n"
+    assert (commands.folder / "script").read_text() == "#!/bin/sh\n#SBATCH --nodes=2\n"
+    assert commands.calls() == ["sbatch --test-only"]
