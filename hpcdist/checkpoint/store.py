@@ -68,23 +68,16 @@ class Checkpoint:
 class CheckpointStore:
     """The `checkpoints/` folder of one run.
 
-        Args:
-    <<<<<<< HEAD
-            folder: made at the first write.
-            keep_last: how many of the newest to keep, at least 2.
-            best_metric: the best checkpoint by this metric is kept as well.
-            monitor_mode: whether the largest or the smallest value is the best.
-    =======
-            folder: created at the first write.
-            keep_last: number of newest checkpoints to keep, at least 2.
-            best_metric: metric by which the best checkpoint is kept in addition.
-            monitor_mode: whether the largest or the smallest value is the best.
-    >>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
+    Args:
+        folder: created at the first write.
+        keep_last: number of newest checkpoints to keep, at least 2.
+        best_metric: metric by which the best checkpoint is kept in addition.
+        monitor_mode: whether the largest or the smallest value is the best.
 
-        Attributes:
-            skipped: one line for each invalid checkpoint that the last `latest()` skipped.
+    Attributes:
+        skipped: one line for each invalid checkpoint that the last `latest()` skipped.
 
-        Raises CheckpointError for a `keep_last` below 2: with a single checkpoint, one broken disk block would end the run.
+    Raises CheckpointError for a `keep_last` below 2: with a single checkpoint, one broken disk block would end the run.
     """
 
     def __init__(
@@ -101,7 +94,7 @@ class CheckpointStore:
         self.skipped: list[str] = []
         self._keep_last = keep_last
         self._best_metric = best_metric
-        self._best_mode = monitor_mode
+        self._monitor_mode = monitor_mode
         self._looked = False
         self._newest: Found | None = None  # verified or written by this process
         self._broken: set[Path] = set()
@@ -170,7 +163,7 @@ class CheckpointStore:
         metric = self._best_metric
         if metric is None:
             return []
-        sign = -1.0 if self._best_mode == "max" else 1.0
+        sign = -1.0 if self._monitor_mode == "max" else 1.0
         scored = [(sign * found.metrics.get(metric, math.nan), found) for found in candidates]
         return [found for _, found in sorted((s for s in scored if not math.isnan(s[0])), key=lambda s: s[0])]
 

@@ -90,16 +90,6 @@ class Context:
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
-<<<<<<< HEAD
-        self.timer = StepTimer(clock_of(device))
-        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        heartbeat.timing = self.timer.report
-        self._store = CheckpointStore(
-            run.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            best_metric=config.checkpoint.monitor,
-            monitor_mode=config.checkpoint.monitor_mode,
-=======
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         heartbeat.timing = self.timer.report
         self._checkpoints = RankCheckpoints(
@@ -110,7 +100,6 @@ class Context:
             device=device,
             groups=groups,
             journal=journal,
->>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
         )
 
     # --- ranks and roles
@@ -343,13 +332,6 @@ class Context:
         ranks' random number generators are saved automatically.
 
         Args:
-<<<<<<< HEAD
-            model: wrapped or not; it is saved under its own names. Rank 0's counts; None where it has none.
-            trainer: what else the next start needs, equal on all ranks: optimizer, position.
-            local: what this rank alone needs; small, since it travels to rank 0.
-            metrics: what is known of this checkpoint; `checkpoint.monitor` is looked up here.
-            shard: what this rank owns of a model that lies on several; then every rank gives one, empty or not.
-=======
             step: number of steps done.
             model: the model, wrapped or bare; its state dict is saved under the names of the bare model. Only rank 0's
                 model is saved. None if rank 0 has no model.
@@ -359,7 +341,6 @@ class Context:
             metrics: metrics of this checkpoint; `checkpoint.monitor` names the one by which the best is kept.
             shard: the part of the model that this rank owns, for a model that is distributed over several ranks. Then
                 every rank must pass a `Shard`, possibly an empty one.
->>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
 
         Raises:
             CheckpointError: the save cannot start, or an earlier one has failed.

@@ -168,13 +168,8 @@ def cuda_index(
         return topology.local_rank if sharers is None else sharers.index(topology.rank)
     variables = Variables(
         env,
-<<<<<<< HEAD
-        f"ask for a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
-        f"or start fewer ranks here (launch.num_ranks={num_visible})",
-=======
         f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
         f"or start fewer ranks here (launch.num_ranks={num_visible})",
->>>>>>> 5a2890f761b5d431848e4e620d79007111a4e9f8
     )
     if variables.has("SLURM_GPUS_ON_NODE"):
         if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
