@@ -127,21 +127,30 @@ def _best_metric(run: RunDir) -> str:
 def show_config(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file or shipped config.")] = None,
     overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Every key with type, default and meaning.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="List every key with type, default and meaning.")] = False,
+    as_json: Annotated[bool, typer.Option("--json-schema", help="Print the JSON Schema of a config.")] = False,
 ) -> None:
-    """Print the resolved config, secrets redacted; or the schema of all configs.
+    """Print the resolved config with redacted secrets, or the schema of all configs.
 
     Examples:
 
         hpcdist config ddp_mnist optim.lr=0.01
 
         hpcdist config --schema
+
+        hpcdist config --json-schema > config.schema.json
     """
     from hpcdist.config.loading import load_config
     from hpcdist.config.shipped import shipped_configs
     from hpcdist.config.written import to_yaml
 
-    if schema:
+    if as_json:
+        import json
+
+        from hpcdist.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif schema:
         from hpcdist.config.schema import describe
 
         for path, kind, default, documentation in describe():

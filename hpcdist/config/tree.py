@@ -8,7 +8,7 @@ from typing import Any
 from hpcdist.config.document import parse
 
 #: Sections that may be written as one value, each with the key that this value sets.
-_SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
+SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
 
 
 def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -34,7 +34,7 @@ def parse_value(raw: str) -> Any:
 
 def expand_short_forms(tree: dict[str, Any]) -> None:
     """Replace sections that are written as one value: `trainer: ddp`, `preflight: off`."""
-    for section in _SHORT_FORMS:
+    for section in SHORT_FORMS:
         _expand(tree, section)
 
 
@@ -58,5 +58,5 @@ def _expand(tree: dict[str, Any], section: str) -> None:
     value = tree.get(section)
     if value is False:
         value = "off"  # which YAML reads as a boolean
-    if section in _SHORT_FORMS and isinstance(value, str):
-        tree[section] = {_SHORT_FORMS[section]: value}
+    if section in SHORT_FORMS and isinstance(value, str):
+        tree[section] = {SHORT_FORMS[section]: value}
