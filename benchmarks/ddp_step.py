@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.supervisor.plan import processor_env
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 
 BASELINES = Path(__file__).parent / "baselines"
 #: Steps a round by batch size; each fits into one epoch of MNIST on two ranks.

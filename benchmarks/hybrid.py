@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 
 BASELINE = Path(__file__).parent / "baselines" / "hybrid.py"
 NUM_TRAINERS = 2

@@ -27,7 +27,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from hpcdist.tracking.journal import JournalWriter
-from hpcdist.tracking.mlflow_run import open_client
+from hpcdist.tracking.mlflow_client import open_client
 
 Log = Callable[[dict[str, float], int], None]
 METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in range(count)} for count in (1, 5)}

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.tracking.journal import Record, read_records
+from hpcdist.tracking.journal_reader import Record, read_records
 from hpcdist.trainers.rl.environments import Problem, make_environments
 
 BASELINE = Path(__file__).parent / "baselines" / "rl.py"

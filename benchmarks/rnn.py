@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from hpcdist.supervisor.plan import processor_env
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 
 BASELINE = Path(__file__).parent / "baselines" / "rnn.py"
 #: (steps done, unix time in s)

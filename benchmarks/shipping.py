@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Tail
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.shipping_state import ShippingState
 
 NUM_KEYS, NUM_RECORDS, NUM_POINTS = 300, 1_100, 1_000_000
 
@@ -55,8 +55,8 @@ def peak_mb() -> float:
 def read(folder: Path) -> dict[str, float]:
     """Read a journal as the shipper does, and throw the points away."""
     before_mb = peak_mb()
-    progress = Progress()
-    tail = Tail(folder, progress)
+    progress = ShippingState()
+    tail = JournalTail(folder, progress)
     began = time.process_time()
     num_points = 0
     while chunks := tail.next_chunks(1, over=True):

@@ -1,4 +1,4 @@
-"""`hpcdist bench`: measure what this machine or cluster can do, and compare it with what it could."""
+"""`hpcdist bench`: measure communication between ranks, and compare with an earlier measurement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.cli.launch import send, start_here
-from hpcdist.cli.options import RUNS, Detach, Overrides, RunName, RunsDir, console
+from hpcdist.cli import completion
+from hpcdist.cli.options import (
+    RUNS,
+    Cluster,
+    DryRun,
+    ExperimentKey,
+    Follow,
+    Json,
+    Overrides,
+    RunName,
+    RunsDir,
+    RunsDirKey,
+    TrackingUriKey,
+    with_options,
+)
+from hpcdist.cli.run import run_here
+from hpcdist.cli.submit import submit_run
+from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
@@ -18,29 +34,35 @@ if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
 
-app = typer.Typer(name="bench", help="Measure communication, here or on a cluster.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Measure communication between ranks, here or on a cluster.", no_args_is_help=True)
 CONFIG = "bench_comm"
 LAST = "last"
 Compare = Annotated[
     str | None,
-    typer.Option(metavar="RUN", help="Say what is slower than in an earlier run; `last` is the newest one like it."),
+    typer.Option(
+        "--compare",
+        metavar="RUN",
+        help="Report operations slower than in this run; `last` is the newest comparable one.",
+        autocompletion=completion.runs_or_last,
+    ),
 ]
 
 
 @app.command()
 def comm(
     overrides: Overrides = None,
-    on_slurm: Annotated[bool, typer.Option("--submit", help="Send it to Slurm.")] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Send it to Slurm, with this profile of the site: a path, or a shipped one.")
-    ] = None,
+    on_slurm: Annotated[bool, typer.Option("--submit", help="Submit to Slurm; implied by --cluster.")] = False,
+    cluster: Cluster = None,
     compare: Compare = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, or the batch script, and stop.")] = False,
-    detach: Detach = False,
+    dry_run: DryRun = False,
+    follow: Follow = True,
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
 ) -> int:
-    """Check and measure communication between ranks, pair by pair and together, and say where the bottleneck is.
+    """Measure communication between ranks, in pairs and together, and locate the bottleneck.
 
-    It is a run like all others (`hpcdist run bench_comm`); its keys are those of the section `comm`.
+    The benchmark is an ordinary run of the config `bench_comm`; its keys are in the section `comm`.
 
     Examples:
 
@@ -55,21 +77,22 @@ def comm(
     from hpcdist.supervisor import start
 
     on_slurm = on_slurm or cluster is not None
-    config = start.with_name(load_config(CONFIG, overrides or [], cluster=cluster))
-    if compare and detach:
+    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+    config = start.with_name(load_config(CONFIG, words, cluster=cluster))
+    if compare and not follow:
         raise UserMistake(
-            "--compare and --detach exclude each other: `hpcdist bench show RUN --compare OTHER` compares later"
+            "--compare and --detach exclude each other: use `hpcdist bench show RUN --compare OTHER` later"
         )
     if compare and compare != LAST:
-        _require_like(compare, config, on_slurm=on_slurm)
+        _require_comparable(compare, config, on_slurm=on_slurm)
     if on_slurm:
-        code = send(config, {}, follow=not detach, dry_run=dry_run)
+        code = submit_run(config, {}, follow=follow, dry_run=dry_run)
     else:
-        code = start_here(config, detach=detach, dry_run=dry_run)
+        code = run_here(config, follow=follow, dry_run=dry_run)
     run = _folder(config)
-    if detach and not dry_run:
-        print(f"once it is over, `hpcdist bench show {run.name}` has its report")
-    if dry_run or detach or not (run.artifacts / ARTIFACT).is_file():
+    if not follow and not dry_run:
+        print(f"report after the end of the run: hpcdist bench show {run.name}")
+    if dry_run or not follow or not (run.artifacts / ARTIFACT).is_file():
         return code
     _print(run, compare, Path(config.runs_dir))
     return code
@@ -79,11 +102,11 @@ def comm(
 def show(
     run: RunName,
     compare: Compare = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="All points, one a line.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All results.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all measurements as CSV.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Print the report of a benchmark that has run.
+    """Print the report of a benchmark run.
 
     Examples:
 
@@ -108,7 +131,7 @@ def show(
 
 
 def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
-    """The report, and how it compares with an earlier run. Raises UserMistake where it cannot be compared."""
+    """Print the report and a comparison with an earlier run. Raises UserMistake if they are not comparable."""
     from hpcdist.bench import compare as comparing
     from hpcdist.bench import report
     from hpcdist.bench.results import read_results
@@ -119,12 +142,12 @@ def _print(run: RunDir, compare: str | None, runs_dir: Path) -> None:
     report.show(terminal, report.report(results, terminal.width))
     if not compare:
         return
-    earlier = _newest_like(run, results) if compare == LAST else resolve_run(compare, runs_dir)
+    earlier = _newest_comparable(run, results) if compare == LAST else resolve_run(compare, runs_dir)
     if earlier is None:
-        print(f"compared with nothing: {run.name} is the first run of its kind in {run.path.parent}")
+        print(f"no comparison: {run.path.parent} has no earlier run comparable with {run.name}")
         return
     before = read_results(earlier.artifacts)
-    _refuse(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
+    _require_no_differences(earlier, comparing.differences(comparing.facts(results), comparing.facts(before)))
     report.show(terminal, report.compared(results, before, earlier.name, terminal.width))
 
 
@@ -134,8 +157,8 @@ def _folder(config: Config) -> RunDir:
     return RunDir(Path(config.runs_dir) / config.experiment / config.name)
 
 
-def _require_like(name: str, config: Config, *, on_slurm: bool) -> None:
-    """Raise UserMistake now where the run to come cannot be compared with an earlier one, as far as that is known."""
+def _require_comparable(name: str, config: Config, *, on_slurm: bool) -> None:
+    """Raise UserMistake if the planned run, as far as known, is not comparable with an earlier one."""
     from hpcdist.bench import compare
     from hpcdist.bench.results import read_results
     from hpcdist.run.lookup import resolve_run
@@ -163,16 +186,16 @@ def _require_like(name: str, config: Config, *, on_slurm: bool) -> None:
             "backend": plan.backend,
             "device": plan.device,
         }
-    _refuse(earlier, compare.differences(expected, before))
+    _require_no_differences(earlier, compare.differences(expected, before))
 
 
-def _refuse(earlier: RunDir, differences: str) -> None:
+def _require_no_differences(earlier: RunDir, differences: str) -> None:
     if differences:
-        raise UserMistake(f"cannot be compared with {earlier.name}: {differences}")
+        raise UserMistake(f"not comparable with run {earlier.name}: {differences}")
 
 
-def _newest_like(run: RunDir, results: Results) -> RunDir | None:
-    """The newest finished benchmark of the same experiment that can be compared with this one."""
+def _newest_comparable(run: RunDir, results: Results) -> RunDir | None:
+    """Return the newest finished benchmark of the same experiment that is comparable with this one."""
     from hpcdist.bench import compare
     from hpcdist.bench.results import read_results
     from hpcdist.errors import RunFolderError
@@ -186,7 +209,7 @@ def _newest_like(run: RunDir, results: Results) -> RunDir | None:
             if other.experiment != run.experiment or state.status != "finished" or state.created >= created:
                 continue
             before = read_results(other.artifacts)
-        except (RunFolderError, OSError):  # a run of another trainer, or a damaged one
+        except (RunFolderError, OSError):  # a run of another trainer, or a damaged run
             continue
         if before.complete and not compare.differences(compare.facts(results), compare.facts(before)):
             found.append((state.created, other))

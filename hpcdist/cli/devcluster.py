@@ -1,13 +1,16 @@
-"""`hpcdist devcluster …`: parse, call, print."""
+"""`hpcdist devcluster`: a Slurm cluster of virtual nodes on this machine."""
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcdist.cli.options import Json
 from hpcdist.devcluster.settings import DEFAULT_STATE, Layout, Settings
 
 if TYPE_CHECKING:
@@ -15,50 +18,67 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="devcluster",
-    help="A real Slurm of several virtual nodes on this machine, to try a launch before it costs a queue slot.",
+    help="Run a Slurm cluster of virtual nodes on this machine, to test submissions.",
     no_args_is_help=True,
 )
-node_app = typer.Typer(
-    name="node", help="Faults on purpose: kill a node, bring it back, slow it.", no_args_is_help=True
-)
+node_app = typer.Typer(name="node", help="Inject faults: kill, start or slow down a node.", no_args_is_help=True)
 app.add_typer(node_app)
 
 State = Annotated[
-    Path, typer.Option("--state", envvar="HPCDIST_DEVCLUSTER_STATE", help="Folder that holds all of the cluster.")
+    Path,
+    typer.Option("--state", metavar="DIR", envvar="HPCDIST_DEVCLUSTER_STATE", help="Folder of the cluster's files."),
 ]
-Node = Annotated[str, typer.Argument(metavar="NAME", help="A node's name, such as n2.")]
+Node = Annotated[str, typer.Argument(metavar="NAME", help="Name of a node, such as n2.")]
 
 
 @app.command()
 def up(
     nodes: Annotated[
-        int | None, typer.Option("--nodes", help="Number of nodes, n1 to nN.", show_default=str(Settings.num_nodes))
+        int | None, typer.Option("--nodes", metavar="N", help="Number of nodes.", show_default=str(Settings.num_nodes))
     ] = None,
     cpus: Annotated[
-        int | None, typer.Option("--cpus-per-node", help="What each claims.", show_default=str(Settings.cpus_per_node))
+        int | None,
+        typer.Option(
+            "--cpus-per-node",
+            metavar="N",
+            help="CPUs that each node reports.",
+            show_default=str(Settings.cpus_per_node),
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus-per-node", help="Fake ones.", show_default=str(Settings.gpus_per_node))
+        int | None,
+        typer.Option(
+            "--gpus-per-node", metavar="N", help="Fake GPUs of each node.", show_default=str(Settings.gpus_per_node)
+        ),
     ] = None,
     memory_mb: Annotated[
-        int | None, typer.Option("--memory-mb", help="What each claims.", show_default=str(Settings.memory_mb))
+        int | None,
+        typer.Option(
+            "--memory-mb", metavar="MB", help="Memory that each node reports.", show_default=str(Settings.memory_mb)
+        ),
     ] = None,
     grace_time_s: Annotated[
         int | None,
-        typer.Option("--grace-time-s", help="For a preempted job to save.", show_default=str(Settings.grace_time_s)),
+        typer.Option(
+            "--grace-time-s",
+            metavar="S",
+            help="Grace time of a preempted job.",
+            show_default=str(Settings.grace_time_s),
+        ),
     ] = None,
     subnet: Annotated[
-        str | None, typer.Option("--subnet", help="Network of the nodes.", show_default=Settings.subnet)
+        str | None, typer.Option("--subnet", metavar="CIDR", help="Network of the nodes.", show_default=Settings.subnet)
     ] = None,
     users: Annotated[
-        list[str] | None, typer.Option("--user", help="Who may submit besides root and the caller of sudo.")
+        list[str] | None,
+        typer.Option(
+            "--user", metavar="NAME", help="A user who may submit, besides root and SUDO_USER; repeat for more."
+        ),
     ] = None,
-    install: Annotated[
-        bool, typer.Option("--install", help="Install Debian's packages where they are missing.")
-    ] = False,
+    install: Annotated[bool, typer.Option("--install", help="Install missing Debian packages.")] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Bring the cluster up, or what is missing of it.
+    """Start the cluster, or its missing parts.
 
     Examples:
 
@@ -86,19 +106,19 @@ def up(
 
 @app.command()
 def down(state: State = DEFAULT_STATE) -> None:
-    """Take the cluster away with everything it has made, after a crash too. Jobs on it are killed.
+    """Remove the cluster with all its files, mounts and processes; its jobs are killed.
 
     Example:  sudo hpcdist devcluster down
     """
     from hpcdist.devcluster import cluster
 
     killed = cluster.down(Layout(state))
-    print(f"the dev cluster is down: {killed} processes ended, nothing is left of it")
+    print(f"the dev cluster is removed: {killed} processes ended")
 
 
 @app.command()
-def status(state: State = DEFAULT_STATE) -> int:
-    """Show nodes, partitions and how to use them. Ends with 1 when the cluster is not wholly up.
+def status(as_json: Json = False, state: State = DEFAULT_STATE) -> int:
+    """Show nodes, partitions and how to use them; the exit code is 1 unless the whole cluster is up.
 
     Example:  hpcdist devcluster status
     """
@@ -106,7 +126,10 @@ def status(state: State = DEFAULT_STATE) -> int:
 
     layout = Layout(state)
     found = cluster.status(layout)
-    _show(found, layout)
+    if as_json:
+        print(json.dumps(asdict(found) | {"is_up": found.is_up}, indent=2, default=str))
+    else:
+        _show(found, layout)
     return 0 if found.is_up else 1
 
 
@@ -114,29 +137,29 @@ def status(state: State = DEFAULT_STATE) -> int:
 def kill(
     name: Node,
     keep_link: Annotated[
-        bool, typer.Option("--keep-link", help="Kill the processes alone; peers see their connections closed.")
+        bool, typer.Option("--keep-link", help="Kill the processes only: peers see closed connections.")
     ] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """End a node as a power cut does: its link, then all its processes.
+    """Simulate a power failure of a node: cut its link, then kill its processes.
 
     Example:  sudo hpcdist devcluster node kill n2
     """
     from hpcdist.devcluster import nodes
 
     killed = nodes.kill_node(Layout(state), name, keep_link=keep_link)
-    print(f"{name} is dead: {killed} processes ended; `hpcdist devcluster node start {name}` brings it back")
+    print(f"node {name} is down: {killed} processes ended; `hpcdist devcluster node start {name}` starts it again")
 
 
 @node_app.command("start")
 def start(
     name: Node,
     own_mounts: Annotated[
-        bool, typer.Option("--own-mounts", help="What is mounted among its processes is seen there alone.")
+        bool, typer.Option("--own-mounts", help="Give the node a mount namespace of its own.")
     ] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Bring a dead node back.
+    """Start a killed node again.
 
     Example:  sudo hpcdist devcluster node start n2
     """
@@ -145,19 +168,22 @@ def start(
     layout = Layout(state)
     nodes.start_node(layout, name, own_mounts=own_mounts)
     pid = processes.pid_of(layout, argv.slurmd(name))
-    print(f"{name} is back" + (f": mount things on it by `nsenter --target {pid} --mount mount …`" * own_mounts))
+    print(f"node {name} is up" + (f": mount on it with `nsenter --target {pid} --mount mount …`" * own_mounts))
 
 
 @node_app.command("slow")
 def slow(
     name: Node,
-    rate_mbit: Annotated[float | None, typer.Option("--rate-mbit", help="Mbit/s in each direction.")] = None,
+    rate_mbit: Annotated[
+        float | None, typer.Option("--rate-mbit", metavar="MBIT", help="Mbit/s in each direction.")
+    ] = None,
     delay_ms: Annotated[
-        float | None, typer.Option("--delay-ms", help="Added in each direction; needs the kernel's netem.")
+        float | None,
+        typer.Option("--delay-ms", metavar="MS", help="Extra delay in each direction; needs the kernel module netem."),
     ] = None,
     state: State = DEFAULT_STATE,
 ) -> None:
-    """Slow a node's link; without options it gets its full speed back.
+    """Slow down a node's link; without options, restore its full speed.
 
     Examples:
 
@@ -169,9 +195,9 @@ def slow(
 
     nodes.slow_node(Layout(state), name, rate_mbit=rate_mbit, delay_ms=delay_ms)
     slowed = " and ".join(
-        text for text in (rate_mbit and f"{rate_mbit:g} Mbit/s", delay_ms and f"{delay_ms:g} ms more") if text
+        text for text in (rate_mbit and f"{rate_mbit:g} Mbit/s", delay_ms and f"{delay_ms:g} ms extra delay") if text
     )
-    print(f"{name}: {slowed} in each direction" if slowed else f"{name}: full speed")
+    print(f"node {name}: {slowed} in each direction" if slowed else f"node {name}: full speed")
 
 
 def _show(status: Status, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Staying with a run until it is over: its log, or its state and progress, wherever it runs."""
+"""Follow a run until it ends: its log, or its state and progress, on this machine or on Slurm."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import codecs
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from threading import Event
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hpcdist.cli.render import RunView
+from hpcdist.cli.terminal import console, exit_code
 from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
@@ -19,11 +22,34 @@ from hpcdist.run.folder import RunDir, State
 from hpcdist.run.status import Standing, close_if_dead, job_of, stand
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch
 
-LOOK_EVERY_S = 0.3
+if TYPE_CHECKING:
+    from hpcdist.config.schema import Config
+
+POLL_S = 0.3
+
+
+def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
+    """Follow a run until it ends and upload it to MLflow where its job does not. Returns the exit code.
+
+    A run of another user is only shown.
+    """
+    from hpcdist.cli.render import show_end
+    from hpcdist.supervisor import start
+
+    uploads = job_of(run) is not None and is_mine(run.path)
+    uploading = start.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
+    try:
+        with uploading:
+            state = follow(console(), run, progress=progress)
+    except KeyboardInterrupt:
+        print(f"run {run.name} continues: `hpcdist follow {run.name}` shows it again, `hpcdist stop` stops it")
+        return 130
+    show_end(console(), run, state, config)
+    return exit_code(state)
 
 
 class RunWatch:
-    """Tells how a run stands, again and again, without asking Slurm each time."""
+    """The status of a run, polled without a call of Slurm's commands each time."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -32,9 +58,9 @@ class RunWatch:
         self._first_lost: JobSnapshot | None = None
 
     def now(self) -> Standing:
-        """How it stands. A run of Slurm's counts as lost only when Slurm says so twice, some seconds apart."""
+        """Return the current status. A Slurm run counts as lost after two different answers of Slurm that agree."""
         job = job_of(self._run)
-        if job != self._job:  # someone has submitted it anew
+        if job != self._job:  # the run was submitted again
             self._job, self._watch = job, JobWatch(job) if job is not None else None
         look = self._watch.snapshot() if self._watch is not None else None
         found = stand(self._run, look)
@@ -48,9 +74,9 @@ class RunWatch:
 
 
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
-    """The text of a rank's log; with `follow` also what comes until the run ends, through all its attempts.
+    """Yield the text of a rank's log; with `follow`, until the run ends, through all its attempts.
 
-    Raises RunFolderError when there is no such log.
+    Raises RunFolderError if there is no such log.
     """
     number = attempt or run.read_state().attempt
     path = run.attempt(number).log(rank)
@@ -63,13 +89,13 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     waiting = Event()
     watch = RunWatch(run) if follow else None
     while True:
-        # Before the log is read: what is written later belongs to a later look.
+        # The status is read before the log: lines written in between are read in the next round.
         ended = watch is None or watch.now().over
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
             with retry.retry(lambda path=path: open(path, "rb", buffering=0), path) as file:  # type: ignore[misc]
                 if os.fstat(file.fileno()).st_size < position:
-                    yield "\n[hpcdist: this log was shortened meanwhile, see launch.log_max_mb]\n"
+                    yield "\n[hpcdist: this log was truncated, see launch.log_max_mb]\n"
                     position = os.fstat(file.fileno()).st_size
                 file.seek(position)
                 while data := file.read(PIECE_BYTES):
@@ -82,44 +108,44 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
         elif ended:
             return
         else:
-            waiting.wait(LOOK_EVERY_S)
+            waiting.wait(POLL_S)
 
 
 def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
-    """Show a run's state as it changes and, unless it is only waited for, its progress; returns its last state.
+    """Show a run's state changes and, with `progress`, its progress. Returns its last state.
 
-    A run whose supervisor or job died without a word is closed in its folder, with what Slurm says of the job.
+    If the supervisor or the job died without recording a status, the run is closed with the reason that Slurm gives.
     """
     watch = RunWatch(run)
     waiting = Event()
-    said, away, told = "", "", 0
+    shown_line, shown_error, num_shown = "", "", 0
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
         while True:
             found = watch.now()
             if found.over:
                 break
-            if (line := _line(found)) != said:
-                view.note(line + _when(found))
-                said = line
-            if found.away != away and (away := found.away):
-                view.note(f"Slurm does not say how the job stands ({away})")
+            if (line := _status_line(found)) != shown_line:
+                view.note(line + _expected_start(found))
+                shown_line = line
+            if found.away != shown_error and (shown_error := found.away):
+                view.note(f"Slurm does not report the state of the job ({shown_error})")
             if progress and found.state.attempt and found.name == "running":
                 beat = run.attempt(found.state.attempt).last_beat(0)
                 if beat is not None:
                     view.progress(beat)
-            lines = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
-            for new in lines[told:]:
+            stragglers = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
+            for new in stragglers[num_shown:]:
                 view.note(new["text"])
-            told = len(lines)
-            waiting.wait(LOOK_EVERY_S)
+            num_shown = len(stragglers)
+            waiting.wait(POLL_S)
     if found.name == "lost" and is_mine(run.path):
         close_if_dead(run)
         return run.read_state()
     return found.state
 
 
-def _line(found: Standing) -> str:
-    """What is worth a new line when it changes."""
+def _status_line(found: Standing) -> str:
+    """Return the status line; a new one is printed when it changes."""
     facts = found.facts
     parts = [found.reason] if found.reason else []
     if facts is not None and (facts.waiting or found.name != "running"):
@@ -129,8 +155,8 @@ def _line(found: Standing) -> str:
     return f"{found.name}: {'; '.join(parts)}" if parts else found.name
 
 
-def _when(found: Standing) -> str:
-    """What changes by itself: told with a new line, but no reason for one."""
+def _expected_start(found: Standing) -> str:
+    """Return Slurm's estimate of the start, which changes too often to print a new line for it."""
     facts = found.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():
         return ""

@@ -1,4 +1,4 @@
-"""`hpcdist image …`: parse, call, print."""
+"""`hpcdist image`: build, check and convert container images."""
 
 from __future__ import annotations
 
@@ -9,33 +9,52 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.cli.options import console
+from hpcdist.cli import completion
+from hpcdist.cli.options import DryRun
+from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
-app = typer.Typer(name="image", help="Images to run in: build, check, convert for a site.", no_args_is_help=True)
+app = typer.Typer(name="image", help="Build, check and convert container images.", no_args_is_help=True)
 
 EngineOption = Annotated[
-    str | None, typer.Option("--engine", help="docker, podman or buildah; the first that works by default.")
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="ENGINE",
+        help="docker or podman; to build, also buildah. The first that works by default.",
+        autocompletion=completion.one_of("docker", "podman", "buildah"),
+    ),
 ]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
 
 
 @app.command()
 def build(
-    tag: Annotated[str | None, typer.Option("--tag", help="Name of the image; `hpcdist` by default.")] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="NAME", help="Name of the image; `hpcdist` by default.")
+    ] = None,
     target: Annotated[
-        str, typer.Option("--target", help="default, slim (no compiler: no torch.compile), or mlflow (the server).")
+        str,
+        typer.Option(
+            "--target",
+            metavar="TARGET",
+            help="default, slim (without compiler and torch.compile), or mlflow (the server).",
+            autocompletion=completion.one_of("default", "slim", "mlflow"),
+        ),
     ] = "default",
-    base: Annotated[str | None, typer.Option("--base", help="Base image instead of the Dockerfile's.")] = None,
-    uid: Annotated[int | None, typer.Option("--uid", help="The image's own user.")] = None,
-    gid: Annotated[int | None, typer.Option("--gid", help="The image's own group.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="IMAGE", help="Base image instead of the Dockerfile's.")
+    ] = None,
+    uid: Annotated[int | None, typer.Option("--uid", metavar="UID", help="User id of the image's user.")] = None,
+    gid: Annotated[int | None, typer.Option("--gid", metavar="GID", help="Group id of the image's user.")] = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", help="A further word for the engine; repeat for more.")
+        list[str] | None,
+        typer.Option("--option", metavar="WORD", help="Additional argument of the engine; repeat for more."),
     ] = None,
     engine: EngineOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Build an image from a checkout, on a base image that is named by its digest where that can be looked up.
+    """Build an image from a checkout; the base image is pinned by its digest if that can be looked up.
 
     Examples:
 
@@ -78,7 +97,7 @@ def build(
 
 @app.command()
 def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
-    """Start an image and look: versions, imports, user, entrypoint, RDMA, and a training on two ranks in it.
+    """Test an image: versions, imports, user, entrypoint, RDMA, and a training on two ranks.
 
     Example:  hpcdist image check hpcdist:slim
     """
@@ -96,7 +115,7 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
 @app.command()
 def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
-    """Print an image's bill of materials: its Debian and Python packages with their versions, as CycloneDX JSON.
+    """Print the software bill of materials of an image: Debian and Python packages as CycloneDX JSON.
 
     Example:  hpcdist image sbom hpcdist:slim > sbom.cdx.json
     """
@@ -110,11 +129,21 @@ def sbom(image: Image = "hpcdist", engine: EngineOption = None) -> None:
 @app.command()
 def convert(
     image: Image = "hpcdist",
-    to: Annotated[str, typer.Option("--to", help="sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).")] = "",
-    into: Annotated[Path, typer.Option("--into", help="Folder that all nodes see.")] = Path("images"),
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).",
+            autocompletion=completion.one_of("sqsh", "sif", "dir"),
+        ),
+    ] = "",
+    into: Annotated[
+        Path, typer.Option("--into", metavar="DIR", help="Folder on a file system that all nodes share.")
+    ] = Path("images"),
     engine: EngineOption = None,
 ) -> None:
-    """Write an image in the form that a site's runtime reads: once, named by its digest.
+    """Convert an image to the format of a site's container runtime; the file is named by the image's digest.
 
     Example:  hpcdist image convert --to sqsh --into /shared/images
     """
@@ -129,4 +158,4 @@ def convert(
     facts = inspect(found, image)
     require_fit(facts, machine=facts.architecture)
     target, written = write(found, facts, to, into)
-    print(f"{target}{'' if written else ' is there already'}")
+    print(f"{target}{'' if written else ' exists already'}")

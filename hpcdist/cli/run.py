@@ -1,4 +1,4 @@
-"""Commands that start runs: here, in the background, on Slurm, anew or from where they stopped."""
+"""`hpcdist run`: start a run on this machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.cli.launch import ask_slurm, check_plan, queue, send, start_here, submission_flags, supervise_here
-from hpcdist.cli.options import RUNS, ConfigName, Detach, Overrides, RunName, RunsDir, SweepAxes, exit_code
+from hpcdist.cli.options import (
+    ConfigName,
+    DryRun,
+    ExperimentKey,
+    Follow,
+    Overrides,
+    RunsDirKey,
+    SweepAxes,
+    TrackingUriKey,
+    with_options,
+)
+from hpcdist.cli.terminal import console, exit_code
 from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
+    from hpcdist.run.folder import RunDir
 
 app = typer.Typer()
-Dependency = Annotated[
-    str | None, typer.Option(metavar="KIND:RUN", help="Wait for other runs or jobs, as sbatch takes it: afterok:first.")
-]
-Begin = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Do not start before, as sbatch takes it: now+2hours, 20:00.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Submit also what hpcdist, not Slurm, holds for wrong.")]
 
 
 @app.command()
@@ -31,18 +35,24 @@ def run(
     config: ConfigName,
     overrides: Overrides = None,
     sweep: SweepAxes = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    detach: Detach = False,
-    again: Annotated[
+    dry_run: DryRun = False,
+    follow: Follow = True,
+    resume: Annotated[
         bool | None,
         typer.Option(
-            "--again/--new",
+            "--resume/--new",
             envvar="HPCDIST_RESUME",
-            help="Go on with this config's unfinished run, where there is one; images of hpcdist do so by default.",
+            help="Continue the unfinished run of this config, if there is one. Default in hpcdist's images.",
         ),
     ] = None,
-    engine: Annotated[str | None, typer.Option("--in", help="Run in a container: docker or podman.")] = None,
-    image: Annotated[str, typer.Option("--image", help="The image for --in.")] = "hpcdist",
+    engine: Annotated[
+        str | None,
+        typer.Option("--in", metavar="ENGINE", help="Run in a container of docker or podman."),
+    ] = None,
+    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="Image for --in.")] = "hpcdist",
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
 ) -> int:
     """Start a run on this machine.
 
@@ -50,7 +60,7 @@ def run(
 
         hpcdist run ddp_digits
 
-        hpcdist run configs/ddp_mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
+        hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
 
         hpcdist run ddp_mnist --detach
 
@@ -62,164 +72,79 @@ def run(
     from hpcdist.run.find_by_config import unfinished
     from hpcdist.supervisor import start
 
+    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if sweep:
-        from hpcdist.cli import sweep as sweeping
+        from hpcdist.cli import sweep as sweeps
 
         if engine is not None:
             raise UserMistake("--sweep and --in exclude each other: start the cells in containers one by one")
-        sweeping.check_options(sweep, None, detach=detach)
-        return sweeping.run_sweep(sweeping.read_sweep(config, overrides or [], sweep), dry_run=dry_run)
-    unnamed = load_config(config, overrides or [])
+        sweeps.check_options(sweep, None, detach=not follow)
+        return sweeps.run_sweep(sweeps.read_sweep(config, words, sweep), dry_run=dry_run)
+    unnamed = load_config(config, words)
     start.check_trainer(unnamed, Path.cwd())
     if engine is not None:
-        from hpcdist.cli.run_in_container import run_boxed
+        from hpcdist.cli.run_in_container import run_in_container
 
-        if detach:
-            raise UserMistake("--detach and --in exclude each other: the container shows its run in the foreground")
-        return run_boxed(config, overrides or [], unnamed, engine=engine, image=image, again=again, dry_run=dry_run)
-    found = unfinished(unnamed) if again and not dry_run else None
-    loaded = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
-    return start_here(loaded, found, detach=detach, dry_run=dry_run)
+        if not follow:
+            raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
+        return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
+    found = unfinished(unnamed) if resume and not dry_run else None
+    named = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
+    return run_here(named, found, follow=follow, dry_run=dry_run)
 
 
-@app.command()
-def submit(
-    config: ConfigName,
-    overrides: Overrides = None,
-    cluster: Annotated[str | None, typer.Option(help="Profile of the site: a path, or one that is shipped.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and the srun line.")] = False,
-    test: Annotated[bool, typer.Option("--test", help="Ask Slurm when it would start; submit nothing.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Show queue state, then progress, until the end.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Show changes of state alone, until the end.")] = False,
-    dependency: Dependency = None,
-    begin: Begin = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Submit also what hpcdist, not Slurm, holds for wrong.")
-    ] = False,
-    sweep: SweepAxes = None,
-    array_parallelism: Annotated[
-        int | None, typer.Option(min=1, help="At most so many cells of a sweep run at a time.")
-    ] = None,
-) -> int:
-    """Send a run to Slurm, or a sweep as one job array.
+def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_run: bool) -> int:
+    """Print the plan of a run on this machine and, unless it is a dry run, start it. Returns the exit code.
 
-    Examples:
-
-        hpcdist submit ddp_mnist --cluster devcluster --follow
-
-        hpcdist submit mnist.yaml --cluster ~/mysite.yaml cluster.nodes=4 --dry-run
-
-        hpcdist submit mnist.yaml --cluster mysite --dependency afterok:first --begin 20:00
-
-        hpcdist submit mnist.yaml --cluster ~/mysite.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2,3
+    Args:
+        config: The config, with the name of the run.
+        found: An unfinished run of this config to continue.
     """
-    from hpcdist.cli import sweep as sweeping
-    from hpcdist.config.loading import load_config
+    from hpcdist.cli.render import show_plan
+    from hpcdist.machine import compiler
+    from hpcdist.machine.own_image import image_facts
     from hpcdist.supervisor import start
+    from hpcdist.supervisor.plan import Machine, make_plan
+    from hpcdist.tracking.uri import choose_uri
 
-    sweeping.check_options(sweep, array_parallelism, detach=False)
-    if sweep:
-        cells = sweeping.read_sweep(config, overrides or [], sweep, cluster)
-        flags = submission_flags(cells.cells[0].config, dependency, begin)
-
-        def ask(one: Config) -> None:
-            ask_slurm(one, flags, Path.cwd(), force=force)
-
-        return sweeping.submit_sweep(
-            cells, flags, ask, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
-        )
-    loaded = start.with_name(load_config(config, overrides or [], cluster=cluster))
-    flags = submission_flags(loaded, dependency, begin)
-    return send(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
-
-
-@app.command()
-def resume(
-    run: RunName,
-    overrides: Overrides = None,
-    with_current_code: Annotated[
-        bool, typer.Option("--with-current-code", help="Take the code as it is now, not as it was at the start.")
-    ] = False,
-    detach: Detach = False,
-    dependency: Dependency = None,
-    begin: Begin = None,
-    force: Force = False,
-    runs_dir: RunsDir = RUNS,
-) -> int:
-    """Go on from the newest valid checkpoint, in the same MLflow run.
-
-    Changed keys become the run's own once a step was completed with them; if the run fails before, the old ones stay.
-
-    Examples:
-
-        hpcdist resume ddp-2026
-
-        hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
-    """
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import require_trusted
-    from hpcdist.run import snapshot
-    from hpcdist.run.lease import hold
-    from hpcdist.run.lookup import resolve_run
-    from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
-    from hpcdist.supervisor import pending_config
-
-    found = resolve_run(run, runs_dir)
-    require_trusted(found.path, "resume")
-    config = load_run_config(found.effective_config, overrides or [], {**kept(found), **os.environ})
-    if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
-        raise UserMistake(f"run {found.name} is {now.name}: `hpcdist follow {found.name}` shows it, nothing to resume")
-    if found.read_state().status == "finished" and not overrides:
-        raise UserMistake(f"run {found.name} is finished: to train on, say how far, such as stop.max_epochs=20")
-    on_slurm = found.slurm.exists()
-    if not on_slurm and (dependency or begin):
-        raise UserMistake(f"run {found.name} is not on Slurm: --dependency and --begin are Slurm's")
-    flags = submission_flags(config, dependency, begin)
-    pending_config.check(found, config)
-    if on_slurm:
-        ask_slurm(config, flags, None, force=force)
-    else:
-        check_plan(config)
-    with hold(found):
-        pending_config.propose(found, config)
-        if with_current_code:
-            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
-    if on_slurm:
-        return queue(found, config, flags, follow=not detach)
-    return supervise_here(found, config, detach=detach)
+    plan = make_plan(config, Machine.inspect(os.environ))
+    if config.model.compile and not config.trainer.script:
+        compiler.check(plan.device, {**os.environ, **config.launch.env})
+    uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+    path = Path(config.runs_dir) / config.experiment / config.name
+    show_plan(console(), config, plan, path, uri, verbose=dry_run)
+    if plan.device == "cpu" and config.launch.device == "auto":
+        in_image = " (docker: --gpus all, podman: --device nvidia.com/gpu=all)" if image_facts(os.environ) else ""
+        print(f"no GPU is visible{in_image}: training on CPUs")
+    if dry_run:
+        return 0
+    if found is not None:
+        print(f"continuing run {found.name}, which has the same config; `--new` starts another run")
+    return supervise_here(found or start.create_run(config, Path.cwd()), config, follow=follow)
 
 
-@app.command(hidden=True)
-def worker(run_dir: Path) -> None:
-    """Run one rank of a run folder; place and size of the group come from the environment."""
-    from hpcdist.rank.worker import main as work
+def check_plan(config: Config) -> None:
+    """Raise UserMistake for a config whose ranks cannot be started on this machine."""
+    from hpcdist.supervisor.plan import Machine, make_plan
 
-    work([str(run_dir)])
-
-
-@app.command(hidden=True)
-def supervise(run_dir: Path) -> int:
-    """Supervise a run folder in the foreground; what `--detach` leaves behind."""
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import require_trusted
-    from hpcdist.run.folder import RunDir
-    from hpcdist.run.secret_file import kept
-
-    found = RunDir.open(run_dir)
-    require_trusted(found.path, "supervise")
-    config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
-    return supervise_here(found, config, detach=False)
+    make_plan(config, Machine.inspect(os.environ))
 
 
-@app.command("in-job", hidden=True)
-def in_job(config: ConfigName, overrides: Overrides = None) -> int:
-    """Supervise a run in the Slurm job around this process; what `slurm/run.sbatch` calls."""
+def supervise_here(run: RunDir, config: Config, *, follow: bool) -> int:
+    """Supervise a run in this process, or without `follow` in a background process. Returns the exit code."""
     from hpcdist import logs
-    from hpcdist.config.loading import load_config
-    from hpcdist.slurm.job.in_job import run_in_job
+    from hpcdist.cli.render import RunView, show_end
+    from hpcdist.supervisor import start
+    from hpcdist.supervisor.plan import Machine, make_plan
 
+    if not follow:
+        pid = start.detach(run, os.environ)
+        print(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
+        return 0
     logs.configure()
-    state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
-    # A run that someone has ended is no failed job.
-    return exit_code(state) if state.status == "failed" else 0
+    plan = make_plan(config, Machine.inspect(os.environ))
+    terminal = console()
+    with RunView(terminal) as view:
+        state = start.supervise(run, config, plan, view, os.environ)
+    show_end(terminal, run, state, config)
+    return exit_code(state)

@@ -1,4 +1,4 @@
-"""`hpcdist run … --in docker|podman`: the same run in a container on this machine."""
+"""`hpcdist run CONFIG --in docker|podman`: the run in a container on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.cli.options import console
+from hpcdist.cli.terminal import say
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
 from hpcdist.config.shipped import find_config
@@ -24,14 +24,21 @@ from hpcdist.run.runs_dir import claim
 from hpcdist.supervisor.plan import Machine
 
 
-def run_boxed(
-    source: str, overrides: Sequence[str], config: Config, *, engine: str, image: str, again: bool | None, dry_run: bool
+def run_in_container(
+    source: str,
+    overrides: Sequence[str],
+    config: Config,
+    *,
+    engine: str,
+    image: str,
+    resume: bool | None,
+    dry_run: bool,
 ) -> int:
-    """Print the engine's line for a run and execute it; returns its exit code.
+    """Print the engine's command for a run and execute it. Returns its exit code.
 
     Args:
-        source: the config as the user names it, a shipped one or a file.
-        config: what it says here, name not yet chosen: the container's own hpcdist does that.
+        source: Name of a shipped config, or path of a file.
+        config: The config as loaded here, without a name: hpcdist in the container chooses the name.
     """
     if engine not in RUNNERS:
         raise UserMistake(f"--in must be {' or '.join(RUNNERS)}, got {engine!r}")
@@ -41,7 +48,7 @@ def run_boxed(
     box = boxes.Box.inspect(found.name, image, facts.digest, user_name(), os.environ)
     path = find_config(source).absolute()
     is_file = Path(source).expanduser().is_file()
-    # Code of one's own is imported from where one stands; a shipped trainer and its config are in the image.
+    # User code is imported from the current folder; shipped trainers and configs are in the image.
     own_code = is_file or bool(config.trainer.script) or ":" in config.trainer.target
     cwd = Path.cwd()
     box = boxes.furnish(
@@ -59,16 +66,15 @@ def run_boxed(
         *overrides,
         *boxes.folders_in_words(config, load_config("ddp_digits", [])),
     ]
-    command = boxes.argv(box, [*words, *([] if again is None else ["--again" if again else "--new"])])
-    terminal = console()
+    command = boxes.argv(box, [*words, *([] if resume is None else ["--resume" if resume else "--new"])])
     if not box.gpus and config.launch.device != "cpu":
-        terminal.print("no GPU is visible here: the container trains on CPUs", highlight=False)
-    terminal.print(shlex.join(map(redacted_argument, command)), markup=False, highlight=False, soft_wrap=True)
+        say("no GPU is visible: training on CPUs")
+    say(shlex.join(map(redacted_argument, command)))
     if dry_run:
         return 0
     claim(Path(config.runs_dir).expanduser().absolute())
     for folder in box.mounts:
-        # An engine would make them itself, as root's.
+        # Otherwise the engine creates them, owned by root.
         folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode

@@ -1,17 +1,18 @@
-"""Commands for runs that are there: look, stop, ship, show; and for configs."""
+"""Commands on existing runs: list, show, follow, stop."""
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hpcdist.cli.options import RUNS, Overrides, RunName, RunsDir, console
-from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.cli.options import RUNS, Experiment, Json, RunName, RunsDir, Wait
+from hpcdist.cli.terminal import console
+from hpcdist.errors import UserMistake
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
@@ -21,43 +22,82 @@ app = typer.Typer()
 
 
 @app.command()
-def runs(runs_dir: RunsDir = RUNS) -> None:
-    """List all runs.
+def runs(experiment: Experiment = None, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+    """List runs, the newest last.
 
-    Example:  hpcdist runs
+    Examples:
+
+        hpcdist runs
+
+        hpcdist runs --experiment digits --json
     """
-    from hpcdist.cli.render import show_runs
+    from hpcdist.cli.run_tables import read_rows, runs_document, show_runs
     from hpcdist.run.lookup import list_runs
 
-    show_runs(console(), list_runs(runs_dir), runs_dir)
+    rows, notes = read_rows(list_runs(runs_dir), experiment)
+    if as_json:
+        print(json.dumps(runs_document(rows, notes), indent=2))
+    else:
+        show_runs(console(), rows, notes, runs_dir)
 
 
 @app.command()
-def status(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """Show how a run stands: state, attempts, each rank's last step, newest checkpoint; of a sweep, its cells.
+def status(run: RunName, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+    """Show a run's state, the last step of each rank and the checkpoints, or the cells of a sweep.
 
-    Example:  hpcdist status ddp-2026
+    Examples:
+
+        hpcdist status ddp-2026
+
+        hpcdist status ddp-2026 --json
     """
-    from hpcdist.cli.render import show_status
+    from hpcdist.cli.run_tables import read_status, show_status
     from hpcdist.run.lookup import resolve
     from hpcdist.run.sweep_folder import SweepDir
 
     found = resolve(run, runs_dir)
     if isinstance(found, SweepDir):
-        _show_sweep(found)
+        _show_sweep(found, as_json=as_json)
+    elif as_json:
+        print(json.dumps(read_status(found), indent=2))
     else:
         show_status(console(), found)
+
+
+def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
+    from hpcdist.cli.run_tables import read_status
+    from hpcdist.cli.sweep_tables import show_cells
+
+    cells = sweep.cells()
+    labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
+    if as_json:
+        made = [(label, run) for label, run in zip(labels, cells, strict=True) if os.path.lexists(run.config)]
+        document = {"sweep": sweep.name, "cells": [{"label": label} | read_status(run) for label, run in made]}
+        print(json.dumps(document, indent=2))
+        return
+    best = next((found for run in cells if (found := _best_metric(run))), "eval/accuracy")
+    show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
+
+
+def _best_metric(run: RunDir) -> str:
+    """Return the metric that selects a run's best checkpoint; empty if its config cannot be read."""
+    from hpcdist.config.loading import load_run_config
+
+    try:
+        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.monitor
+    except UserMistake:
+        return ""
 
 
 @app.command()
 def logs(
     run: RunName,
-    rank: Annotated[int, typer.Option(help="Whose log.")] = 0,
-    attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed.")] = 0,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Print a rank's log.
+    """Print the log of a rank.
 
     Examples:
 
@@ -74,10 +114,36 @@ def logs(
 
 
 @app.command()
-def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """Ask a run to save, then stop; one that waits in the queue is taken out. `hpcdist resume` goes on from there.
+def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
+    """Show a run's state and progress until it ends; Ctrl-C leaves it running.
 
-    Of a sweep all cells are stopped, and no more are begun.
+    Examples:
+
+        hpcdist follow ddp-2026
+
+        hpcdist follow ddp-2026 --wait && ./evaluate.sh
+    """
+    from hpcdist.cli.follow import follow_to_end
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.files.ownership import is_mine
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.secret_file import kept
+    from hpcdist.run.status import look_now, stand
+
+    found = resolve_run(run, runs_dir)
+    if stand(found, look_now(found)).name == "created":
+        raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
+    # The config of another user must not receive the caller's secrets.
+    env = {**kept(found), **os.environ} if is_mine(found.path) else {}
+    config = load_run_config(found.effective_config, [], env, require_secrets=False)
+    return follow_to_end(found, config, progress=not wait)
+
+
+@app.command()
+def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Save a checkpoint and stop a run, or remove it from the queue; of a sweep, all its cells.
+
+    `hpcdist resume` continues the run from the checkpoint.
 
     Example:  hpcdist stop ddp-2026
     """
@@ -86,7 +152,9 @@ def stop(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 
 @app.command()
 def cancel(run: RunName, runs_dir: RunsDir = RUNS) -> None:
-    """End a run, or all cells of a sweep, at once; what came after the newest checkpoint is lost.
+    """End a run at once, without a last checkpoint; of a sweep, all its cells.
+
+    Steps since the newest checkpoint are lost.
 
     Example:  hpcdist cancel ddp-2026
     """
@@ -102,151 +170,3 @@ def _end(name: str, runs_dir: Path, action: Literal["stop", "cancel"]) -> None:
     found = resolve(name, runs_dir)
     require_mine(found.path, action)
     print("\n".join(end_sweep(found, action) if isinstance(found, SweepDir) else [end(found, action)]))
-
-
-def _show_sweep(sweep: SweepDir) -> None:
-    from hpcdist.cli.sweep_tables import show_cells
-
-    cells = sweep.cells()
-    labels = [str(cell["label"]) for cell in sweep.read()["cells"]]
-    best = next((found for run in cells if (found := _best_metric(run))), "eval/accuracy")
-    show_cells(sweep.name, list(zip(labels, cells, strict=True)), best)
-
-
-def _best_metric(run: RunDir) -> str:
-    """Return the metric that decides on a run's best checkpoint, nothing where its config cannot be read."""
-    from hpcdist.config.loading import load_run_config
-
-    try:
-        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.monitor
-    except UserMistake:
-        return ""
-
-
-@app.command("config")
-def show_config(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file or shipped config.")] = None,
-    overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="List every key with type, default and meaning.")] = False,
-    as_json: Annotated[bool, typer.Option("--json-schema", help="Print the JSON Schema of a config.")] = False,
-) -> None:
-    """Print the resolved config with redacted secrets, or the schema of all configs.
-
-    Examples:
-
-        hpcdist config ddp_mnist optim.lr=0.01
-
-        hpcdist config --schema
-
-        hpcdist config --json-schema > config.schema.json
-    """
-    from hpcdist.config.loading import load_config
-    from hpcdist.config.shipped import shipped_configs
-    from hpcdist.config.written import to_yaml
-
-    if as_json:
-        import json
-
-        from hpcdist.config.json_schema import json_schema
-
-        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-    elif schema:
-        from hpcdist.config.schema import describe
-
-        for path, kind, default, documentation in describe():
-            print(f"{path}: {kind} = {default!r}\n    {documentation}")
-    elif config is None:
-        raise UserMistake(f"which config? Shipped ones are {', '.join(shipped_configs())}; `--schema` lists all keys")
-    else:
-        print(to_yaml(load_config(config, overrides or [])), end="")
-
-
-@app.command()
-def sync(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN …]", help="Which runs; all by default.")] = None,
-    runs_dir: RunsDir = RUNS,
-) -> int:
-    """Ship to MLflow what the runs' journals still hold, and close runs whose supervisor or job has died.
-
-    Only runs of your own are shipped, and only while group and others may not write to their folders.
-
-    Examples:
-
-        hpcdist sync
-
-        hpcdist sync ddp-2026
-    """
-    from hpcdist.config.loading import load_run_config
-    from hpcdist.files.ownership import require_trusted
-    from hpcdist.run.lease import holder
-    from hpcdist.run.lookup import list_runs, resolve_run
-    from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
-    from hpcdist.tracking.shipper import sync as ship
-    from hpcdist.tracking.uri import choose_uri, is_server
-
-    chosen = [resolve_run(name, runs_dir) for name in runs or []]
-    if not runs:
-        listing = list_runs(runs_dir)
-        chosen = listing.runs
-        if listing.note:
-            print(listing.note)
-    code = 0
-    for found in chosen:
-        try:
-            require_trusted(found.path, "sync")
-            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
-            uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
-            # A job ships to a server alone; to a database those do who stand beside it.
-            ships_itself = job_of(found) is None or is_server(uri)
-            if ships_itself and (busy := holder(found)) is not None:
-                print(f"{found.name}: process {busy['pid']} on {busy['host']} ships it already")
-                continue
-            report = ship(found, uri)
-            print(f"{found.name}: {report}")
-        except (HpcdistError, OSError) as error:
-            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)
-            print(f"{found.name}: {error}", file=sys.stderr)
-    return code
-
-
-@app.command()
-def ui(
-    uri: Annotated[str | None, typer.Option(help="MLflow store; the runs' own sqlite database by default.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on, on this machine alone.")] = 5000,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Open MLflow's UI on the configured store, for yourself alone.
-
-    The server listens on 127.0.0.1 and refuses every request without the token of this start. The printed links contain
-    it; scripts read it from the printed file.
-
-    Examples:
-
-        hpcdist ui
-
-        hpcdist ui --port 5001 --runs-dir /shared/me/runs
-    """
-    from hpcdist.cli.render import training_links
-    from hpcdist.run.runs_dir import require_own
-    from hpcdist.tracking import ui as server
-    from hpcdist.tracking.uri import choose_uri, sqlite_path
-
-    where = uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
-    if where.startswith("http"):
-        print(f"the UI of that server is at {where}")
-        return
-    if (database := sqlite_path(where)) is not None:
-        require_own(database, "the database")
-    server.require_app()
-    server.require_port(port)
-    token, file = server.make_token(port, os.environ)
-    address = f"http://{server.HOST}:{port}"
-    print(f"all experiments: {address}/?token={token}")
-    for link in training_links(runs_dir, where, f"{address}/?token={token}"):
-        print(link)
-    print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
-    os.environ |= server.variables(where, file)
-    os.umask(0o077)  # a new database and uploaded artifacts are the user's alone
-    command = server.command(port)
-    os.execv(command[0], command)

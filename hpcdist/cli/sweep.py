@@ -1,4 +1,4 @@
-"""`--sweep`: the cells of a sweep one after the other on this machine, or as one job array on Slurm."""
+"""Sweeps (`--sweep`): the cells one after the other on this machine, or as one Slurm job array."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hpcdist.cli.launch import comment
-from hpcdist.cli.options import console
-from hpcdist.cli.sweep_tables import say, show_choices, show_end
+from hpcdist.cli.submit import comment
+from hpcdist.cli.sweep_tables import show_choices, show_end
+from hpcdist.cli.terminal import console, say
 from hpcdist.errors import HpcdistError, TrackingError, UserMistake
 
 if TYPE_CHECKING:
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from hpcdist.supervisor.plan import Plan
     from hpcdist.supervisor.sweep_cells import Choice
 
-#: Who asks a run to stop when this process is told to end: see supervisor/supervisor.py.
+#: Authors of a stop request that a signal to this process causes, see supervisor/supervisor.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
-LOOK_EVERY_S = 0.5
-#: Between two questions to Slurm, and between two passes of shipping.
-ASK_EVERY_S = 5.0
+POLL_S = 0.5
+#: Interval between two calls of squeue, and between two uploads to MLflow.
+SLURM_POLL_S = 5.0
 
 
 def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
-    """Raise UserMistake for options that make no sense together."""
+    """Raise UserMistake for options that exclude each other."""
     if parallelism is not None and not sweep:
-        raise UserMistake("--array-parallelism is for a job array: it needs --sweep")
+        raise UserMistake("--array-parallelism needs --sweep")
     if detach and sweep:
-        raise UserMistake("--detach is for a single run: leave a sweep in the background with nohup or tmux")
+        raise UserMistake("--sweep and --detach exclude each other: run the sweep in the background with nohup or tmux")
 
 
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
-    """The sweep that a command line means, checked as a whole; nothing is made. Raises UserMistake."""
+    """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
     from hpcdist.run.sweep import make_sweep, parse_axes
     from hpcdist.run.sweep_folder import match
@@ -58,10 +58,9 @@ def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], clust
 
 
 def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
-    """Run what is left of a sweep here, one cell after the other; returns the exit code of the command.
+    """Run the remaining cells of a sweep one after the other. Returns the exit code of the command.
 
-    A cell that fails does not end the sweep; being told to end (Ctrl-C, `hpcdist stop SWEEP`) does, once the running
-    cell has saved.
+    The sweep continues after a failed cell. Ctrl-C or `hpcdist stop SWEEP` ends it after the current cell has saved.
     """
     from hpcdist import logs
     from hpcdist.cli.render import show_plan
@@ -82,22 +81,22 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     logs.configure()
     terminal = console()
     refused = False
-    with _told_to_end() as told, sweep_cells.at_work(sweep) as there:
-        there.request.unlink(missing_ok=True)
-        sweep_cells.make_ready(to_run, there, Path.cwd(), launcher="local")
+    with _caught_signals() as signals, sweep_cells.at_work(sweep) as folder:
+        folder.request.unlink(missing_ok=True)
+        sweep_cells.make_ready(to_run, folder, Path.cwd(), launcher="local")
         for number, choice in enumerate(to_run, 1):
-            if told or there.request.exists():
+            if signals or folder.request.exists():
                 break
             terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
             try:
                 _run_cell(choice, plans[choice.cell.name])
             except HpcdistError as error:
                 refused = True
-                terminal.print(f"{choice.run.name}: {error}", markup=False, highlight=False, soft_wrap=True)
+                say(f"{choice.run.name}: {error}")
             if _ended_by_signal(choice.run):
                 break
     if any(choice.run.read_state().status == "created" for choice in to_run):
-        _tell_parent(to_run[0])
+        _close_parent_run(to_run[0])
     return show_end(sweep, choices) or int(refused)
 
 
@@ -111,41 +110,41 @@ def _run_cell(choice: Choice, plan: Plan) -> None:
 
 
 def _ended_by_signal(run: RunDir) -> bool:
-    """Whether what ended the cell was meant for all of the sweep, unlike `hpcdist stop CELL`."""
+    """Whether a signal to this process ended the cell, which ends the sweep; `hpcdist stop CELL` does not."""
     state = run.read_state()
     request = run.attempt(state.attempt).asked() if state.attempt else None
     return request is not None and request.by in _BY_SIGNAL
 
 
 @contextmanager
-def _told_to_end() -> Iterator[list[str]]:
-    """Signals that come between two cells end the sweep in order; within a cell its supervisor takes them."""
-    told: list[str] = []
+def _caught_signals() -> Iterator[list[str]]:
+    """Collect the names of signals that arrive between two cells; within a cell its supervisor handles them."""
+    caught: list[str] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        told.append(signal.Signals(number).name)
+        caught.append(signal.Signals(number).name)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, note) for number in numbers]
     try:
-        yield told
+        yield caught
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 
-def _tell_parent(choice: Choice) -> None:
-    """Cells are left that nobody will run now: the sweep is over for MLflow, too."""
-    from hpcdist.tracking.parent import Parent
+def _close_parent_run(choice: Choice) -> None:
+    """Record the end of an incomplete sweep in its MLflow parent run."""
+    from hpcdist.tracking.parent_run import ParentRun
     from hpcdist.tracking.uri import choose_uri
 
     config = choice.cell.config
     try:
-        parent = Parent.of(choice.run, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+        parent = ParentRun.of(choice.run, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
         if parent is not None:
             parent.refresh()
     except TrackingError as error:
-        print(f"MLflow does not know of the sweep's end yet: {error}")
+        print(f"the end of the sweep is not in MLflow yet: {error}")
 
 
 # --- on Slurm
@@ -154,18 +153,18 @@ def _tell_parent(choice: Choice) -> None:
 def submit_sweep(
     sweep: Sweep,
     flags: Mapping[str, str],
-    ask: Callable[[Config], None],
+    check: Callable[[Config], None],
     *,
     parallelism: int | None,
     dry_run: bool,
     test: bool,
     follow: bool,
 ) -> int:
-    """Submit what is left of a sweep as one job array; returns the exit code of the command.
+    """Submit the remaining cells of a sweep as one job array. Returns the exit code of the command.
 
     Args:
-        flags: sbatch flags of this submission alone.
-        ask: looks whether Slurm would take a job of this config, before anything is made; raises UserMistake.
+        flags: Flags of sbatch for this submission alone.
+        check: Checks a submission of this config before anything is written; raises UserMistake.
     """
     from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
@@ -173,7 +172,7 @@ def submit_sweep(
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
-            "Slurm has no job arrays of heterogeneous jobs: cluster.het=off places the roles in one allocation"
+            "Slurm does not support arrays of heterogeneous jobs: cluster.het=off places the roles in one allocation"
         )
     choices = sweep_cells.choose(sweep)
     to_run = [choice for choice in choices if choice.runs]
@@ -183,21 +182,21 @@ def submit_sweep(
             _show_script(sweep, to_run, flags, parallelism)
         return 0
     config = sweep.cells[0].config
-    # Once, unless cells need different datasets: what is asked of Slurm is the same for all.
+    # One check is enough unless cells need different datasets: the requests to Slurm are the same.
     for one in {repr(choice.cell.config.data): choice.cell.config for choice in to_run}.values():
-        ask(one)
+        check(one)
     if test:
         return 0
     if to_run:
-        with sweep_cells.at_work(sweep) as there:
-            sweep_cells.make_ready(to_run, there, Path.cwd(), launcher="slurm")
+        with sweep_cells.at_work(sweep) as folder:
+            sweep_cells.make_ready(to_run, folder, Path.cwd(), launcher="slurm")
             try:
-                jobs = submission.submit_array(config, there, [choice.run for choice in to_run], flags, parallelism)
+                jobs = submission.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
                 sweep_cells.discard([choice.run for choice in to_run if choice.is_new])
                 raise
         print(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        print(_ship([choice.run for choice in to_run], config))
+        print(_upload([choice.run for choice in to_run], config))
     return _follow(sweep, choices) if follow else 0
 
 
@@ -215,8 +214,8 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
-def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:
-    """Let MLflow have what there is of some cells; a sentence."""
+def _upload(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:
+    """Upload the records of some cells to MLflow. Returns a sentence on the result."""
     from hpcdist.tracking.shipper import sync
     from hpcdist.tracking.uri import choose_uri
 
@@ -226,56 +225,56 @@ def _ship(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -
             sync(run, uri, close_dead=close_dead)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
-    return f"MLflow: {len(runs)} cells shipped"
+    return f"{len(runs)} cells uploaded to MLflow"
 
 
 def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
-    """Show the cells' states, and ship them unless their jobs do so, until all have ended."""
+    """Show the states of the cells until all have ended, and upload them unless their jobs do."""
     from hpcdist.run.folder import ENDED
     from hpcdist.run.status import job_of
     from hpcdist.supervisor.sweep_cells import queued_jobs
     from hpcdist.tracking.uri import choose_uri
 
     config = sweep.cells[0].config
-    ships = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
+    uploads = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
     jobs = {choice.run.name: job.id if (job := job_of(choice.run)) else None for choice in choices}
-    said: dict[str, str] = {}
-    shipped: dict[str, object] = {}
+    shown: dict[str, str] = {}
+    uploaded: dict[str, object] = {}
     gone: Counter[str] = Counter()
-    asked = 0.0
+    last_poll = 0.0
     while True:
         open_runs = []
         for choice in choices:
             state = choice.run.read_state()
-            if said.get(choice.run.name) != (text := f"{state.status} {state.reason}".strip()):
-                said[choice.run.name] = text
+            if shown.get(choice.run.name) != (text := f"{state.status} {state.reason}".strip()):
+                shown[choice.run.name] = text
                 say(f"{choice.cell.label}: {text}")
             if state.status not in ENDED and gone[choice.run.name] < 2:
                 open_runs.append(choice.run)
-        if ships:
-            changed = [choice.run for choice in choices if shipped.get(choice.run.name) != _mark(choice.run)]
-            due = open_runs == [] or time.monotonic() - asked >= ASK_EVERY_S
+        if uploads:
+            changed = [choice.run for choice in choices if uploaded.get(choice.run.name) != _version(choice.run)]
+            due = open_runs == [] or time.monotonic() - last_poll >= SLURM_POLL_S
             if changed and due:
-                shipped |= {run.name: _mark(run) for run in changed}
-                if (sentence := _ship(changed, config)).startswith("not"):
+                uploaded |= {run.name: _version(run) for run in changed}
+                if (sentence := _upload(changed, config)).startswith("not"):
                     say(sentence)
         if not open_runs:
             break
-        if time.monotonic() - asked >= ASK_EVERY_S:
-            asked = time.monotonic()
+        if time.monotonic() - last_poll >= SLURM_POLL_S:
+            last_poll = time.monotonic()
             ids = [job_id for run in open_runs if (job_id := jobs[run.name])]
             queued = queued_jobs(ids)
             for run in open_runs:
-                # Twice, since a job leaves the queue before a slow file system shows its last words.
+                # Twice, since a job leaves the queue before a slow file system shows its last state.
                 lost = queued is not None and jobs[run.name] not in queued
                 gone[run.name] = gone[run.name] + 1 if lost else 0
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     if dead := [choice.run for choice in choices if choice.run.read_state().status not in ENDED]:
-        say(f"gone from the queue without a word: {', '.join(run.name for run in dead)}")
-        say(_ship(dead, config, close_dead=True))
+        say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in dead)}")
+        say(_upload(dead, config, close_dead=True))
     return show_end(sweep, choices) or int(bool(dead))
 
 
-def _mark(run: RunDir) -> object:
-    """Something that changes when there is more to ship."""
+def _version(run: RunDir) -> object:
+    """Return a value that changes when there is more to upload."""
     return run.read_state(), sum(path.stat().st_size for path in run.journal.glob("*.jsonl"))

@@ -1,4 +1,4 @@
-"""What people see of a sweep: its cells before they run, and how they stand."""
+"""Tables of a sweep: the planned cells, and their status and metrics."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcdist.cli.options import console
+from hpcdist.cli.terminal import console, say
 
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep import Sweep
     from hpcdist.supervisor.sweep_cells import Choice
 
-#: What the table shows where no cell has the metric that decides on the best checkpoint.
+#: Metrics to show if no cell has the one that selects the best checkpoint.
 _FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
 
 
-def say(text: str) -> None:
-    console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
-    """Which cells there are, and which of them run now."""
+    """Print the cells of a sweep and which of them run now."""
     num = sum(choice.runs for choice in choices)
     say(f"sweep {sweep.name}: {len(choices)} cells, {num} to run, in {sweep.folder.parent}")
     for index, choice in enumerate([choice for choice in choices if choice.runs]):
@@ -34,22 +30,22 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 
 
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
-    """A table of all cells with status and final metric; returns the exit code that follows from them."""
+    """Print the final table of a sweep. Returns the exit code of the command."""
     cells = [(choice.cell.label, choice.run) for choice in choices]
     names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.monitor)
     if set(names) != {"finished"}:
-        say("the same command again runs what is missing or has failed")
+        say("run the same command again for missing and failed cells")
     if {"failed", "lost", "unreadable"} & set(names):
         return 1
     return 130 if "cancelled" in names else 0
 
 
 def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> list[str]:
-    """A table of cells with status and newest metric; returns how each stands.
+    """Print a table of cells with status and newest metric. Returns the status of each cell.
 
     Args:
-        cells: label and folder of each; the folder may not be there yet.
-        best: the metric that decides on the best checkpoint.
+        cells: Label and run folder of each cell; the folder may not exist yet.
+        best: The metric that selects the best checkpoint.
     """
     from rich.markup import escape
     from rich.table import Column, Table
@@ -64,9 +60,9 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     names = []
     for (label, run), beat in zip(cells, beats, strict=True):
         try:
-            there = os.path.lexists(run.path / "state.json")
-            name = stand(run, look_now(run)).name if there else "missing"
-            reason = run.read_state().reason if there else "never made"
+            exists = os.path.lexists(run.path / "state.json")
+            name = stand(run, look_now(run)).name if exists else "missing"
+            reason = run.read_state().reason if exists else "not started yet"
         except (RunFolderError, OSError) as error:
             name, reason = "unreadable", str(error)
         names.append(name)
@@ -80,7 +76,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
 
 
 def _last_beat(run: RunDir) -> dict[str, Any]:
-    """Rank 0's last sign of life, with its metrics; empty before the first."""
+    """Return rank 0's last heartbeat with its metrics; empty before the first one."""
     from hpcdist.errors import RunFolderError
 
     if not os.path.lexists(run.path / "state.json"):
@@ -88,5 +84,5 @@ def _last_beat(run: RunDir) -> dict[str, Any]:
     try:
         state = run.read_state()
         return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
-    except (RunFolderError, OSError):  # reported in the cell's row
+    except (RunFolderError, OSError):  # reported in the row of the cell
         return {}

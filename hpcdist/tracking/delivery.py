@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import LOOKS_PER_S
-from hpcdist.tracking import artifacts, labels
+from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.changed_names import ChangedNames
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
-from hpcdist.tracking.parent import Parent
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Tail
+from hpcdist.tracking.parent_run import ParentRun
+from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ LOGS_EVERY_S = 60.0
 PASS_S = 5.0
 
 
-class Shipper:
+class Delivery:
     """Ships one run. What it has done is in `journal/shipped.json`, so that the next one goes on from there.
 
     All methods raise TrackingError when MLflow is away or refuses; they may then be called again.
@@ -35,12 +36,12 @@ class Shipper:
         self.run = run
         self.uri = uri
         self._config_mark = artifacts.fingerprint(run.config)
-        self.config = labels.read_config(run)
-        self.progress = Progress()
+        self.config = run_metadata.read_config(run)
+        self.progress = ShippingState()
         self._saved = run.journal / "shipped.json"
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
-        self._parent = Parent.of(run, uri)
+        self._parent = ParentRun.of(run, uri)
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each reported once.
         self._left_out: set[str] = set()
@@ -51,8 +52,8 @@ class Shipper:
         """Find or create the MLflow run, and log the config's parameters; once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
-            opened.log_params(labels.params(self.config))
-            self._names.note(labels.names(self.config))
+            opened.log_params(run_metadata.params(self.config))
+            self._names.note(run_metadata.names(self.config))
             self._mlflow = opened
             self._load()
         return self._mlflow
@@ -60,10 +61,10 @@ class Shipper:
     def _load(self) -> None:
         """Believe the disk, and only what it says of this very MLflow run."""
         run_id = self.open_run().run_id
-        self.progress = Progress.load(self._saved)
+        self.progress = ShippingState.load(self._saved)
         if self.progress.run_id != run_id:
-            self.progress = Progress(run_id=run_id)
-        self._tail = Tail(self.run.journal, self.progress)
+            self.progress = ShippingState(run_id=run_id)
+        self._tail = JournalTail(self.run.journal, self.progress)
 
     def ship_once(self, state: State | None = None) -> int:
         """One pass over everything; returns the number of points sent.
@@ -91,8 +92,8 @@ class Shipper:
     def _follow_config(self) -> None:
         """Log what a resume has changed, once the supervisor has made it the run's config."""
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
-            self.config = labels.read_config(self.run)
-            self.open_run().log_params(labels.params(self.config))
+            self.config = run_metadata.read_config(self.run)
+            self.open_run().log_params(run_metadata.params(self.config))
             self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
@@ -130,7 +131,11 @@ class Shipper:
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
-        tags = labels.fixed_tags(self.run, self.config) | labels.job_tags(self.run) | labels.state_tags(state)
+        tags = (
+            run_metadata.fixed_tags(self.run, self.config)
+            | run_metadata.job_tags(self.run)
+            | run_metadata.state_tags(state)
+        )
         if self._parent is not None:
             tags |= self._parent.cell_tags()
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
@@ -177,16 +182,16 @@ class Shipper:
             steps = [
                 own[1] for key, all_ in self.progress.steps.items() if key[:7] != "system/" for own in all_.values()
             ]
-            model_id = self.open_run().log_model(self.run.model, mark, max(steps, default=0))
+            model_id = log_model(self.open_run(), self.run.model, mark, max(steps, default=0))
             model = self.progress.model = {"fingerprint": mark, "model_id": model_id}
             self.progress.save(self._saved)
         name = (self.config.get("tracking") or {}).get("register_as")
         if name and "registered" not in model:
-            model["registered"] = self.open_run().register(model["model_id"], name)
+            model["registered"] = register(self.open_run(), model["model_id"], name)
             self.progress.save(self._saved)
 
     def _ship_status(self, state: State) -> None:
-        status = labels.MLFLOW_STATUS.get(state.status, "RUNNING")
+        status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
         # With the attempt, since a run may end in the same way again after it was resumed.
         known = f"{status} {state.attempt}"
         if self.progress.status != known:

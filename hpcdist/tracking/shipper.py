@@ -28,8 +28,8 @@ from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.status import close_if_dead
-from hpcdist.tracking import labels
-from hpcdist.tracking.delivery import Shipper
+from hpcdist.tracking import run_metadata
+from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.uri import choose_uri, redact_uri
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool 
     while True:
         with _only_shipper(run) as only:
             if only:
-                return _Loop(Shipper(run, uri), parent).run()
+                return _Loop(Delivery(run, uri), parent).run()
         if not told:
             log.info("another shipper is at work on %s: waiting for its end", run.name)
             told = True
@@ -103,7 +103,7 @@ class _Parent:
 
 
 class _Loop:
-    def __init__(self, shipper: Shipper, parent: _Parent) -> None:
+    def __init__(self, shipper: Delivery, parent: _Parent) -> None:
         self._parent = parent
         self._shipper = shipper
         self._run = shipper.run
@@ -192,7 +192,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
         if not only:
             return SyncReport(busy=True)
         closed = close_if_dead(run) if close_dead else ""
-        shipper = Shipper(run, uri)
+        shipper = Delivery(run, uri)
         shipper.open_run()
         before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))
         num_points = shipper.ship_once()
@@ -216,7 +216,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     logs.configure()
     try:
         run = RunDir.open(Path(argv[0]))
-        config = labels.read_config(run)
+        config = run_metadata.read_config(run)
         configured = (config.get("tracking") or {}).get("uri") or ""
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
         uri = choose_uri(env, configured, run.path.parent.parent)

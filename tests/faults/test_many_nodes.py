@@ -37,7 +37,7 @@ def test_32_ranks_on_16_nodes_add_up_and_train(
     tmp_path_factory: pytest.TempPathFactory, sixteen_nodes: DevCluster
 ) -> None:
     root = tmp_path_factory.mktemp("many_nodes")
-    code = "import sys; from hpcdist.tracking.mlflow_run import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{root}/ready.db"], check=True)
     runs = SlurmRuns(root, root / "ready.db", sixteen_nodes)
     name = "many"

@@ -25,7 +25,7 @@ from hpcdist.run.folder import RunDir, read_json, write_json
 from hpcdist.run.lease import holder
 from hpcdist.run.status import job_of, look_now, stand
 from hpcdist.run.sweep_folder import SweepDir
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
 JSON_NOISE = st.sampled_from(

@@ -15,7 +15,7 @@ def ready_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables and nothing in them."""
     path = tmp_path_factory.mktemp("ready") / "mlflow.db"
     # In a process of its own, since importing MLflow here would take seconds and its libraries' warnings.
-    code = "import sys; from hpcdist.tracking.mlflow_run import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
     return path
 

@@ -36,6 +36,6 @@ def test_a_benchmark_leaves_tables_and_pictures(runs: Runs) -> None:
         assert (artifacts / "comm" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert len((artifacts / "comm" / "results.csv").read_text().splitlines()) == len(results.rows) + 1
 
-    assert "compared with nothing: bench-first is the first run of its kind" in output
+    assert "has no earlier run comparable with bench-first" in output
     assert runs.mlflow_status("bench-first") == "FINISHED"
     assert runs.param("bench-first", "trainer.target") == "comm", "how a benchmark is found in MLflow"

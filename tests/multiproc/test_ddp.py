@@ -35,7 +35,7 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking.journal import read_records
+from hpcdist.tracking.journal_reader import read_records
 from hpcdist.trainers.ddp import train
 
 #: For a world of two; one rank that takes twice the batch sees the same samples in each step.

@@ -84,7 +84,7 @@ def test_all_stages_train_and_leave_one_model(runs: PipelineRuns, control: str) 
 def test_where_the_model_is_cut_and_in_which_order_changes_nothing(runs: PipelineRuns, control: str) -> None:
     code, output = runs.command("run", *runs.config("otherwise", *OTHERWISE))
     assert code == 0, output
-    assert "cut by measured cost" in runs.attempt("otherwise").log(0).read_text()
+    assert "split by measured cost" in runs.attempt("otherwise").log(0).read_text()
     ours, theirs = runs.weights("otherwise"), runs.weights(control)
     assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
     assert runs.series("otherwise") == runs.series(control)

@@ -57,7 +57,7 @@ def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
     first = lines.index(sentence)
     assert "    ValueError: a mistake in the user's own code" in lines[first : first + 10]
     assert any('counting.py", line ' in line for line in lines[first : first + 10]), output
-    assert f"    whole log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
+    assert f"    full log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
     assert lines[-1] == f"failed: {sentence}, twice in a row: another restart would not help"
     assert "resumed at step 20 from" in runs.attempt(name, 2).log(2).read_text()
     # The others failed only because this one had gone, and are not blamed in any line.
@@ -168,7 +168,7 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
 
     code, output = runs.command("status", name)
     assert code == 0, output
-    for part in ("running", f"held by      process {first} of", "rank 0       step ", "rank 1       step "):
+    for part in ("running", f"supervisor   process {first} of", "rank 0       step ", "rank 1       step "):
         assert part in output
     code, output = runs.command("logs", name, "--rank", "1")
     assert code == 0, output

@@ -26,7 +26,7 @@ def slurm_runs(tmp_path_factory: pytest.TempPathFactory, devcluster: DevCluster)
     """One folder for the runs of all tests; each test gives its runs names of their own."""
     database = tmp_path_factory.mktemp("ready") / "mlflow.db"
     # In a process of its own, since importing MLflow here would take seconds and its libraries' warnings.
-    code = "import sys; from hpcdist.tracking.mlflow_run import open_client; open_client(sys.argv[1])"
+    code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{database}"], check=True)
     return SlurmRuns(tmp_path_factory.mktemp("slurm_runs"), database, devcluster)
 

@@ -1,6 +1,6 @@
-"""A torchvision ResNet as a chain of units, and stages: pieces of that chain which keep the whole model's names.
+"""Stages: consecutive units of a torchvision ResNet, under the parameter names of the whole model.
 
-The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`: what a cut may stand between.
+The units of ResNet50 are `stem`, `layer1.0`, … `layer4.2`, `head`. The model can be split between any two of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _PARTS = {STEM: ("conv1", "bn1", "relu", "maxpool"), HEAD: ("avgpool", "fc")}
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """The units of a torchvision ResNet, in order."""
+    """Return the units of a torchvision ResNet, in order."""
     blocks = [f"{layer}.{index}" for layer in LAYERS for index, _ in model.get_submodule(layer).named_children()]
     return [STEM, *blocks, HEAD]
 
 
 def unit_module(model: nn.Module, unit: str) -> nn.Module:
-    """One unit as a module of its own, sharing the model's parameters."""
+    """Return a unit as a module that shares the model's parameters."""
     if unit == HEAD:
         return nn.Sequential(model.get_submodule("avgpool"), nn.Flatten(1), model.get_submodule("fc"))
     if unit == STEM:
@@ -40,15 +40,15 @@ def unit_module(model: nn.Module, unit: str) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A run of a ResNet's units. Its state dict holds a part of the whole model's, under the same names.
+    """Consecutive units of a ResNet. Its state dict is a part of the whole model's, with the same names.
 
-    Each forward pass in training mode normalises by its own micro-batch, and updates the running statistics by it.
+    Each forward pass in training mode normalises by the statistics of its micro-batch and updates the running ones.
 
     Args:
-        model: a torchvision ResNet, whose parameters the stage shares.
-        units: neighbours out of `unit_names(model)`.
-        checkpointing: keep each unit's input alone for the backward pass, which computes the rest again
-            (Chen et al. 2016, arXiv:1604.06174). Running statistics are updated once all the same.
+        model: a torchvision ResNet; the stage shares its parameters.
+        units: consecutive elements of `unit_names(model)`.
+        checkpointing: keep only the input of each unit for the backward pass, which recomputes the rest
+            (Chen et al. 2016, arXiv:1604.06174). Running statistics are still updated once.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str], *, checkpointing: bool = False) -> None:
@@ -58,7 +58,7 @@ class Stage(nn.Module):
         for unit in units:
             for part in _PARTS.get(unit, (unit,)):
                 self._adopt(part, model.get_submodule(part))
-        # A plain list: what is in it is registered above, under the whole model's names.
+        # A plain list, since its modules are registered above, under the whole model's names.
         self._chain = [unit_module(model, unit) for unit in units]
 
     def _adopt(self, name: str, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ class Stage(nn.Module):
         (self.get_submodule(parent) if parent else self).add_module(child, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images or the last stage's activations [B, C, H, W] to activations, or logits [B, num_classes]."""
+        """Return activations, or logits [B, num_classes], for images or activations [B, C, H, W]."""
         for unit in self._chain:
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(unit, x, use_reentrant=False, context_fn=partial(_contexts, unit))
@@ -78,12 +78,12 @@ class Stage(nn.Module):
 
 
 def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _statistics_left_alone(unit)
+    return nullcontext(), _keep_statistics(unit)
 
 
 @contextmanager
-def _statistics_left_alone(module: nn.Module) -> Iterator[None]:
-    """Have running statistics updated in copies that are thrown away: this batch has been counted."""
+def _keep_statistics(module: nn.Module) -> Iterator[None]:
+    """Discard updates of running statistics, since the first forward pass has made them."""
     kept = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     for part, buffers in kept:
         part._buffers.update({name: buffer.clone() for name, buffer in buffers.items() if buffer is not None})
@@ -95,24 +95,24 @@ def _statistics_left_alone(module: nn.Module) -> Iterator[None]:
 
 
 def use_onednn_for_pointwise(model: nn.Module) -> None:
-    """Have one-pixel convolutions of small batches computed by oneDNN on the CPU; the result is the same sum.
+    """Use oneDNN for 1x1 convolutions of small batches on the CPU; the result is the same.
 
-    ATen takes a loop of its own for them when a process has one thread and the batch fewer than 16 images
-    (https://github.com/pytorch/pytorch/pull/46675 and 52909), as micro-batches have: with it ResNet50 takes 1.4 times
-    as long for 8 images. A dilated convolution is exempt, and dilation means nothing to a kernel of one pixel.
+    ATen has its own loop for them in processes with one thread and batches of fewer than 16 images
+    (https://github.com/pytorch/pytorch/pull/46675 and 52909), as micro-batches have. It makes ResNet50 1.4 times
+    slower for 8 images. Dilated convolutions are exempt, and dilation does not change a 1x1 kernel.
     """
     for part in model.modules():
         if isinstance(part, nn.Conv2d) and part.kernel_size == (1, 1) and part.stride == (1, 1):
             part.dilation = (2, 2)
 
 
-# --- where to cut
+# --- split points
 
 
 def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str, ...]]:
-    """The stages that end with the named units or layers (`layer2`, `layer3.1`); the last one ends with the model.
+    """Return the stages that end with the named units or layers (`layer2`, `layer3.1`), and the last stage.
 
-    Raises ConfigError for a name that is no unit, and for a stage that would be empty.
+    Raises ConfigError for an unknown unit and for an empty stage.
     """
     ends = []
     for name in last_units:
@@ -129,10 +129,10 @@ def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str
 
 
 def cut_evenly(units: Sequence[str], costs: Sequence[float], num_stages: int) -> list[tuple[str, ...]]:
-    """The stages of which the dearest costs least. Raises ConfigError where there are more stages than units."""
+    """Return the stages with the smallest maximum cost. Raises ConfigError if there are more stages than units."""
     if num_stages > len(units):
-        raise ConfigError([f"roles.stage={num_stages}: the model has {len(units)} units that stages can be made of"])
-    # best[n][e]: the dearest of n stages over the first e units, and where the last of them begins.
+        raise ConfigError([f"roles.stage={num_stages}: the model can be split into {len(units)} stages at most"])
+    # best[n][e]: the maximum cost of n stages over the first e units, and the first unit of the last stage.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for count in range(1, num_stages + 1):
         best.append(
@@ -151,9 +151,9 @@ def cut_evenly(units: Sequence[str], costs: Sequence[float], num_stages: int) ->
 
 
 def measure_units(model: nn.Module, images: Tensor, *, repeats: int = 3) -> list[float]:
-    """Seconds that each unit takes for one micro-batch, forward and backward: the least of `repeats`, after a first.
+    """Return the seconds of each unit for one micro-batch, forward and backward: the minimum of `repeats`.
 
-    A copy is measured: the model's statistics and gradients stay as they are.
+    It measures a copy, so that the model's statistics and gradients do not change. The first repetition warms up.
     """
     model = copy.deepcopy(model).train()
     names = unit_names(model)
@@ -173,7 +173,7 @@ def measure_units(model: nn.Module, images: Tensor, *, repeats: int = 3) -> list
 
 
 def _now(tensor: Tensor) -> float:
-    """The time at which everything that was asked of the tensor's device is done."""
+    """Return the time after all work of the tensor's device is done."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()

@@ -1,8 +1,8 @@
-"""Gymnasium environments, many at a time, whose state can be saved. Know nothing of ranks.
+"""Vectors of gymnasium environments with a state that can be saved.
 
-Where an episode has ended, the next step resets instead of stepping (gymnasium's `NEXT_STEP`): its reward is 0, its
-action goes nowhere, and it is no transition to learn from. The observation before it is the episode's true last one,
-which is what a truncated episode is bootstrapped from.
+After the end of an episode the next step resets the environment (gymnasium's `NEXT_STEP`): its reward is 0, its
+action is ignored, and it is not a transition to learn from. The observation before it is the last one of the episode;
+a truncated episode is bootstrapped from it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What an environment asks of a policy. Make it with `Problem.of`."""
+    """Properties of an environment that determine the policy. Create it with `Problem.of`."""
 
     name: str
     options: Mapping[str, Any]
     num_inputs: int
-    num_outputs: int  #: choices, or numbers in an action
+    num_outputs: int  #: number of choices, or length of an action
     is_discrete: bool
-    first_action: int  #: of a discrete space, mostly 0
+    first_action: int  #: of a discrete space, usually 0
     low: Floats  #: of a box space, [num_outputs]
     high: Floats
     reward_threshold: float | None
-    time_limit: int  #: steps of an episode at most
+    time_limit: int  #: maximum number of steps per episode
     is_drawable: bool
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], max_episode_steps: int | None = None) -> Problem:
-        """Look at the environment once. Raises ConfigError for one that is not there or not of this kind."""
+        """Inspect an environment. Raises ConfigError if it cannot be made or has unsupported spaces."""
         options = dict(options)
         if max_episode_steps is not None:
             options["max_episode_steps"] = max_episode_steps
@@ -54,15 +54,19 @@ class Problem:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
                 modes = env.metadata.get("render_modes") or ()
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise ConfigError([f"rl.env_id={name} cannot be made: {' '.join(str(error).split())}"]) from error
+            raise ConfigError([f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}"]) from error
         assert spec is not None
         if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
-            raise ConfigError([f"rl.env_id={name} observes {observed}: trainer rl takes vectors, a Box with one axis"])
+            raise ConfigError(
+                [f"rl.env_id={name} has the observation space {observed}: trainer rl supports a Box with one axis"]
+            )
         is_box = isinstance(acts, spaces.Box) and len(acts.shape) == 1
         if not is_box and not isinstance(acts, spaces.Discrete):
-            raise ConfigError([f"rl.env_id={name} acts in {acts}: trainer rl takes Discrete, or a Box with one axis"])
+            raise ConfigError(
+                [f"rl.env_id={name} has the action space {acts}: trainer rl supports Discrete and a Box with one axis"]
+            )
         if spec.max_episode_steps is None:
-            raise ConfigError([f"rl.env_id={name} has no time limit of its own: set rl.max_episode_steps"])
+            raise ConfigError([f"rl.env_id={name} has no time limit: set rl.max_episode_steps"])
         none = np.zeros(0, np.float32)
         return cls(
             name=name,
@@ -79,9 +83,10 @@ class Problem:
         )
 
     def to_env(self, chosen: NDArray[Any]) -> NDArray[Any]:
-        """Actions in the environment's units, from int64 [n] or from floats [n, num_outputs] in the unit box.
+        """Return actions in the environment's units.
 
-        Where a box is unbounded, its unit is 1.
+        Args:
+            chosen: int64 [n], or floats [n, num_outputs] from -1 to 1; for an unbounded dimension they are unchanged.
         """
         if self.is_discrete:
             return chosen + self.first_action if self.first_action else chosen
@@ -92,12 +97,12 @@ class Problem:
         return scaled
 
     def greedy(self, outputs: Floats) -> NDArray[Any]:
-        """The best action by what a policy says, [n, num_outputs], in the environment's units."""
+        """Return the most likely actions for a policy's outputs [n, num_outputs], in the environment's units."""
         return self.to_env(outputs.argmax(axis=1) if self.is_discrete else outputs)
 
 
 class Step(NamedTuple):
-    """One step of n environments."""
+    """Result of one step of n environments."""
 
     observations: Floats  #: [n, num_inputs]
     rewards: NDArray[np.floating[Any]]  #: [n]
@@ -106,38 +111,38 @@ class Step(NamedTuple):
 
 
 class Environments(Protocol):
-    """n environments that step together."""
+    """n environments that are stepped together."""
 
     num_envs: int
-    #: [n, num_inputs], what the next action answers to.
+    #: [n, num_inputs], input of the next action
     observations: Floats
-    #: Whose episode has ended, so that the next step resets.
+    #: [n], whether the episode has ended, so that the next step resets
     over: Bools
 
     def begin(self, rng: np.random.Generator) -> None:
-        """Take all random numbers from here on from `rng`."""
+        """Draw all random numbers from `rng` from now on."""
 
     def reset(self) -> None:
-        """Begin new episodes everywhere."""
+        """Start a new episode in every environment."""
 
     def step(self, actions: NDArray[Any], skip: Bools | None = None) -> Step:
-        """Act everywhere, in the environment's own units; those in `skip` need not be stepped any more."""
+        """Step with actions in the environment's units. Environments in `skip` may be left out."""
 
     def state(self) -> dict[str, Any]:
-        """All that `load_state` needs, but for the random numbers: call `begin` after it. Tensors and lists."""
+        """Return the state for `load_state` as tensors and lists, without the generator: call `begin` after loading."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken, in environments of the same problem and number."""
+        """Restore a state of the same number of environments of the same problem."""
 
 
 def make_environments(problem: Problem, num_envs: int, rng: np.random.Generator) -> Environments:
-    """n environments after a reset: in the environment's own vectorised form where its state can be saved."""
+    """Return n environments after a reset, vectorised by the environment itself if that state can be saved."""
     envs: Environments | None = None
     if gymnasium.spec(problem.name).vector_entry_point is not None:
         try:
             envs = Vectorized(problem, num_envs)
         except (ImportError, gymnasium.error.Error, _NotSaveable) as error:
-            log.info("%s is stepped one by one, not in its vectorised form: %s", problem.name, error)
+            log.info("%s is stepped in a loop, not in its vectorised form: %s", problem.name, error)
     envs = envs or Separate(problem, num_envs)
     envs.begin(rng)
     envs.reset()
@@ -149,9 +154,9 @@ class _NotSaveable(Exception):
 
 
 class Vectorized:
-    """An environment's own vectorised form, such as CartPole's, which steps all at once in NumPy.
+    """An environment's own vectorised form, such as CartPole's, which steps all environments at once in NumPy.
 
-    Its state is taken to be its arrays and numbers. Whether that is all of it is tried out once, on the spot.
+    Its state consists of its arrays and numbers; the constructor checks that this state is complete.
     """
 
     def __init__(self, problem: Problem, num_envs: int) -> None:
@@ -160,10 +165,10 @@ class Vectorized:
             problem.name, num_envs=num_envs, vectorization_mode="vector_entry_point", **problem.options
         )
         if self._env.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
-            raise _NotSaveable("it does not reset in the step after an episode's end")
+            raise _NotSaveable("its autoreset mode is not NEXT_STEP")
         self._inner: Any = self._env.unwrapped
         self.reset()
-        self._try_out()
+        self._check_state()
 
     def begin(self, rng: np.random.Generator) -> None:
         self._inner.np_random = rng
@@ -182,16 +187,16 @@ class Vectorized:
         return step
 
     def state(self) -> dict[str, Any]:
-        values = {name: _plain(value) for name, value in vars(self._inner).items() if _is_plain(value)}
-        return {"env": values, "observations": _plain(self.observations), "over": _plain(self.over)}
+        values = {name: _to_tensor(value) for name, value in vars(self._inner).items() if _is_array_or_number(value)}
+        return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state["env"].items():
-            setattr(self._inner, name, _array(value))
-        self.observations, self.over = _array(state["observations"]), _array(state["over"])
+            setattr(self._inner, name, _to_array(value))
+        self.observations, self.over = _to_array(state["observations"]), _to_array(state["over"])
 
-    def _try_out(self) -> None:
-        """Step on, go back, step on again: raises _NotSaveable where that is not the same."""
+    def _check_state(self) -> None:
+        """Raise _NotSaveable unless steps from a restored state repeat exactly."""
         actions = self._env.action_space.sample()
         self.step(actions)
         state, ends = self.state(), []
@@ -201,14 +206,14 @@ class Vectorized:
             steps = [self.step(actions) for _ in range(30)]
             ends.append(np.concatenate([np.ravel(part) for step in steps for part in step]))
         if not np.array_equal(ends[0], ends[1]):
-            raise _NotSaveable("its state is more than its arrays and numbers")
+            raise _NotSaveable("its state has more than arrays and numbers")
 
 
 class Separate:
-    """One environment after the other, in Python.
+    """Environments that are stepped in a Python loop.
 
-    What an environment keeps inside is its own affair. So each episode is begun with a seed, and the actions of the
-    running episodes are kept: playing them again leads to the same state.
+    The internal state of an environment is unknown, so each episode starts from a seed and the actions of the current
+    episodes are kept: repeating them restores the state.
     """
 
     def __init__(self, problem: Problem, num_envs: int) -> None:
@@ -251,7 +256,7 @@ class Separate:
 
     def state(self) -> dict[str, Any]:
         actions = [torch.from_numpy(np.array(played)) for played in self._actions]
-        return {"seeds": list(self._seeds), "actions": actions, "over": _plain(self.over)}
+        return {"seeds": list(self._seeds), "actions": actions, "over": _to_tensor(self.over)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for index, (env, seed, played) in enumerate(zip(self._envs, state["seeds"], state["actions"], strict=True)):
@@ -259,19 +264,19 @@ class Separate:
             for action in played.numpy():
                 self.observations[index] = env.step(action)[0]
                 self._actions[index].append(action)
-        self.over = _array(state["over"])
+        self.over = _to_array(state["over"])
 
 
-def _is_plain(value: Any) -> bool:
+def _is_array_or_number(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic | bool | int | float)
 
 
-def _plain(value: Any) -> Any:
-    """A copy that `torch.load(weights_only=True)` reads."""
+def _to_tensor(value: Any) -> Any:
+    """Return a copy that `torch.load(weights_only=True)` accepts."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _array(value: Any) -> Any:
+def _to_array(value: Any) -> Any:
     return value.numpy().copy() if isinstance(value, Tensor) else value

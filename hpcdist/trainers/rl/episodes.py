@@ -1,4 +1,4 @@
-"""Full greedy episodes: what a policy is worth, and what it looks like."""
+"""Full greedy episodes: returns of a policy, their plot, and an episode as an animation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpcdist.trainers.rl.environments import Environments, Floats, Problem
 
-#: Pixels of a GIF's longer side, and its frames a second at most: readers do not show more.
+#: Pixels of the longer side of a GIF, and its maximum frames per second, which is the limit of most viewers.
 GIF_SIZE = 300
 GIF_FPS = 25
 
@@ -21,11 +21,11 @@ GIF_FPS = 25
 def greedy_returns(
     problem: Problem, envs: Environments, act: Callable[[Floats], Floats], alive: Callable[[], None] = lambda: None
 ) -> NDArray[np.float64]:
-    """The return of one whole greedy episode of each environment, [n], from new starts.
+    """Play one full greedy episode in each environment; return their returns, [n].
 
     Args:
-        act: a policy's outputs [n, num_outputs] for observations [n, num_inputs].
-        alive: called after every step, which may be slow.
+        act: returns a policy's outputs [n, num_outputs] for observations [n, num_inputs].
+        alive: called after every step, since steps may be slow.
     """
     envs.reset()
     returns = np.zeros(envs.num_envs)
@@ -39,16 +39,16 @@ def greedy_returns(
 
 
 def greedy_gif(problem: Problem, act: Callable[[Floats], Floats], seed: int) -> bytes:
-    """One greedy episode as an animated GIF.
+    """Return one greedy episode as an animated GIF.
 
-    Raises gymnasium.error.Error, or ImportError, where the environment cannot be drawn.
+    Raises gymnasium.error.Error or ImportError if the environment cannot be rendered.
     """
     from PIL import Image
 
     if not problem.is_drawable:
         raise gymnasium.error.UnsupportedMode("it has no render mode rgb_array")
 
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame would look for a screen
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # without it pygame needs a display
     frames, frames_per_s = [], GIF_FPS
     with gymnasium.make(problem.name, render_mode="rgb_array", **problem.options) as env:
         frames_per_s = env.metadata.get("render_fps", GIF_FPS)
@@ -72,25 +72,25 @@ def greedy_gif(problem: Problem, act: Callable[[Floats], Floats], seed: int) -> 
 
 
 def returns_plot(problem: Problem, history: Sequence[tuple[int, float, float, float]], last: Sequence[float]) -> bytes:
-    """The evaluations' returns over the run, and those of the last one's episodes, as a PNG.
+    """Return a PNG with the returns of all evaluations and a histogram of those of the last one.
 
     Args:
-        history: environment steps, and the episodes' mean, smallest and greatest return, of each evaluation.
-        last: returns of the last evaluation's episodes.
+        history: environment steps and mean, smallest and largest return of each evaluation.
+        last: returns of the episodes of the last evaluation.
     """
-    from matplotlib.figure import Figure  # not pyplot, which keeps state and looks for a screen
+    from matplotlib.figure import Figure  # pyplot keeps global state and needs a display
 
     steps, means, lows, highs = np.array(history).T
     figure = Figure(figsize=(9, 3.5), layout="constrained")
-    course, end = figure.subplots(1, 2, width_ratios=(2, 1))
-    course.fill_between(steps, lows, highs, alpha=0.2, label="smallest to greatest")
-    course.plot(steps, means, marker=".", label="mean")
+    curve, histogram = figure.subplots(1, 2, width_ratios=(2, 1))
+    curve.fill_between(steps, lows, highs, alpha=0.2, label="smallest to largest")
+    curve.plot(steps, means, marker=".", label="mean")
     if problem.reward_threshold is not None:
-        course.axhline(problem.reward_threshold, color="grey", linestyle="--", label="solved")
-    course.set(xlabel="environment steps", ylabel="return of a greedy episode", title=problem.name)
-    course.legend()
-    end.hist(last, bins=min(20, len(last)))
-    end.set(xlabel="return", ylabel="episodes", title="last evaluation")
+        curve.axhline(problem.reward_threshold, color="grey", linestyle="--", label="solved")
+    curve.set(xlabel="environment steps", ylabel="return of a greedy episode", title=problem.name)
+    curve.legend()
+    histogram.hist(last, bins=min(20, len(last)))
+    histogram.set(xlabel="return", ylabel="episodes", title="last evaluation")
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=120)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Policy and value networks for vector observations, in torch for learning and in NumPy for acting."""
+"""Policy and value networks for vector observations: in torch for learning, in NumPy for acting."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-#: Normalised observations are cut off here.
+#: Normalised observations are clipped to plus and minus this value.
 OBSERVATION_LIMIT = 10.0
-#: What `Actor` needs of a policy's state dict.
+#: Prefixes of the keys of a policy's state dict that `Actor` needs.
 ACTOR_KEYS = ("actor.", "log_std", "observed_")
 Floats = NDArray[np.float32]
 
 
 class Policy(nn.Module):
-    """Two networks side by side: what to do (`actor`) and what it will bring (`critic`).
+    """Separate networks for actions (`actor`) and state values (`critic`).
 
-    `forward` takes observations [n, num_inputs] and returns the logits of each choice [n, num_outputs], or the mean of
-    each action in the unit box -1 to 1, whose logarithmic deviations are `log_std`.
+    `forward` takes observations [n, num_inputs] and returns the logits of discrete actions [n, num_outputs], or the
+    means of box actions, scaled to -1 to 1; `log_std` holds the logarithms of their standard deviations.
 
     Args:
         activation: of the hidden layers, `tanh` or `relu`.
@@ -41,7 +41,7 @@ class Policy(nn.Module):
         normalize: bool = False,
     ) -> None:
         super().__init__()
-        # Actions are about equally likely at first; https://arxiv.org/abs/2006.05990 finds nothing to matter more.
+        # A small gain makes all actions about equally likely at first, which matters most (arXiv:2006.05990).
         self.activation = activation
         self.actor = _mlp(num_inputs, hidden, num_outputs, activation, last_gain=0.01)
         self.critic = _mlp(num_inputs, hidden, 1, activation, last_gain=1.0)
@@ -60,18 +60,18 @@ class Policy(nn.Module):
         return actions
 
     def both(self, observations: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` gives, and the value of each observation [n]."""
+        """Return the outputs of `forward` and the value of each observation [n]."""
         scaled = self._scaled(observations)
         return self.actor(scaled), self.critic(scaled).squeeze(-1)
 
     def value(self, observations: Tensor) -> Tensor:
-        """The value of each observation, of the same leading shape."""
+        """Return the value of each observation, with the same leading shape."""
         value: Tensor = self.critic(self._scaled(observations)).squeeze(-1)
         return value
 
     @torch.no_grad()
     def observe(self, observations: Tensor) -> None:
-        """Take observations [n, num_inputs] into the running statistics (Chan's parallel update)."""
+        """Update the running statistics by observations [n, num_inputs] (Chan's parallel update)."""
         count = self.observed_count + len(observations)
         weight = (len(observations) / count).float()
         var, mean = torch.var_mean(observations, dim=0, correction=0)
@@ -87,19 +87,19 @@ class Policy(nn.Module):
         return scaled.clamp(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)
 
     def actor_state(self) -> dict[str, Tensor]:
-        """The part of the state dict that acting needs, on the host: a copy, since it may travel while others learn."""
+        """Return the part of the state dict that `Actor` needs, as a copy on the CPU that learning does not change."""
         state = self.state_dict()
         return {name: value.to("cpu", copy=True) for name, value in state.items() if name.startswith(ACTOR_KEYS)}
 
 
 def log_prob(outputs: Tensor, actions: Tensor, log_std: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The logarithm of each action's probability (or density) [n], and the policy's entropy [n] (or of all at once).
+    """Return the log-probability (or log-density) of each action [n], and the entropy: [n], or one for box actions.
 
-    Not torch's distributions: building one costs more than a step of CartPole.
+    torch.distributions are not used: building one costs more than a step of CartPole.
 
     Args:
-        outputs: what `Policy.forward` gave, [n, num_outputs].
-        actions: int64 [n]; or with `log_std` float [n, num_outputs] in the unit box, not cut off at its ends.
+        outputs: of `Policy.forward`, [n, num_outputs].
+        actions: int64 [n]; with `log_std` float [n, num_outputs], before clipping to -1 to 1.
     """
     if log_std is None:
         log_probs = F.log_softmax(outputs, dim=-1)
@@ -127,10 +127,10 @@ def _linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
 
 
 class Actor:
-    """`Policy.forward` in NumPy: several times faster than torch on the small batches that environments make.
+    """`Policy.forward` in NumPy: several times faster than torch for small batches.
 
     Args:
-        state: what `Policy.actor_state` gave.
+        state: of `Policy.actor_state`.
         activation: the policy's.
     """
 
@@ -144,7 +144,7 @@ class Actor:
             self._factor = 1 / np.sqrt(arrays["observed_var"] + np.float32(1e-8))
 
     def __call__(self, observations: Floats) -> Floats:
-        """Logits or means, [n, num_outputs], of observations [n, num_inputs]."""
+        """Return logits or means [n, num_outputs] for observations [n, num_inputs]."""
         x = observations
         if self._mean is not None:
             x = ((x - self._mean) * self._factor).clip(-OBSERVATION_LIMIT, OBSERVATION_LIMIT)

@@ -17,11 +17,11 @@ from hpcdist.trainers.rl.schema import RlConfig
 def learn(
     policy: Policy, optimizer: torch.optim.Optimizer, rollout: Rollout, cfg: Config, device: torch.device
 ) -> tuple[Tensor, int]:
-    """Passes over the rollout with PPO's clipped surrogate; with one pass and one minibatch it is A2C.
+    """Update the policy by PPO's clipped surrogate objective; one epoch of one minibatch is A2C.
 
     Returns:
-        Sums over optimizer steps of policy loss, value loss, entropy and the divergence from the policy that acted,
-        [4] on `device`, and the number of optimizer steps.
+        Sums over optimizer steps of policy loss, value loss, entropy and KL divergence from the policy that acted, [4]
+        on `device`, and the number of optimizer steps.
     """
     rl = cfg.section(RlConfig)
     with torch.no_grad():
@@ -36,7 +36,9 @@ def learn(
     parameters = list(policy.parameters())
     sums, num_steps = torch.zeros(4, device=device), 0
     for _ in range(rl.update_epochs):
-        order = torch.randperm(len(gains)).to(device)  # drawn on the host: the same on every kind of device
+        order = torch.randperm(len(gains)).to(
+            device
+        )  # drawn on the CPU, so that it does not depend on the kind of device
         for gain, target, observations, actions, acted in zip(
             *(tensor[order].chunk(rl.num_minibatches) for tensor in data), strict=True
         ):
@@ -58,14 +60,17 @@ def learn(
 
 
 def advantages(rollout: Rollout, values: Floats, discount: float, gae_lambda: float) -> Floats:
-    """How much better each action turned out than the values [T + 1, n] had it, [T, n], by GAE.
+    """Return the advantage of each action [T, n] by generalised advantage estimation.
 
-    A terminated episode is worth nothing after its end; a truncated one what its last observation is worth. No sum
-    crosses an end. Where a step is not valid the result means nothing.
+    The value after the end of a terminated episode is zero, after a truncated one that of its last observation. Sums
+    do not cross the end of an episode. The result of a step that is not valid is undefined.
+
+    Args:
+        values: of all observations, [T + 1, n].
     """
     rewards, terminated = rollout.rewards.numpy(), rollout.terminated.numpy()
-    surprise = rewards + discount * values[1:] * ~terminated - values[:-1]
+    delta = rewards + discount * values[1:] * ~terminated - values[:-1]
     carries = np.float32(discount * gae_lambda) * ~(terminated | rollout.truncated.numpy())
-    for t in range(len(surprise) - 2, -1, -1):
-        surprise[t] += carries[t] * surprise[t + 1]
-    return cast(Floats, surprise)
+    for t in range(len(delta) - 2, -1, -1):
+        delta[t] += carries[t] * delta[t + 1]
+    return cast(Floats, delta)

@@ -1,4 +1,4 @@
-"""Rollouts: what happened in some steps of many environments, and who records them. Knows nothing of ranks."""
+"""Rollouts: recorded steps of many environments, and the collector that records them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from hpcdist.trainers.rl.policy import log_prob
 
 
 class Rollout(NamedTuple):
-    """T steps of n environments. Where `valid` is false the environment was reset: no transition to learn from."""
+    """T steps of n environments. Steps that only reset an environment have `valid` false: they are no transitions."""
 
-    observations: Tensor  #: float [T + 1, n, num_inputs]: the last one is what the last step led to
+    observations: Tensor  #: float [T + 1, n, num_inputs], including the one after the last step
     actions: Tensor  #: int64 [T, n], or float [T, n, num_outputs] in the unit box
-    log_probs: Tensor  #: float [T, n], of the policy that acted
+    log_probs: Tensor  #: float [T, n], under the policy that acted
     rewards: Tensor  #: float [T, n]
     terminated: Tensor  #: bool [T, n]
     truncated: Tensor  #: bool [T, n]
     valid: Tensor  #: bool [T, n]
-    returns: Tensor  #: float64 [episodes], of those that ended in this rollout, from their first step on
+    returns: Tensor  #: float64 [episodes], full returns of the episodes that ended in this rollout
     lengths: Tensor  #: int64 [episodes]
 
     @classmethod
     def join(cls, rollouts: Sequence[Rollout]) -> Rollout:
-        """All environments side by side, in the given order."""
+        """Join rollouts along the environments, in the given order."""
         episodes = ("returns", "lengths")
         fields = zip(cls._fields, zip(*rollouts, strict=True), strict=True)
         return cls(**{name: torch.cat(parts, dim=0 if name in episodes else 1) for name, parts in fields})
 
 
 def random_numbers(seed: int, *stream: int) -> np.random.Generator:
-    """Random numbers of one rollout or evaluation: a function of where they are used has no state to save."""
+    """Return the generator of one rollout or evaluation. It depends on its place only, so no state has to be saved."""
     return np.random.default_rng([seed, *stream])
 
 
 class Collector:
-    """Steps environments, and keeps what runs in them from rollout to rollout.
+    """Steps environments, whose episodes continue from rollout to rollout.
 
     Args:
-        index: a number that no other collector has; all its random numbers follow from it, the seed and the rollout.
+        index: unique among the collectors; random numbers depend on it, the seed and the number of the rollout.
     """
 
     def __init__(self, problem: Problem, num_envs: int, *, seed: int, index: int) -> None:
@@ -56,18 +56,18 @@ class Collector:
     def collect(
         self, number: int, num_steps: int, infer: Callable[[Floats], Floats], log_std: Tensor | None = None
     ) -> Rollout:
-        """Rollout `number` of this collector: steps of all its environments with the policy that `infer` asks.
+        """Collect rollout `number`: `num_steps` steps of all environments.
 
         Args:
-            infer: the policy's outputs [n, num_outputs] for observations [n, num_inputs].
-            log_std: logarithmic deviations of a policy for box actions.
+            infer: returns the policy's outputs [n, num_outputs] for observations [n, num_inputs].
+            log_std: logarithms of the standard deviations of a policy for box actions; None for discrete ones.
         """
         problem, envs = self._problem, self._envs
         rng = random_numbers(self._seed, 0, self._index, 1 + number)
         steps = (num_steps, envs.num_envs)
         shape = (*steps, problem.num_outputs)
-        # All at once: a step costs tens of microseconds, and so would a call for its random numbers.
-        if log_std is None:  # the greatest of logits + Gumbel noise is a sample of their softmax
+        # Drawn for all steps at once: one call per step would cost as much as the step, tens of microseconds.
+        if log_std is None:  # the argmax of logits + Gumbel noise is a sample of their softmax
             noise = -np.log(np.maximum(rng.standard_exponential(shape, np.float32), np.float32(1e-30)))
             actions: NDArray[Any] = np.empty(steps, np.int64)
         else:
@@ -97,27 +97,27 @@ class Collector:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that a resume needs."""
+        """Return the state for `load_state`."""
         returns, lengths = torch.from_numpy(self._returns.copy()), torch.from_numpy(self._lengths.copy())
         return {"envs": self._envs.state(), "returns": returns, "lengths": lengths}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Restore a state, so that the next rollout is the same as without an interruption."""
         self._envs.load_state(state["envs"])
         self._returns, self._lengths = state["returns"].numpy().copy(), state["lengths"].numpy().copy()
 
 
 def _per_episode(sums: NDArray[Any], ends: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Sums over each episode that ended, by environment, and over what still runs in each environment [n].
+    """Return the sum over each episode that ended, by environment, and over the current episode of each [n].
 
     Args:
-        sums: running sums over all steps of each environment [T, n], episode after episode.
-        ends: where an episode ended [T, n].
+        sums: cumulative sums over the steps of each environment, [T, n].
+        ends: whether an episode ended at a step, [T, n].
     """
-    where, when = np.nonzero(ends.T)
-    at_end = sums[when, where]
+    env, step = np.nonzero(ends.T)
+    at_end = sums[step, env]
     ended = at_end.copy()
-    ended[1:] -= np.where(where[1:] == where[:-1], at_end[:-1], 0)
+    ended[1:] -= np.where(env[1:] == env[:-1], at_end[:-1], 0)
     before = np.zeros_like(sums[-1])
-    before[where] = at_end  # of several, the last one stays
+    before[env] = at_end  # of several ends, the assignment keeps the last
     return ended, sums[-1] - before

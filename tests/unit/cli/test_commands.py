@@ -63,6 +63,8 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
 
     def call(*arguments: str) -> Result:
         monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
@@ -171,11 +173,11 @@ def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[st
         (["run", "ddp_digits", "seed=3", "--sweep", "seed=1,2"], "--sweep: seed is both swept and overridden"),
         (["run", "ddp_digits", "--sweep", "optim.lr=0.1,-1"], "optim.lr must be > 0, got -1.0"),
         (["run", "ddp_digits", "--sweep", "trainer=ddp,dpp"], "trainer: 'dpp' is not one of "),
-        (["run", "ddp_digits", "--sweep", "seed=1,2", "--detach"], "--detach is for a single run: "),
+        (["run", "ddp_digits", "--sweep", "seed=1,2", "--detach"], "--sweep and --detach exclude each other: "),
         (["run", "ddp_digits", "--sweep", "seed=1,2", "tracking.uri=http://ada:***@mlflow"], "the password of "),
-        (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism is for a job array: "),
+        (["submit", "ddp_digits", "--array-parallelism", "2"], "--array-parallelism needs --sweep"),
         (["submit", "ddp_digits", "--sweep", "cluster.nodes=1,2"], "--sweep: cluster.nodes cannot be swept: "),
-        (["config"], "which config? Shipped ones are "),
+        (["config"], "CONFIG is missing: shipped configs are "),
         (["config", "ddp_digits", "seed=x"], "seed must be int, got 'x'"),
         (["status", "nope"], "no run 'nope' under "),
         (["resume", "nope"], "no run 'nope' under "),
@@ -254,7 +256,7 @@ def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
     (kept,) = tmp_path.glob("hpcdist-*.traceback")
     assert (result.code, result.out) == (app.DEFECT, "")
     assert result.err == (
-        f"hpcdist: a defect of hpcdist (ZeroDivisionError: integer division or modulo by zero): please report it with"
+        f"hpcdist: internal error (ZeroDivisionError: integer division or modulo by zero): please report it with"
         f" {kept}\n"
     )
     assert "ZeroDivisionError" in kept.read_text()
@@ -363,7 +365,7 @@ def test_run_detached_says_how_to_follow(
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
-        "first runs in the background (process 4711): `hpcdist logs -f first` follows it"
+        "first runs in the background (process 4711): `hpcdist follow first` shows its progress"
     )
     assert seen == ["first"]
     assert "run" not in supervised
@@ -413,7 +415,7 @@ def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir],
 def test_resume_refuses_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first", status="finished", attempt=1)
     message = one_line(hpcdist("resume", "first"))
-    assert message == "run first is finished: to train on, say how far, such as stop.max_epochs=20"
+    assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
     assert "run" not in supervised
 
 
@@ -640,9 +642,7 @@ def test_a_run_in_the_queue_cannot_be_resumed(
     run = make("first", status="queued")
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING"))
-    assert one_line(hpcdist("resume", "first")) == (
-        "run first is queued: `hpcdist follow first` shows it, nothing to resume"
-    )
+    assert one_line(hpcdist("resume", "first")) == ("run first is queued and cannot be resumed: `hpcdist follow first`")
 
 
 # --- following
@@ -671,7 +671,7 @@ def test_ctrl_c_leaves_a_run_that_is_followed_as_it_is(
     assert result.code == 130
     assert result.out.splitlines() == [
         "running",
-        "first goes on without you: `hpcdist follow first` shows it again, `hpcdist stop` ends it",
+        "run first continues: `hpcdist follow first` shows it again, `hpcdist stop` stops it",
     ]
     assert not run.attempt(1).request.exists()
 
@@ -715,7 +715,7 @@ def test_sync_ships_all_runs_but_those_that_ship_themselves(
         result = hpcdist("sync")
     assert result.code == 1
     assert result.out.splitlines()[0] == "first: 3 points shipped"
-    assert result.out.splitlines()[1].startswith(f"third: process {os.getpid()} on ")
+    assert result.out.splitlines()[1].startswith(f"third: its supervisor runs (process {os.getpid()} on ")
     assert result.err == (
         "second: the password of http://ada:***@mlflow is not kept in the run folder:"
         " set HPCDIST_TRACKING_URI to the whole URI\n"
@@ -767,9 +767,13 @@ def test_ui_takes_no_port_that_is_none(hpcdist: Cli) -> None:
 
 def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
-    assert hpcdist("ui", "--uri", "http://mlflow:5000").out == "the UI of that server is at http://mlflow:5000\n"
+    assert (
+        hpcdist("ui", "--tracking-uri", "http://mlflow:5000").out
+        == "the UI of this MLflow server is at http://mlflow:5000\n"
+    )
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
-    assert hpcdist("ui").out == "the UI of that server is at https://other\n"
+    assert hpcdist("ui").out == "the UI of this MLflow server is at https://other\n"
 
 
 # --- sweeps
@@ -789,7 +793,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
 
     monkeypatch.setattr(start, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.sweep._tell_parent", lambda choice: print("told the parent"))
+    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda choice: print("told the parent"))
     return ends
 
 
@@ -847,7 +851,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     assert (result.code, result.err) == (0, "")
     ended = "1 created, 1 finished, 1 stopped" if within else "1 created, 2 finished"
     assert f"sweep tune: {ended}" in result.out
-    assert "the same command again runs what is missing or has failed" in result.out
+    assert "run the same command again for missing and failed cells" in result.out
     assert "told the parent" in result.out
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import runs, watch
-from hpcdist.cli.render import training_links
+from hpcdist.cli import diagnose, runs
+from hpcdist.cli.review import experiment_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
@@ -28,9 +28,9 @@ from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
 from hpcdist.supervisor.pending_config import newest_step
-from hpcdist.tracking import artifacts, labels
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Tail
+from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.shipping_state import ShippingState
 
 FORMATS = Path(__file__).parents[1] / "formats"
 EXTRA = {
@@ -157,15 +157,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sync_without_mlflow(run: RunDir) -> None:
     """All that shipping reads."""
-    state, config = run.read_state(), labels.read_config(run)
-    labels.params(config)
-    labels.fixed_tags(run, config)
-    labels.job_tags(run)
-    labels.state_tags(state)
+    state, config = run.read_state(), run_metadata.read_config(run)
+    run_metadata.params(config)
+    run_metadata.fixed_tags(run, config)
+    run_metadata.job_tags(run)
+    run_metadata.state_tags(state)
     sweep_of(run)
-    progress = Progress.load(run.journal / "shipped.json")
+    progress = ShippingState.load(run.journal / "shipped.json")
     progress.offsets = {}
-    tail = Tail(run.journal, progress)
+    tail = JournalTail(run.journal, progress)
     tail.new_points(tail.next_chunks(1, over=True))
     list(artifacts.documents(run))
     list(artifacts.preflight(run))
@@ -220,19 +220,19 @@ def test_a_damaged_file_costs_one_line(
                 error = str(raised)
             return code, error or capsys.readouterr().out
 
-        code, said = command(lambda: runs.runs(runs_dir))
+        code, said = command(lambda: runs.runs(runs_dir=runs_dir))
         assert code == 0, label
         assert "counting/grid-seed_1" in said, f"{label}: the other run is listed"
         assert "counting/half" in said or name in ("state.json", "config.yaml"), label
-        training_links(runs_dir, "sqlite:////x.db", 5000)
+        experiment_links(runs_dir, "sqlite:////x.db", 5000)
         assert find_runs(runs_dir), label
         longest_save(runs_dir / "counting")
         if name in ("state.json", "cell.json"):
-            command(lambda: runs.status("grid", runs_dir))
+            command(lambda: runs.status("grid", runs_dir=runs_dir))
         for act in (
-            lambda: runs.status("half", runs_dir),
+            lambda: runs.status("half", runs_dir=runs_dir),
             lambda: runs.logs("half", 0, None, False, runs_dir),
-            lambda: watch.explain("half", runs_dir),
+            lambda: diagnose.explain("half", runs_dir),
         ):
             code, said = command(act)
             if code == 2:

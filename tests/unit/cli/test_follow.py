@@ -63,7 +63,7 @@ class Life:
         monkeypatch.setattr(following, "Event", lambda: self)
 
     def wait(self, timeout_s: float) -> None:
-        assert timeout_s == following.LOOK_EVERY_S
+        assert timeout_s == following.POLL_S
         next(self._deeds, lambda: pytest.fail("the run is over"))()
 
 
@@ -260,7 +260,7 @@ def test_a_slurm_that_is_away_is_a_note(
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "running",
-        "Slurm does not say how the job stands (Unable to contact slurm controller (connect failure))",
+        "Slurm does not report the state of the job (Unable to contact slurm controller (connect failure))",
     ]
 
 

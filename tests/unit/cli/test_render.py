@@ -18,11 +18,12 @@ import pytest
 from rich.console import Console
 
 from hpcdist.cli import render
-from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan, show_runs, show_status
+from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan
+from hpcdist.cli.run_tables import read_rows, show_runs, show_status
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.rank.roles import Roles
 from hpcdist.run.folder import Attempt, RunDir, State, write_json
-from hpcdist.run.lease import hold
+from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
 from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.client import SlurmError
@@ -151,7 +152,7 @@ def test_a_failure_shows_who_and_its_last_lines(console: Console) -> None:
     assert rows_of(console) == [
         "rank 3 on n1 failed with ValueError: [nan]\\ at step 5",
         *[f"    line {number} [x]" for number in range(12, 20)],
-        "    whole log: /runs/rank-00003.log",
+        "    full log: /runs/rank-00003.log",
     ]
 
 
@@ -161,7 +162,7 @@ def test_progress_in_a_log_is_a_line_every_few_seconds_and_the_last_one(
     now = 100.0
     monkeypatch.setattr(render, "time", SimpleNamespace(monotonic=lambda: now))
     shown = RunView(console)
-    for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, render.PLAIN_EVERY_S), (4, 0.1), (100, 0.1)):
+    for step, later_s in ((1, 0.0), (1, 60.0), (2, 1.0), (3, render.PLAIN_INTERVAL_S), (4, 0.1), (100, 0.1)):
         now += later_s if step != 1 else 0.0
         shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
     shown.progress({"step": 101, "total_steps": None, "metrics": {}})
@@ -211,7 +212,7 @@ def test_the_command_is_shown_as_it_can_be_typed(
         ("/x/__main__.py", f"{sys.executable} -m hpcdist"),
     ):
         monkeypatch.setattr(sys, "argv", [started, "run"])
-        assert f"look at it: {shown} ui --runs-dir '/my runs'" in end(console, run, run.read_state())
+        assert f"review in MLflow: {shown} ui --runs-dir '/my runs'" in end(console, run, run.read_state())
 
 
 def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]:
@@ -225,7 +226,7 @@ def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]
     beat(run, 2, 0, metrics=METRICS)
     lines = end(console, run, run.read_state())
     assert lines[-2:] == [
-        "look at it: hpcdist ui --runs-dir '/my runs'",
+        "review in MLflow: hpcdist ui --runs-dir '/my runs'",
         "finished: all [3] epochs are done",
     ]
     table = "\n".join(lines[:-2])
@@ -240,8 +241,8 @@ def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Cal
     beat(run, 1, 0, metrics=METRICS)
     run.artifacts.mkdir()
     assert end(console, run, run.read_state(), trainer=TrainerConfig(target="comm")) == [
-        "look at it: hpcdist ui --runs-dir '/my runs'",
-        f"its report: hpcdist bench show {run.path}",
+        "review in MLflow: hpcdist ui --runs-dir '/my runs'",
+        f"report: hpcdist bench show {run.path}",
         "finished: measured",
     ]
 
@@ -251,8 +252,8 @@ def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., R
     run = make(status=status, reason="so it is")
     lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
     assert lines == [
-        "look at it: hpcdist ui --uri 'http://ada:***@mlflow'",
-        f"go on with: hpcdist resume {run.path}",
+        "review in MLflow: hpcdist ui --tracking-uri 'http://ada:***@mlflow'",
+        f"continue: hpcdist resume {run.path}",
         f"{status}: so it is",
     ]
 
@@ -264,12 +265,12 @@ def test_a_table_of_runs_keeps_names_whole_where_there_is_little_room(
     console: Console, make: Callable[..., RunDir], runs_dir: Path
 ) -> None:
     run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long story " * 9)
-    show_runs(console, listed(run), runs_dir)
+    show_runs(console, *read_rows(listed(run)), runs_dir)
     assert "exp/ddp-20261120-051903-ab12" in text_of(console)
 
 
 def test_no_runs(console: Console, runs_dir: Path) -> None:
-    show_runs(console, listed(), runs_dir)
+    show_runs(console, *read_rows(listed()), runs_dir)
     assert rows_of(console) == [f"no runs under {runs_dir}"]
 
 
@@ -278,7 +279,7 @@ def test_a_table_of_runs_the_newest_last(make: Callable[..., RunDir], runs_dir: 
     old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
     new = make("aaa", created=2e9, attempt=1, status="running")
     beat(old, 3, 0, step=42)
-    show_runs(console, listed(new, old), runs_dir)
+    show_runs(console, *read_rows(listed(new, old)), runs_dir)
     lines = [line for line in rows_of(console) if "exp/" in line]
     assert [line.split()[1] for line in lines] == ["exp/zzz", "exp/aaa"]
     assert [word for word in ("failed", "42", "3", "nan [at] step 3") if word not in lines[0]] == []
@@ -294,12 +295,12 @@ def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDi
     write_json(run.mlflow, {"run_id": "abc123"})
     with hold(run):
         show_status(console, run)
-        holder = f"process {os.getpid()} of {render.holder(run)['user']} on {socket.gethostname()}"  # type: ignore[index]
+        supervisor = f"process {os.getpid()} of {holder(run)['user']} on {socket.gethostname()}"  # type: ignore[index]
     assert rows_of(console) == [
         "status       running",
         f"folder       {run.path}",
         "attempt      2, 1 restart after failures",
-        f"held by      {holder}",
+        f"supervisor   {supervisor}",
         "rank 0       step 7 of 100, 5 s ago  loss 0.1235  accuracy 0.975",
         "rank 2       step 7, 0 s ago",
         "checkpoints  step-00000100, step-00000200",
@@ -333,7 +334,7 @@ def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable
         "status       lost",
         f"folder       {run.path}",
         "attempt      1, 0 restarts after failures",
-        "what now     its supervisor has died: `hpcdist resume` goes on, `hpcdist sync` closes it in MLflow",
+        "next         the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow",
         "checkpoints  none yet",
     ]
 
@@ -369,8 +370,8 @@ def test_the_status_of_a_run_in_the_queue(
 @pytest.mark.parametrize(
     ("look", "row"),
     [
-        (JobSnapshot(error="no answer"), "Slurm        cannot be asked: no answer"),
-        (JobSnapshot(), "Slurm        does not know its job any more"),
+        (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
+        (JobSnapshot(), "Slurm        the job is no longer known"),
     ],
     ids=["away", "vanished"],
 )
@@ -397,7 +398,7 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
 
     monkeypatch.setattr(client, "query_jobs", query_jobs)
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: asked.append(job.id) or JobSnapshot())
-    show_runs(console, listed(*runs, gone), runs_dir)
+    show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
     assert asked == [["7", "8"], "8"]
     text = text_of(console)
     assert [word for word in ("job 7 waits (Priority)", "lost", "Slurm does not know job 8") if word not in text] == []
@@ -411,6 +412,6 @@ def test_runs_say_that_slurm_is_away(
 
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(client, "query_jobs", query_jobs)
-    show_runs(console, listed(waiting(make(status="queued"))), runs_dir)
+    show_runs(console, *read_rows(listed(waiting(make(status="queued")))), runs_dir)
     assert "queued" in text_of(console)
-    assert rows_of(console)[-1] == "Slurm does not say how jobs stand (no squeue here)"
+    assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"

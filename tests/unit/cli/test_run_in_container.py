@@ -1,4 +1,4 @@
-"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --again`, with a stand-in for podman on PATH."""
+"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --resume`, with a stand-in for podman on PATH."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_run_in_podman_prints_the_line_and_ends_as_the_container_does(call: Call
     assert shlex.split(line)[1:] == (podman / "words").read_text().splitlines()
     assert line.endswith(" hpcdist run ddp_digits seed=3 --new")
     assert (tmp_path / "runs").is_dir()
-    assert "no GPU is visible here: the container trains on CPUs" in output
+    assert "no GPU is visible: training on CPUs" in output
 
 
 def test_a_dry_run_in_podman_leaves_nothing_behind(call: Call, podman: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("flags", "env", "goes_on"),
     [
         ((), {}, False),
-        (("--again",), {}, True),
+        (("--resume",), {}, True),
         ((), {"HPCDIST_RESUME": "1"}, True),
         (("--new",), {"HPCDIST_RESUME": "1"}, False),
     ],
@@ -209,4 +209,4 @@ def test_run_goes_on_with_a_stopped_run_when_asked_to(
     assert code == 0
     assert (supervised["run"].name == "first") is goes_on
     assert supervised["config"].name == supervised["run"].name
-    assert ("goes on with first, which the same config has started" in output) is goes_on
+    assert ("continuing run first, which has the same config" in output) is goes_on

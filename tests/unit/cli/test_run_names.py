@@ -226,4 +226,4 @@ def test_a_folder_that_others_may_write_to_is_refused(
             f" `hpcdist resume` would execute what they put there: `chmod -R go-w {run.path}`\n"
         )
     else:
-        assert said == "hpcdist: run first is finished: to train on, say how far, such as stop.max_epochs=20\n"
+        assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"

@@ -20,7 +20,8 @@ from hpcdist.files import formats
 from hpcdist.run.folder import RunDir, read_json
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.tracking.journal import JournalWriter, read_records
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal_reader import read_records
 
 HERE = Path(__file__).parent
 #: Where the run folders of v0 and v1 were made; their files hold this path.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.cli.launch import comment, submission_flags
+from hpcdist.cli.submit import comment, submission_flags
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.run.folder import RunDir

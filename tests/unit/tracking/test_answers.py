@@ -17,8 +17,8 @@ from tracking_scene import Scene
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking.delivery import Shipper
-from hpcdist.tracking.mlflow_run import open_client
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.shipper import sync
 
 # MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
@@ -31,13 +31,19 @@ pytestmark = [
 Answer = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
 BAD: dict[str, tuple[Answer, str]] = {
-    "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The answer is an HTML page: is this the address"),
-    "wrong types": (("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'), r"not one of MLflow's \(ParseError"),
-    "wrong fields": (("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'), r"not one of MLflow's \(ParseError"),
+    "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The response is an HTML page: check that this is"),
+    "wrong types": (
+        ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
+        r"is not MLflow's \(ParseError",
+    ),
+    "wrong fields": (
+        ("200 OK", {}, b'{"experiments": [{"experiment_id": {}}]}'),
+        r"is not MLflow's \(ParseError",
+    ),
     "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
     "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
     "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
-    "413": (("413 Request Entity Too Large", {}, PAGE), r"error code 413 != 200\. The answer is an HTML page"),
+    "413": (("413 Request Entity Too Large", {}, PAGE), r"error code 413 != 200\. The response is an HTML page"),
     "429": (("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"), r"MLflow at http.* 429 "),
     "503": (("503 Service Unavailable", {}, b""), r"MLflow at http.*503"),
     "odd error": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
@@ -103,7 +109,7 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Prox
         httpd.server_close()
 
 
-def refused(shipper: Shipper) -> str:
+def refused(shipper: Delivery) -> str:
     with pytest.raises(TrackingError) as caught:
         shipper.ship_once()
     text = str(caught.value)

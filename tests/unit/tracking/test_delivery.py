@@ -19,7 +19,7 @@ from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir, write_json
 from hpcdist.run.polling import LOOKS_PER_S
 from hpcdist.tracking import artifacts, delivery
-from hpcdist.tracking.tail import Point
+from hpcdist.tracking.journal_tail import Point
 
 # MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -128,9 +128,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from hpcdist.run.folder import RunDir
-from hpcdist.tracking import artifacts, delivery, mlflow_run, progress
+from hpcdist.tracking import artifacts, delivery, mlflow_run, shipping_state
 {trap}
-shipper = delivery.Shipper(RunDir(Path(sys.argv[1])), sys.argv[2])
+shipper = delivery.Delivery(RunDir(Path(sys.argv[1])), sys.argv[2])
 shipper.ship_once()
 """
 AFTER_CREATE = """
@@ -142,12 +142,12 @@ def trap(path, value, durable):
 mlflow_run.write_json = trap
 """
 BETWEEN_SEND_AND_PERSIST = """
-save = progress.Progress.save
+save = shipping_state.ShippingState.save
 def trap(self, path):
     if self.num_points:
         os.kill(os.getpid(), signal.SIGKILL)
     save(self, path)
-progress.Progress.save = trap
+shipping_state.ShippingState.save = trap
 """
 
 
@@ -203,7 +203,7 @@ def test_what_mlflow_refuses_does_not_hold_up_the_rest(scene: Scene, caplog: pyt
     points = [Point("a", float(step), step, step) for step in range(7)]
     assert opened.log_points([*points[:3], Point("no\nname", 1.0, 3, 3), *points[3:]]) == 1
     assert scene.steps("a") == list(range(7))
-    assert "metric no\nname of step 3 left out" in caplog.text
+    assert "metric no\nname of step 3 is omitted" in caplog.text
 
 
 def test_progress_that_is_lost_costs_no_double(scene: Scene) -> None:
@@ -230,7 +230,7 @@ def test_deleted_runs_and_experiments_are_named_with_the_way_back(scene: Scene) 
     other.config.write_text("{}")
     scene.client.delete_experiment(experiment)
     with pytest.raises(TrackingError, match=f"exp is deleted .*experiments restore --experiment-id {experiment}`, or"):
-        delivery.Shipper(other, scene.uri).open_run()
+        delivery.Delivery(other, scene.uri).open_run()
 
 
 def test_a_vanished_run_is_not_made_anew_but_another_store_gets_everything(
@@ -240,7 +240,7 @@ def test_a_vanished_run_is_not_made_anew_but_another_store_gets_everything(
     scene.shipper().ship_once()
     first = scene.run_id
     write_json(scene.run.mlflow, {"uri": scene.uri, "run_id": "0" * 32, "run_uid": "x"})
-    with pytest.raises(TrackingError, match=r"is not in MLflow at .* any more: .* remove .*mlflow\.json"):
+    with pytest.raises(TrackingError, match=r"is no longer in MLflow at .*: .* remove .*mlflow\.json"):
         scene.shipper().open_run()
     (tmp_path / "other").mkdir()
     scene.uri = f"sqlite:///{tmp_path}/other/mlflow.db"
@@ -391,7 +391,7 @@ def test_an_artifact_that_cannot_be_stored_does_not_hide_how_the_run_ended(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(opened._client, "log_artifact", refuse)
+    monkeypatch.setattr(opened.client, "log_artifact", refuse)
     scene.state(status="finished", ended=2e9)
     with pytest.raises(TrackingError, match=r"MLflow at sqlite.*No space left"):
         live.ship_once()

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.tracking import journal, tail
+from hpcdist.tracking import journal_reader, journal_tail
+from hpcdist.tracking.journal_tail import JournalTail, Point
 from hpcdist.tracking.names import clean_metric_name
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Point, Tail
+from hpcdist.tracking.shipping_state import ShippingState
 
 #: Names that fall together when only their refused characters are replaced, or when they are cut.
 KEYS = ["loss", "acc%", "acc#", "acc_", "k" * 300 + "a", "k" * 300 + "b", "attempt"]
 
 
 class Model:
-    """What MLflow must hold, by sets of all steps: the rule of `Progress.admit` without its shortcuts."""
+    """What MLflow must hold, by sets of all steps: the rule of `ShippingState.admit` without its shortcuts."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, int], float] = {}
@@ -49,8 +49,8 @@ class World:
         self._restart()
 
     def _restart(self) -> None:
-        self.progress = Progress.load(self.saved)
-        self.tail = Tail(self.folder, self.progress)
+        self.progress = ShippingState.load(self.saved)
+        self.tail = JournalTail(self.folder, self.progress)
 
     def write(self, attempt: int) -> None:
         """Some records of a rank: rising steps, repeated ones, late ones."""
@@ -65,7 +65,7 @@ class World:
         self._last[attempt, rank] = step
 
     def ship(self, newest: int, *, over: bool, may_die: bool) -> None:
-        """One chunk as `Shipper.ship_records` sends it, up to the point where the process is killed."""
+        """One chunk as `Delivery.ship_records` sends it, up to the point where the process is killed."""
         dies_after = self.random.randrange(1, 12) if may_die else 99
         chunks = self.tail.next_chunks(newest, over=over)
         if not chunks:
@@ -96,8 +96,8 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_each_step_of_a_key_arrives_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(tail, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 3000)
     world = World(tmp_path, seed)
     attempt = 1
     for _ in range(80):
@@ -120,7 +120,7 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
         for step in [*range(0, 4000, 10), *([777] * 2), 778]:
             file.write(json.dumps({"t": 0, "s": step, "m": {f"key/{number}": 0.5 for number in range(30)}}) + "\n")
     num_read = 0
-    read = journal._read
+    read = journal_reader._read
 
     def counted(path: Path, offset: int, num_bytes: int) -> bytes:
         nonlocal num_read
@@ -128,9 +128,9 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
         num_read += len(data)
         return data
 
-    monkeypatch.setattr(journal, "_read", counted)
-    progress = Progress()
-    found = Tail(tmp_path, progress)
+    monkeypatch.setattr(journal_reader, "_read", counted)
+    progress = ShippingState()
+    found = JournalTail(tmp_path, progress)
     while chunks := found.next_chunks(1, over=False):
         found.new_points(chunks)
         progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
@@ -141,13 +141,13 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
 def test_what_is_read_at_once_is_bounded_however_many_files_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(tail, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(journal_tail, "BATCH_BYTES", 1000)
     for rank in range(20):
         lines = [json.dumps({"t": 0, "s": step, "m": {f"rank{rank}": 0.5}}) + "\n" for step in range(30)]
         (tmp_path / f"attempt-001.rank-{rank:05d}.jsonl").write_text("".join(lines))
-    progress = Progress()
-    found = Tail(tmp_path, progress)
+    progress = ShippingState()
+    found = JournalTail(tmp_path, progress)
     num_points = 0
     while chunks := found.next_chunks(1, over=False):
         assert len(chunks) <= 4

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hpcdist.errors import HpcdistError, UserMistake
-from hpcdist.tracking import journal
-from hpcdist.tracking.journal import JournalWriter, journal_files, read_chunk, read_range, read_records
+from hpcdist.tracking import journal, journal_reader
+from hpcdist.tracking.journal import JournalWriter
+from hpcdist.tracking.journal_reader import journal_files, read_chunk, read_range, read_records
 
 
 def line(step: int, value: float = 0.5) -> bytes:
@@ -69,7 +70,7 @@ def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         with pytest.raises(UserMistake, match="metric name 7 must be a string"):
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
-        with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step is a whole number"):
+        with pytest.raises(UserMistake, match=r"logged with step 0\.5: a step must be an integer"):
             writer.log({"loss": 1.0}, 0.5)  # type: ignore[arg-type]
         with pytest.raises(UserMistake, match=r"a step outside of .* .64 bits"):
             writer.log({"loss": 1.0}, 2**63)
@@ -98,7 +99,7 @@ def test_a_record_of_any_size_arrives(tmp_path: Path, caplog: pytest.LogCaptureF
         assert sorted(value for key, value in found if key.startswith("nn")) == [0.0, 1.0, 2.0]
         assert sorted(value for key, value in found if key.startswith("x")) == [1.0, 2.0, 3.0]
     assert len(caplog.records) == 3
-    assert "a metric's name of 300001 characters is too long: it is recorded as 'nnn" in caplog.text
+    assert "a metric's name has 300001 characters, which is too long: it is recorded as 'nnn" in caplog.text
     assert len(caplog.text) < 2000
 
 
@@ -139,17 +140,17 @@ def test_a_full_disk_costs_one_warning_and_no_record(
     disk = FullDisk(monkeypatch, room=70)
     for step in range(4):
         writer.log({"loss": 1.0}, step)
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics wait in memory"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
     records, offset = read_records(writer.path)
     assert [record.step for record in records] == [0]
     assert offset < writer.path.stat().st_size, "the torn line of a live writer is left alone"
     with pytest.raises(
-        HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): make room"
+        HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): free space"
     ):
         writer.flush()
     disk.room = 10_000
     writer.log({"loss": 1.0}, 4)
-    assert "nothing was lost" in caplog.records[-1].getMessage()
+    assert "no metrics were lost" in caplog.records[-1].getMessage()
     writer.close()
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
 
@@ -196,7 +197,7 @@ def test_a_torn_last_line_waits_until_it_is_final(tmp_path: Path, caplog: pytest
     assert ([record.step for record in records], offset) == ([1], len(line(1)))
     assert read_records(path, offset) == ([], offset)
     assert read_records(path, offset, final=True) == ([], path.stat().st_size)
-    assert "1 broken line(s) from byte" in caplog.text
+    assert "skipped 1 damaged line(s) from byte" in caplog.text
     # A new writer of the same file begins a line of its own.
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 3)
@@ -259,7 +260,7 @@ def test_no_bytes_whatever_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_garbage_without_an_end_is_stepped_over_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 100)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"x" * 250 + b"\n" + line(1))
     assert read_chunk(path, 0).offset == 100
@@ -267,7 +268,7 @@ def test_garbage_without_an_end_is_stepped_over_in_bounded_memory(
 
 
 def test_chunks_are_read_again_by_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 200)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(line(step) for step in range(50)))
     records, offset, num_chunks = [], 0, 0
@@ -355,7 +356,7 @@ def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     writer = JournalWriter(tmp_path)
     writer.log({"loss": 1.0}, 0)
     writer.log({"loss": 1.0}, 1)
-    with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records wait: the steps since"):
+    with pytest.raises(HpcdistError, match=r"\(No space left on device\), and 0 MiB of records are pending: "):
         writer.log({"loss": 1.0}, 2)
     disk.room = 10_000
     writer.close()

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
 from hpcdist.run.folder import RunDir, State, write_json
-from hpcdist.tracking.delivery import Shipper
+from hpcdist.tracking.delivery import Delivery
 
 CONFIG: dict[str, Any] = {
     "experiment": "exp",
@@ -56,8 +56,8 @@ class Scene:
         path.write_text(text)
         return path
 
-    def shipper(self) -> Shipper:
-        return Shipper(self.run, self.uri)
+    def shipper(self) -> Delivery:
+        return Delivery(self.run, self.uri)
 
     @property
     def client(self) -> MlflowClient:

@@ -80,10 +80,10 @@ def test_a_problem_is_described() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoSuchThing-v0", "rl.env_id=NoSuchThing-v0 cannot be made: Environment `NoSuchThing` doesn't exist"),
-        ("no_such_module:Thing-v0", "cannot be made: No module named 'no_such_module'"),
-        ("FrozenLake-v1", r"observes Discrete\(16\): trainer rl takes vectors, a Box with one axis"),
-        ("Endless-v0", "has no time limit of its own: set rl.max_episode_steps"),
+        ("NoSuchThing-v0", "rl.env_id=NoSuchThing-v0 cannot be created: Environment `NoSuchThing` doesn't exist"),
+        ("no_such_module:Thing-v0", "cannot be created: No module named 'no_such_module'"),
+        ("FrozenLake-v1", r"observation space Discrete\(16\): trainer rl supports a Box with one axis"),
+        ("Endless-v0", "has no time limit: set rl.max_episode_steps"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -93,10 +93,10 @@ def test_what_is_not_of_this_kind_is_refused(name: str, message: str) -> None:
 
 
 def test_other_actions_and_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"CartPole-v1 cannot be made: .*unexpected keyword argument 'gravity'"):
+    with pytest.raises(ConfigError, match=r"CartPole-v1 cannot be created: .*unexpected keyword argument 'gravity'"):
         Problem.of("CartPole-v1", {"gravity": 3})
     monkeypatch.setattr(Corridor, "action_space", spaces.MultiBinary(2))
-    with pytest.raises(ConfigError, match=r"acts in MultiBinary\(2\): trainer rl takes Discrete, or a Box"):
+    with pytest.raises(ConfigError, match=r"action space MultiBinary\(2\): trainer rl supports Discrete and a Box"):
         Problem.of("Corridor-v0", {})
 
 
@@ -134,9 +134,7 @@ def test_a_vectorised_form_with_hidden_state_is_not_used(
     monkeypatch.setattr(environments, "_is_plain", lambda value: isinstance(value, int))
     envs = make_environments(Problem.of("CartPole-v1", {}), 2, np.random.default_rng(0))
     assert isinstance(envs, Separate)
-    assert (
-        "stepped one by one, not in its vectorised form: its state is more than its arrays and numbers" in caplog.text
-    )
+    assert "stepped in a loop, not in its vectorised form: its state has more than arrays and numbers" in caplog.text
 
 
 def test_vectorised_and_separate_environments_step_alike() -> None:

@@ -126,7 +126,7 @@ def test_cuts_by_cost_keep_the_dearest_stage_as_cheap_as_can_be() -> None:
         == 9
     )
     assert [len(stage) for stage in cut_evenly(units, [1] * 6, 6)] == [1] * 6
-    with pytest.raises(ConfigError, match=r"roles.stage=7: the model has 6 units that stages can be made of"):
+    with pytest.raises(ConfigError, match=r"roles.stage=7: the model can be split into 6 stages at most"):
         cut_evenly(units, [1] * 6, 7)
 
 

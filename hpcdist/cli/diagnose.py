@@ -1,4 +1,4 @@
-"""`hpcdist doctor`: what works here and what does not."""
+"""Commands that check a machine and explain failures: `hpcdist doctor` and `hpcdist explain`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.cli.options import RUNS, RunsDir, console
+from hpcdist.cli import completion
+from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri
+from hpcdist.cli.terminal import console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,26 +28,48 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-#: Wider than this a page is hard to read, and where there is no terminal nobody has said how wide it may be.
-_WIDEST = 100
+#: Columns of the report at most, for readability and for output without a terminal.
+_MAX_WIDTH = 100
 _COLOURS = {"title": "bold", "ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
+
+
+@app.command()
+def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Explain why a run failed or waits: cause, evidence and fix.
+
+    Example:  hpcdist explain ddp-2026
+    """
+    from hpcdist.config.redaction import redact_text
+    from hpcdist.diagnostics.explain import explain
+    from hpcdist.run.lookup import resolve_run
+
+    for line in explain(resolve_run(run, runs_dir)):
+        say(redact_text(line))
 
 
 @app.command()
 def doctor(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Look at the nodes of this run instead of this machine.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Check the nodes of this run instead of this machine.",
+            autocompletion=completion.runs,
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
 ) -> int:
-    """Say what works on this machine and what does not, each with the fix; exit code 1 when a run would fail.
+    """Check this machine, or the nodes of a run; each finding comes with its fix.
+
+    The exit code is 1 if a run would fail.
 
     Examples:
 
         hpcdist doctor
 
-        hpcdist doctor ddp-2026          # the nodes of a run
+        hpcdist doctor ddp-2026
 
         hpcdist doctor --json | jq '.checks[] | select(.level == "failure")'
     """
@@ -54,9 +78,10 @@ def doctor(
     from hpcdist.files.ownership import require_trusted
     from hpcdist.run.lookup import resolve_run
 
+    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     found = resolve_run(run, runs_dir) if run is not None else None
     if found is not None:
-        require_trusted(found.path, "doctor")  # it asks the server and the nodes that the run's config names
+        require_trusted(found.path, "doctor")  # the checks connect to the server and the nodes of the run's config
     facts = {
         "hpcdist": hpcdist.__version__,
         "host": socket.gethostname(),
@@ -64,21 +89,21 @@ def doctor(
         "runs_dir": str(runs_dir.absolute()),
         "run": str(found.path) if found is not None else None,
     }
-    sections = _sections_of(found) if found is not None else _sections_here(runs_dir)
-    page = _looked(sections) if as_json else _shown(sections, facts)
+    sections = _run_sections(found) if found is not None else _machine_sections(runs_dir)
+    page = _examine(sections) if as_json else _show_page(sections, facts)
     if as_json:
         print(json.dumps(document(page, facts), indent=2))
     return 1 if would_fail(page) else 0
 
 
-def _sections_here(runs_dir: Path) -> list[Section]:
+def _machine_sections(runs_dir: Path) -> list[Section]:
     from hpcdist.diagnostics.doctor.sections import machine_sections
 
     return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
 
 
-def _sections_of(run: RunDir) -> list[Section]:
-    """The run and its nodes; for a run of this machine, what it needs of the machine."""
+def _run_sections(run: RunDir) -> list[Section]:
+    """Return the sections on a run and its nodes, and for a local run those on this machine."""
     from hpcdist.config.loading import load_run_config
     from hpcdist.diagnostics.doctor.run_report import run_sections
     from hpcdist.diagnostics.doctor.sections import machine_sections
@@ -93,7 +118,7 @@ def _sections_of(run: RunDir) -> list[Section]:
 
 
 def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
-    """What a run would use, by the tracking's own rules; `folder` is the one that is written to."""
+    """Return the environment, folder and MLflow store that a run would use; `folder` is the one written to."""
     from hpcdist.diagnostics.doctor.mlflow_store import Store
     from hpcdist.diagnostics.doctor.sections import Request
     from hpcdist.errors import TrackingError
@@ -107,14 +132,14 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
     return Request(env=os.environ, folder=folder, store=store)
 
 
-def _looked(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
+def _examine(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
     from hpcdist.diagnostics.doctor.section import examine
 
     return [_redacted(*section) for section in examine(sections)]
 
 
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
-    """A section without secrets: pages are pasted into tickets."""
+    """Return a section without secrets, since reports are pasted into tickets."""
     from dataclasses import replace
 
     from hpcdist.config.redaction import redact_text
@@ -122,17 +147,17 @@ def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
     return title, [replace(check, text=redact_text(check.text), fix=redact_text(check.fix)) for check in checks]
 
 
-def _shown(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
-    """The page, each section as soon as it is there."""
+def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
+    """Print the report section by section as the checks complete, and return it."""
     from hpcdist.diagnostics.doctor.page import section_lines, summary_lines
     from hpcdist.diagnostics.doctor.section import examine
 
     out = console()
-    width = min(out.width, _WIDEST)
+    width = min(out.width, _MAX_WIDTH)
     _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
     page = []
-    with _waiting(out) as status:
-        for section in examine(sections, lambda titles: _tell(status, titles)):
+    with _spinner(out) as status:
+        for section in examine(sections, lambda titles: _show_pending(status, titles)):
             title, checks = _redacted(*section)
             page.append((title, checks))
             if lines := list(section_lines(title, checks, width)):
@@ -142,19 +167,19 @@ def _shown(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tu
 
 
 @contextmanager
-def _waiting(out: Console) -> Iterator[Status | None]:
-    """A line at the bottom of a terminal that says what is still being looked at."""
+def _spinner(out: Console) -> Iterator[Status | None]:
+    """Show the sections in progress at the bottom of a terminal."""
     if not out.is_terminal:
         yield None
         return
-    with out.status("looking") as status:
+    with out.status("checking") as status:
         yield status
 
 
-def _tell(status: Status | None, titles: Sequence[str]) -> None:
+def _show_pending(status: Status | None, titles: Sequence[str]) -> None:
     if status is not None and titles:
         more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
-        status.update(f"looking at {titles[0]}{more}")
+        status.update(f"checking {titles[0]}{more}")
 
 
 def _print(out: Console, lines: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> None:

@@ -19,8 +19,8 @@ from hpcdist.run.folder import RunDir, State, read_json
 from hpcdist.run.lease import hold
 from hpcdist.run.sweep import make_sweep, parse_axes
 from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
-from hpcdist.tracking.delivery import Shipper
-from hpcdist.tracking.parent import Parent
+from hpcdist.tracking.delivery import Delivery
+from hpcdist.tracking.parent_run import ParentRun
 
 # MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
@@ -51,7 +51,7 @@ class SweepScene:
         """Give a cell a state, and ship it."""
         run = self.runs[index]
         run.write_state(replace(run.read_state(), **state))
-        Shipper(run, self.uri).ship_once()
+        Delivery(run, self.uri).ship_once()
 
     @property
     def client(self) -> MlflowClient:
@@ -114,7 +114,7 @@ def test_the_parent_stands_as_its_cells_do(sweep: SweepScene) -> None:
 
 
 def test_one_parent_however_many_ship_first(sweep: SweepScene) -> None:
-    parents = [Parent.of(run, sweep.uri) for run in sweep.runs * 3]
+    parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
     assert ids == {sweep.entities()["tune"].info.run_id}
@@ -131,12 +131,12 @@ def test_a_parent_whose_id_was_never_written_down_is_found(sweep: SweepScene) ->
 def test_mlflow_that_comes_back_gets_it_all(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last cell's end is not taken as told before the parent knows of it."""
 
-    def away(self: Parent) -> None:
+    def away(self: ParentRun) -> None:
         raise TrackingError("no answer")
 
     sweep.ship(0, status="finished", attempt=1, ended=5.0)
     with monkeypatch.context() as patch:
-        patch.setattr(Parent, "refresh", away)
+        patch.setattr(ParentRun, "refresh", away)
         with pytest.raises(TrackingError, match="no answer"):
             sweep.ship(1, status="finished", attempt=1, ended=7.0)
     assert sweep.entities()["seed=2"].info.status == "FINISHED"
@@ -149,7 +149,7 @@ def test_who_is_overtaken_looks_again(sweep: SweepScene, monkeypatch: pytest.Mon
     sweep.ship(0)
     seen = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
     monkeypatch.setattr(SweepDir, "read_state", lambda self: next(seen))
-    parent = Parent.of(sweep.runs[0], sweep.uri)
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
     parent.refresh()
     assert sweep.parent() == ("FINISHED", "new")
@@ -166,7 +166,7 @@ def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) ->
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
 )
 def test_a_folder_that_cannot_be_used_is_told(sweep: SweepScene, broken: str, message: str) -> None:
-    parent = Parent.of(sweep.runs[0], sweep.uri)
+    parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
     if broken == "sweep.json":
         sweep.there.file.write_text("{")

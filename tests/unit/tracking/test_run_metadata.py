@@ -11,8 +11,8 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.written import to_yaml
 from hpcdist.run.folder import RunDir, write_json
-from hpcdist.tracking.labels import fixed_tags, names, params
 from hpcdist.tracking.names import is_allowed
+from hpcdist.tracking.run_metadata import fixed_tags, names, params
 
 
 @pytest.mark.parametrize(

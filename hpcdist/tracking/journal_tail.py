@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.files.retry import retry
-from hpcdist.tracking.journal import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
+from hpcdist.tracking.journal_reader import CHUNK_BYTES, Chunk, Record, journal_files, read_chunk, read_range
 from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.steps import StepSet
+from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.step_set import StepSet
 
 #: How much is read before it is sent, whatever the number of files, so that memory stays bounded.
 BATCH_BYTES = 16 * CHUNK_BYTES
@@ -31,13 +31,13 @@ class Point(NamedTuple):
     step: int
 
 
-class Tail:
+class JournalTail:
     """The end of a run's journal that MLflow does not have yet.
 
     Memory grows with the number of keys, and by 8 bytes for each step out of order (`StepSet`).
     """
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    def __init__(self, folder: Path, progress: ShippingState) -> None:
         self._folder = folder
         self._progress = progress
         #: Attempt → key → steps that were shipped; only of attempts in which steps did not rise.

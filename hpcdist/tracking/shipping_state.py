@@ -13,7 +13,7 @@ from hpcdist.run.folder import read_json, write_atomic
 
 
 @dataclass(kw_only=True)
-class Progress:
+class ShippingState:
     """All that a new shipper must know to go on where the last one ended, however that one ended."""
 
     run_id: str = ""  #: the MLflow run that all of this is about
@@ -38,7 +38,7 @@ class Progress:
     num_refused: int = 0  #: points that MLflow would not take
 
     @classmethod
-    def load(cls, path: Path) -> Progress:
+    def load(cls, path: Path) -> ShippingState:
         """What the file says. Nothing or nonsense in it means: from the beginning, which MLflow absorbs.
 
         Raises RunFolderError when a newer hpcdist has written it.

@@ -15,7 +15,7 @@ from hpcdist.files.lock import flock_if_possible
 from hpcdist.run.folder import ENDED, RunDir, State, read_json
 from hpcdist.run.sweep import text_of
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
-from hpcdist.tracking import labels
+from hpcdist.tracking import run_metadata
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
 
@@ -24,7 +24,7 @@ _PARENT_TAG = "mlflow.parentRunId"
 _SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
 
 
-class Parent:
+class ParentRun:
     """The parent run of one cell. All methods raise TrackingError when MLflow is away or refuses."""
 
     def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
@@ -34,7 +34,7 @@ class Parent:
         self._mlflow: MlflowRun | None = None
 
     @classmethod
-    def of(cls, run: RunDir, uri: str) -> Parent | None:
+    def of(cls, run: RunDir, uri: str) -> ParentRun | None:
         """None for a run that is no cell of a sweep."""
         sweep = sweep_of(run)
         return cls(run, sweep, uri) if sweep is not None else None
@@ -67,11 +67,13 @@ class Parent:
         for cell in facts["cells"]:
             for key, value in cell["values"].items():
                 axes[key][text_of(value)] = None
-        opened.log_params({clean_name(key): ", ".join(texts)[: labels.MAX_PARAM] for key, texts in axes.items()})
-        of_cell = labels.fixed_tags(self._cell, labels.read_config(self._cell))
+        opened.log_params({clean_name(key): ", ".join(texts)[: run_metadata.MAX_PARAM] for key, texts in axes.items()})
+        of_cell = run_metadata.fixed_tags(self._cell, run_metadata.read_config(self._cell))
         tags = {key: value for key, value in of_cell.items() if key in _SHARED}
         values = json.dumps({key: list(texts) for key, texts in axes.items()})
-        opened.set_tags(tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[: labels.MAX_TAG]})
+        opened.set_tags(
+            tags | {"hpcdist.folder": str(self._sweep.path), "hpcdist.axes": values[: run_metadata.MAX_TAG]}
+        )
 
     def refresh(self) -> None:
         """Tell MLflow how the whole sweep stands, by the cells' folders."""
@@ -81,12 +83,12 @@ class Parent:
             ended = state.status in ENDED
             opened.set_tags(
                 {
-                    "mlflow.note.content": f"{state.status}: {state.reason}"[: labels.MAX_TAG],
+                    "mlflow.note.content": f"{state.status}: {state.reason}"[: run_metadata.MAX_TAG],
                     "hpcdist.state": state.status,
-                    "hpcdist.reason": state.reason[: labels.MAX_TAG],
+                    "hpcdist.reason": state.reason[: run_metadata.MAX_TAG],
                 }
             )
-            status = labels.MLFLOW_STATUS.get(state.status, "RUNNING")
+            status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if ended else None)
             # Two that do this at once may overtake each other. Each looks again at what it has just told, so the
             # last word is true, whoever has it.

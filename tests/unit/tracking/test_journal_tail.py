@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import TrackingError
-from hpcdist.tracking import journal, tail
-from hpcdist.tracking.progress import Progress
-from hpcdist.tracking.tail import Point, Tail
+from hpcdist.tracking import journal_reader, journal_tail
+from hpcdist.tracking.journal_tail import JournalTail, Point
+from hpcdist.tracking.shipping_state import ShippingState
 
 
 def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: str = "loss", time_ms: int = 0) -> None:
@@ -19,9 +19,9 @@ def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: s
             file.write(json.dumps({"t": time_ms + step, "s": step, "m": {key: attempt * 1000 + step}}) + "\n")
 
 
-def drain(folder: Path, progress: Progress, newest: int = 99, *, over: bool = False) -> list[Point]:
+def drain(folder: Path, progress: ShippingState, newest: int = 99, *, over: bool = False) -> list[Point]:
     """What a shipper would send now, and did."""
-    tail = Tail(folder, progress)
+    tail = JournalTail(folder, progress)
     points: list[Point] = []
     while chunks := tail.next_chunks(newest, over=over):
         points += tail.new_points(chunks)
@@ -35,7 +35,7 @@ def values(points: list[Point], key: str = "loss") -> list[float]:
 
 
 def test_steps_that_a_later_attempt_repeats_stay_as_they_were(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = ShippingState()
     write(tmp_path, 1, [10, 20, 30, 40])
     write(tmp_path, 2, [30, 40, 50])
     write(tmp_path, 3, [50, 60])
@@ -48,21 +48,21 @@ def test_steps_that_a_later_attempt_repeats_stay_as_they_were(tmp_path: Path) ->
 def test_keys_are_counted_apart(tmp_path: Path) -> None:
     write(tmp_path, 1, [10, 20, 30])
     write(tmp_path, 2, [15], key="eval/accuracy")
-    assert values(drain(tmp_path, Progress()), "eval/accuracy") == [2015]
+    assert values(drain(tmp_path, ShippingState()), "eval/accuracy") == [2015]
 
 
 def test_an_attempt_waits_until_the_one_before_has_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "CHUNK_BYTES", 120)
+    monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 120)
     write(tmp_path, 1, list(range(20)))
     write(tmp_path, 1, list(range(20)), rank=1, key="other")
     write(tmp_path, 2, [18, 19, 20])
-    points = drain(tmp_path, Progress())
+    points = drain(tmp_path, ShippingState())
     assert values(points) == [*range(1000, 1020), 2020]
     assert values(points, "other") == list(range(1000, 1020))
 
 
 def test_late_lines_of_an_earlier_attempt_count_below_the_next_one_s_first_step(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = ShippingState()
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [50, 60])
     assert values(drain(tmp_path, progress)) == [1010, 1020, 2050, 2060]
@@ -74,7 +74,7 @@ def test_late_lines_of_an_earlier_attempt_count_below_the_next_one_s_first_step(
 
 
 def test_late_lines_before_the_next_attempt_has_shipped_any(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = ShippingState()
     write(tmp_path, 1, [10])
     write(tmp_path, 2, [10])
     assert values(drain(tmp_path, progress)) == [1010]
@@ -84,23 +84,23 @@ def test_late_lines_before_the_next_attempt_has_shipped_any(tmp_path: Path) -> N
 
 
 def test_within_an_attempt_all_steps_are_kept_once_in_any_order(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = ShippingState()
     write(tmp_path, 1, [5, 9, 7, 7, 9, 5, 3, 8])
     assert values(drain(tmp_path, progress)) == [1005, 1009, 1007, 1003, 1008]
     # A new process finds in the journal what the old one knew.
     write(tmp_path, 1, [7, 6, 8])
-    reloaded = Progress(offsets=dict(progress.offsets), steps=progress.steps, marks=progress.marks)
+    reloaded = ShippingState(offsets=dict(progress.offsets), steps=progress.steps, marks=progress.marks)
     assert values(drain(tmp_path, reloaded)) == [1006]
 
 
 def test_ranks_that_log_the_same_key_share_its_steps(tmp_path: Path) -> None:
     write(tmp_path, 1, [1, 3, 5])
     write(tmp_path, 1, [1, 2, 3, 4, 5, 6], rank=1)
-    assert values(drain(tmp_path, Progress())) == [1001, 1003, 1005, 1002, 1004, 1006]
+    assert values(drain(tmp_path, ShippingState())) == [1001, 1003, 1005, 1002, 1004, 1006]
 
 
 def test_each_attempt_marks_its_first_step_even_when_two_begin_at_the_same(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = ShippingState()
     write(tmp_path, 1, [7], key="system/cpu")
     assert values(drain(tmp_path, progress), "attempt") == []
     write(tmp_path, 1, [10, 20])
@@ -116,7 +116,7 @@ def test_the_torn_line_of_an_attempt_is_final_when_the_next_has_begun(tmp_path: 
     write(tmp_path, 1, [10])
     with open(tmp_path / "attempt-001.rank-00000.jsonl", "a") as file:
         file.write('{"t":1,"s":20,"m":{"lo')
-    progress = Progress()
+    progress = ShippingState()
     drain(tmp_path, progress, newest=1)
     assert progress.num_broken == 0
     write(tmp_path, 2, [20])
@@ -126,26 +126,26 @@ def test_the_torn_line_of_an_attempt_is_final_when_the_next_has_begun(tmp_path: 
 
 def test_an_intent_is_read_again_exactly(tmp_path: Path) -> None:
     write(tmp_path, 2, [10, 20])
-    progress = Progress()
-    first = Tail(tmp_path, progress)
+    progress = ShippingState()
+    first = JournalTail(tmp_path, progress)
     chunks = first.next_chunks(2, over=False)
-    saved = Progress(intent={name: chunk.offset for name, chunk in chunks.items()})
+    saved = ShippingState(intent={name: chunk.offset for name, chunk in chunks.items()})
     # Late lines come before them in the order of attempts, but must wait now.
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [30])
-    again = Tail(tmp_path, saved)
+    again = JournalTail(tmp_path, saved)
     assert again.new_points(again.next_chunks(2, over=False)) == first.new_points(chunks)
 
 
 def test_progress_survives_its_file_and_nonsense_in_it(tmp_path: Path) -> None:
     path = tmp_path / "shipped.json"
-    assert Progress.load(path) == Progress()
-    progress = Progress(run_id="r", offsets={"a": 3}, steps={"loss": {"1": [0, 9]}}, num_points=4)
+    assert ShippingState.load(path) == ShippingState()
+    progress = ShippingState(run_id="r", offsets={"a": 3}, steps={"loss": {"1": [0, 9]}}, num_points=4)
     progress.save(path)
-    assert Progress.load(path) == progress
+    assert ShippingState.load(path) == progress
     for nonsense in ('{"offsets": []}', '{"unknown": 1}', "[]", '{"run_id"'):
         path.write_text(nonsense)
-        assert Progress.load(path) == Progress()
+        assert ShippingState.load(path) == ShippingState()
     with pytest.raises(TrackingError, match=r"shipped\.json cannot be written .No such file"):
         progress.save(tmp_path / "missing" / "shipped.json")
 
@@ -155,15 +155,15 @@ def test_attempts_that_are_long_over_are_not_asked_again_until_the_end(
 ) -> None:
     write(tmp_path, 1, [10])
     write(tmp_path, 2, [20])
-    progress = Progress()
-    live = Tail(tmp_path, progress)
+    progress = ShippingState()
+    live = JournalTail(tmp_path, progress)
     while chunks := live.next_chunks(2, over=False):
         live.new_points(chunks)
         progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
     before = live.num_looks
     assert live.next_chunks(2, over=False) == {}
     assert live.num_looks - before == 2, "a network file system may show lines late"
-    monkeypatch.setattr(tail, "LATE_S", -1.0)
+    monkeypatch.setattr(journal_tail, "LATE_S", -1.0)
     assert live.next_chunks(2, over=False) == {}
     assert live.num_looks - before == 3
     write(tmp_path, 1, [11])

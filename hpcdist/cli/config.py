@@ -1,0 +1,76 @@
+"""`hpcdist config`: print a resolved config, or all config keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from hpcdist.cli import completion
+from hpcdist.cli.options import (
+    Cluster,
+    ExperimentKey,
+    Json,
+    Overrides,
+    RunsDirKey,
+    TrackingUriKey,
+    with_options,
+)
+from hpcdist.errors import UserMistake
+
+app = typer.Typer()
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="Path of a YAML file, or name of a shipped config.",
+            autocompletion=completion.configs,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print every key with type, default and meaning.")] = False,
+    for_editors: Annotated[bool, typer.Option("--json-schema", help="Print the JSON Schema of a config.")] = False,
+    as_json: Json = False,
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
+) -> None:
+    """Print a resolved config with secrets redacted, or the schema of all configs.
+
+    Examples:
+
+        hpcdist config ddp_mnist optim.lr=0.01
+
+        hpcdist config --schema
+
+        hpcdist config --json-schema > config.schema.json
+    """
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.shipped import shipped_configs
+    from hpcdist.config.written import redacted, to_yaml
+
+    if for_editors:
+        from hpcdist.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif schema:
+        from hpcdist.config.schema import describe
+
+        keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in describe()]
+        if as_json:
+            print(json.dumps(keys, indent=2, default=str))
+            return
+        for key in keys:
+            print(f"{key['key']}: {key['type']} = {key['default']!r}\n    {key['help']}")
+    elif config is None:
+        raise UserMistake(f"CONFIG is missing: shipped configs are {', '.join(shipped_configs())}; or use --schema")
+    else:
+        words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+        loaded = load_config(config, words, cluster=cluster)
+        print(json.dumps(redacted(loaded), indent=2) if as_json else to_yaml(loaded).rstrip("\n"))

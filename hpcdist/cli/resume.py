@@ -1,0 +1,88 @@
+"""`hpcdist resume`: continue a run from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcdist.cli.options import (
+    RUNS,
+    Begin,
+    Dependency,
+    Follow,
+    Force,
+    Overrides,
+    RunName,
+    RunsDir,
+    TrackingUriKey,
+    Wait,
+    with_options,
+)
+from hpcdist.cli.run import check_plan, supervise_here
+from hpcdist.cli.submit import check_submission, enqueue, submission_flags
+from hpcdist.errors import UserMistake
+
+app = typer.Typer()
+
+
+@app.command()
+def resume(
+    run: RunName,
+    overrides: Overrides = None,
+    with_current_code: Annotated[
+        bool, typer.Option("--with-current-code", help="Use the current code, not the snapshot of the first start.")
+    ] = False,
+    follow: Follow = True,
+    wait: Wait = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Force = False,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUriKey = None,
+) -> int:
+    """Continue a run from its newest valid checkpoint, in the same MLflow run.
+
+    A run of Slurm is submitted again. Changed keys are kept once a step has completed with them.
+
+    Examples:
+
+        hpcdist resume ddp-2026
+
+        hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
+    """
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.files.ownership import require_trusted
+    from hpcdist.run import snapshot
+    from hpcdist.run.lease import hold
+    from hpcdist.run.lookup import resolve_run
+    from hpcdist.run.secret_file import kept
+    from hpcdist.run.status import look_now, stand
+    from hpcdist.supervisor import pending_config
+
+    words = with_options(overrides, tracking_uri=tracking_uri)
+    found = resolve_run(run, runs_dir)
+    require_trusted(found.path, "resume")
+    config = load_run_config(found.effective_config, words, {**kept(found), **os.environ})
+    if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
+        raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
+    if found.read_state().status == "finished" and not words:
+        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
+    on_slurm = found.slurm.exists()
+    if not on_slurm and (dependency or begin):
+        raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")
+    flags = submission_flags(config, dependency, begin)
+    pending_config.check(found, config)
+    if on_slurm:
+        check_submission(config, flags, None, force=force)
+    else:
+        check_plan(config)
+    with hold(found):
+        pending_config.propose(found, config)
+        if with_current_code:
+            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
+    if on_slurm:
+        return enqueue(found, config, flags, follow=follow, wait=wait)
+    return supervise_here(found, config, follow=follow)

@@ -1,0 +1,131 @@
+"""Commands for the review of runs in MLflow: `hpcdist ui` and `hpcdist sync`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hpcdist.cli.options import RUNS, Experiment, RunNames, RunsDir, TrackingUri
+from hpcdist.errors import HpcdistError, RunFolderError
+
+app = typer.Typer()
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Start MLflow's UI on the runs' database, for this user only.
+
+    The server listens on 127.0.0.1 and requires a token, which is new at each start: open one of the printed links.
+    Scripts read the token from the printed file.
+
+    Examples:
+
+        hpcdist ui
+
+        hpcdist ui --port 5001 --runs-dir /shared/me/runs
+    """
+    from hpcdist.run.runs_dir import require_own
+    from hpcdist.tracking import ui as server
+    from hpcdist.tracking.uri import choose_uri, sqlite_path
+
+    store = tracking_uri or choose_uri(os.environ, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir)
+    if store.startswith("http"):
+        print(f"the UI of this MLflow server is at {store}")
+        return
+    if (database := sqlite_path(store)) is not None:
+        require_own(database, "the database")
+    server.require_app()
+    server.require_port(port)
+    token, file = server.make_token(port, os.environ)
+    address = f"http://{server.HOST}:{port}"
+    print(f"all experiments: {address}/?token={token}")
+    for link in experiment_links(runs_dir, store, f"{address}/?token={token}"):
+        print(link)
+    print(f"scripts: MLFLOW_TRACKING_URI={address} MLFLOW_TRACKING_TOKEN=$(cat {shlex.quote(str(file))})", flush=True)
+    os.environ |= server.variables(store, file)
+    os.umask(0o077)  # a new database and uploaded artifacts are private to the user
+    command = server.command(port)
+    os.execv(command[0], command)
+
+
+def experiment_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
+    """Return a link to the runs of each experiment in the UI at `address`, whose start page shows no training runs."""
+    from hpcdist.run.folder import read_json
+    from hpcdist.run.lookup import find_runs
+    from hpcdist.tracking.uri import redact_uri
+
+    ids: dict[str, str] = {}
+    for run in find_runs(runs_dir):
+        known: dict[str, Any] = {}
+        with suppress(RunFolderError, OSError):  # `hpcdist runs` reports damaged runs
+            known = read_json(run.mlflow) or {}
+        if isinstance(known.get("experiment_id"), str) and known.get("uri") == redact_uri(tracking_uri):
+            ids[run.experiment] = known["experiment_id"]
+    return [
+        f"{name}: {address}#/experiments/{number}/runs?workflowType=machine_learning"
+        for name, number in sorted(ids.items())
+    ]
+
+
+@app.command()
+def sync(
+    runs: RunNames = None,
+    experiment: Experiment = None,
+    runs_dir: RunsDir = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> int:
+    """Upload to MLflow the records that are still missing, and close runs whose supervisor or job died.
+
+    Only runs of the calling user are uploaded, and only from folders that nobody else may write to.
+
+    Examples:
+
+        hpcdist sync
+
+        hpcdist sync ddp-2026
+    """
+    from hpcdist.config.loading import load_run_config
+    from hpcdist.files.ownership import require_trusted
+    from hpcdist.run.lease import holder
+    from hpcdist.run.lookup import list_runs, resolve_run
+    from hpcdist.run.secret_file import kept
+    from hpcdist.run.status import job_of
+    from hpcdist.tracking.shipper import sync as ship
+    from hpcdist.tracking.uri import choose_uri, is_server
+
+    del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
+    if runs:
+        chosen = [resolve_run(name, runs_dir) for name in runs]
+    else:
+        listing = list_runs(runs_dir)
+        chosen = listing.runs
+        if listing.note:
+            print(listing.note)
+    code = 0
+    for found in chosen:
+        if experiment not in (None, found.experiment):
+            continue
+        try:
+            require_trusted(found.path, "sync")
+            config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
+            uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+            # A Slurm job uploads to a server only; a database is filled from the host of the database.
+            uploads_itself = job_of(found) is None or is_server(uri)
+            if uploads_itself and (busy := holder(found)) is not None:
+                print(f"{found.name}: its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it")
+                continue
+            print(f"{found.name}: {ship(found, uri)}")
+        except (HpcdistError, OSError) as error:
+            code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)
+            print(f"{found.name}: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,174 @@
+"""The list of runs and the status of one run, as tables and as JSON."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
+from hpcdist.errors import RunFolderError
+from hpcdist.run.folder import ENDED, RunDir, read_record
+from hpcdist.run.lease import holder
+from hpcdist.run.lookup import Listing
+from hpcdist.run.status import job_of, look_now, stand
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
+from hpcdist.slurm.job_snapshot import JobSnapshot
+
+#: Ranks that `status` shows in a line each.
+MAX_SHOWN_RANKS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """One run in the list of runs."""
+
+    run: str  #: `experiment/name`
+    folder: str
+    status: str
+    step: int | None
+    attempts: int
+    created: float  #: seconds since the epoch
+    reason: str
+
+
+def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[RunRow], list[str]]:
+    """Return a row for each run, the newest last, and notes on runs that cannot be read."""
+    runs = [run for run in listing.runs if experiment in (None, run.experiment)]
+    snapshots, problem = _job_snapshots(runs)
+    rows, notes = [], []
+    for run in runs:
+        try:
+            now = stand(run, snapshots.get(run.path))
+            row = RunRow(
+                run=f"{run.experiment}/{run.name}",
+                folder=str(run.path),
+                status=now.name,
+                step=last_beat(run, now.state).get("step"),
+                attempts=now.state.attempt,
+                created=now.state.created,
+                reason=now.reason or (now.facts.sentence() if now.facts and not now.over else ""),
+            )
+            rows.append(row)
+        except (RunFolderError, OSError) as error:
+            notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
+    if problem:
+        notes.append(f"Slurm does not report the states of jobs ({problem})")
+    return sorted(rows, key=lambda row: row.created), [*notes, *filter(None, [listing.note])]
+
+
+def runs_document(rows: list[RunRow], notes: list[str]) -> dict[str, Any]:
+    """Return the list of runs as a JSON document."""
+    return {"runs": [asdict(row) for row in rows], "notes": notes}
+
+
+def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: Path) -> None:
+    """Print a table of runs, then the notes."""
+    table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
+    for row in rows:
+        table.add_row(
+            escape(row.run),
+            f"[{COLOURS[row.status]}]{row.status}[/]",
+            "" if row.step is None else str(row.step),
+            str(row.attempts),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
+            escape(row.reason),
+        )
+    if rows:
+        console.print(table)
+    else:
+        notes = [f"no runs under {runs_dir.absolute()}", *notes]
+    for note in notes:
+        console.print(escape(note), highlight=False, soft_wrap=True)
+
+
+def _job_snapshots(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
+    """Return the states of the runs' jobs by run folder, from one call of squeue, and why it failed if it did."""
+    jobs = {}
+    for run in runs:
+        with suppress(RunFolderError, OSError):  # reported where the run's state is read
+            if (job := job_of(run)) and run.read_state().status not in ENDED:
+                jobs[run.path] = job
+    try:
+        known = client.query_jobs([job.id for job in jobs.values()])
+    except SlurmError as error:
+        return {path: JobSnapshot(error=str(error), installed=error.installed) for path in jobs}, str(error)
+    snapshots = {}
+    for path, job in jobs.items():
+        facts = known.get(job.id)
+        # An unknown job may belong to another cluster, or have ended a while ago.
+        snapshots[path] = (
+            JobSnapshot(info=facts) if facts and job.name in ("", facts.name) else job_snapshot.take_snapshot(job)
+        )
+    return snapshots, ""
+
+
+def read_status(run: RunDir) -> dict[str, Any]:
+    """Return the status of a run as a JSON document; facts that a run does not have are None."""
+    look = look_now(run)
+    now = stand(run, look)
+    state = now.state
+    slurm = None
+    if look is not None:
+        unknown = f"not available: {look.error}" if look.error else "the job is no longer known"
+        slurm = look.info.describe(time.time()) if look.info else unknown
+    held = holder(run)
+    attempt = run.attempt(state.attempt) if state.attempt else None
+    ranks = []
+    for rank in range(min(state.world_size, MAX_SHOWN_RANKS) if attempt else 0):
+        if attempt and (beat := attempt.last_beat(rank)) is not None:
+            ranks.append({"rank": rank} | {key: beat[key] for key in ("step", "total_steps", "time", "metrics")})
+    mlflow = read_record(run.mlflow) or {}
+    return {
+        "run": f"{run.experiment}/{run.name}",
+        "folder": str(run.path),
+        "status": now.name,
+        "reason": now.reason,
+        "attempt": state.attempt,
+        "restarts": state.restarts,
+        "world_size": state.world_size,
+        "slurm": slurm,
+        "held_by": f"process {held['pid']} of {held['user']} on {held['host']}" if held is not None else None,
+        "ranks": ranks,
+        "stragglers": attempt.straggling() if attempt else [],
+        "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
+        "mlflow_run_id": mlflow.get("run_id") or None,
+    }
+
+
+def show_status(console: Console, run: RunDir) -> None:
+    """Print the status of a run."""
+    found = read_status(run)
+    status, restarts = found["status"], found["restarts"]
+    rows = {
+        "status": f"[{COLOURS[status]}]{status}[/]" + (f": {escape(found['reason'])}" if found["reason"] else ""),
+        "folder": escape(found["folder"]),
+        "attempt": f"{found['attempt']}, {restarts} restart{'s' * (restarts != 1)} after failures",
+    }
+    if found["slurm"]:
+        rows["Slurm"] = escape(found["slurm"])
+    if found["held_by"]:
+        rows["supervisor"] = escape(found["held_by"])
+    if status == "lost":
+        rows["next"] = "the supervisor died: `hpcdist resume` continues the run, `hpcdist sync` closes it in MLflow"
+    for beat in found["ranks"]:
+        total = f" of {beat['total_steps']}" if beat["total_steps"] else ""
+        age_s = max(0, int(time.time() - beat["time"]))
+        metrics = escape(format_metrics(beat["metrics"]))
+        rows[f"rank {beat['rank']}"] = f"step {beat['step']}{total}, {age_s} s ago  {metrics}"
+    if found["attempt"] and found["world_size"] > MAX_SHOWN_RANKS:
+        others = found["world_size"] - MAX_SHOWN_RANKS
+        rows["more ranks"] = f"{others}, see {escape(str(run.attempt(found['attempt']).path))}"
+    if found["stragglers"]:
+        rows["straggler"] = escape("\n".join(found["stragglers"]))
+    rows["checkpoints"] = ", ".join(found["checkpoints"]) or "none yet"
+    if found["mlflow_run_id"]:
+        rows["MLflow run"] = escape(str(found["mlflow_run_id"]))
+    print_rows(console, rows)

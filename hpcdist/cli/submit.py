@@ -1,0 +1,167 @@
+"""`hpcdist submit`: submit a run to Slurm."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpcdist.cli.options import (
+    Begin,
+    Cluster,
+    ConfigName,
+    Dependency,
+    DryRun,
+    ExperimentKey,
+    Follow,
+    Force,
+    Overrides,
+    RunsDirKey,
+    SweepAxes,
+    TrackingUriKey,
+    Wait,
+    with_options,
+)
+from hpcdist.errors import UserMistake
+
+if TYPE_CHECKING:
+    from hpcdist.config.schema import Config
+    from hpcdist.run.folder import RunDir
+
+app = typer.Typer()
+
+
+@app.command()
+def submit(
+    config: ConfigName,
+    overrides: Overrides = None,
+    cluster: Cluster = None,
+    sweep: SweepAxes = None,
+    dry_run: DryRun = False,
+    test: Annotated[bool, typer.Option("--test", help="Ask Slurm for the expected start; submit nothing.")] = False,
+    follow: Follow = False,
+    wait: Wait = False,
+    dependency: Dependency = None,
+    begin: Begin = None,
+    force: Force = False,
+    array_parallelism: Annotated[
+        int | None, typer.Option("--array-parallelism", min=1, metavar="N", help="Cells of a sweep that run at a time.")
+    ] = None,
+    experiment: ExperimentKey = None,
+    runs_dir: RunsDirKey = None,
+    tracking_uri: TrackingUriKey = None,
+) -> int:
+    """Submit a run to Slurm, or a sweep as one job array.
+
+    Examples:
+
+        hpcdist submit ddp_mnist --cluster devcluster --follow
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml cluster.nodes=4 --dry-run
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --dependency afterok:first --begin 20:00
+
+        hpcdist submit mnist.yaml --cluster ~/site.yaml --sweep optim.lr=0.1,0.01 --sweep seed=1,2
+    """
+    from hpcdist.cli import sweep as sweeps
+    from hpcdist.config.loading import load_config
+    from hpcdist.supervisor import start
+
+    words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
+    sweeps.check_options(sweep, array_parallelism, detach=False)
+    if sweep:
+        cells = sweeps.read_sweep(config, words, sweep, cluster)
+        flags = submission_flags(cells.cells[0].config, dependency, begin)
+
+        def check(one: Config) -> None:
+            check_submission(one, flags, Path.cwd(), force=force)
+
+        return sweeps.submit_sweep(
+            cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
+        )
+    loaded = start.with_name(load_config(config, words, cluster=cluster))
+    flags = submission_flags(loaded, dependency, begin)
+    return submit_run(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
+
+
+def submit_run(
+    config: Config,
+    flags: dict[str, str],
+    *,
+    follow: bool,
+    wait: bool = False,
+    dry_run: bool = False,
+    test: bool = False,
+    force: bool = False,
+) -> int:
+    """Check a submission to Slurm and, unless it is a dry run or a test, submit it. Returns the exit code.
+
+    Args:
+        config: The config, with the name of the run.
+        flags: Flags of sbatch for this submission alone.
+    """
+    from hpcdist.run.folder import RunDir
+    from hpcdist.slurm.job_components import table
+    from hpcdist.slurm.submit import checks, submission
+    from hpcdist.slurm.submit.batch_script import render
+    from hpcdist.supervisor import start
+
+    config, note = submission.settle_het(config)
+    components = [*filter(None, [note]), *table(config)]
+    if dry_run:
+        checks.check_config(config, Path.cwd())
+        script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
+        print(f"{script}\n# then, in the batch step:\n{comment(step)}\n#\n" + "\n".join(map(comment, components)))
+        return 0
+    check_submission(config, flags, Path.cwd(), force=force)
+    print("\n".join(components))
+    if test:
+        return 0
+    run = start.create_run(config, Path.cwd(), launcher="slurm")
+    return enqueue(run, config, flags, follow=follow, wait=wait)
+
+
+def comment(text: str) -> str:
+    """Return text as comment lines of a shell script; the name of a folder may contain a newline."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
+
+
+def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
+    """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
+    from hpcdist.data.download import missing
+    from hpcdist.slurm.submit.checks import check
+
+    warnings, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
+    print("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
+
+
+def submission_flags(config: Config, dependency: str | None, begin: str | None) -> dict[str, str]:
+    """Return the flags of sbatch that apply to one submission and not to later starts of the run."""
+    from hpcdist.slurm.submit.dependency import resolve
+
+    resolved = resolve(dependency, Path(config.runs_dir)) if dependency else None
+    chosen = {name: value for name, value in (("dependency", resolved), ("begin", begin)) if value}
+    for name, value in chosen.items():
+        if not value.isprintable():
+            raise UserMistake(f"--{name} must be one line without control characters, got {value[:60]!r}")
+    return chosen
+
+
+def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
+    """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
+    from hpcdist.cli.follow import follow_to_end
+    from hpcdist.slurm.submit import submission
+    from hpcdist.supervisor import pending_config, start
+
+    try:
+        job_id = submission.submit(config, run, flags)
+    except UserMistake:  # Slurm has rejected the job
+        pending_config.drop(run)
+        raise
+    print(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
+    if follow or wait:
+        return follow_to_end(run, config, progress=not wait)
+    print(start.ship_now(run, config, os.environ))
+    return 0

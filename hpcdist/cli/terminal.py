@@ -1,0 +1,30 @@
+"""Standard output of the commands, and their exit codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcdist.run.folder import State
+
+
+def console() -> Console:
+    """Return standard output as a console; without a terminal it is wide enough for names of runs."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=160)
+
+
+def say(text: str) -> None:
+    """Print text as it is, without markup or line breaks of rich."""
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def exit_code(state: State) -> int:
+    """Return the exit code of a command that ends with a run in this state."""
+    if state.status == "failed":
+        return 2 if state.rejected else 1
+    return 130 if state.status == "cancelled" else 0

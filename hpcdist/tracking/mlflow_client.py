@@ -1,0 +1,102 @@
+"""The connection to MLflow: its settings, the client, and the translation of its exceptions.
+
+Other modules import MLflow's names from here, since the settings must be in place before MLflow is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.files.lock import flock_if_possible
+from hpcdist.run.runs_dir import make_database
+from hpcdist.tracking.uri import redact_uri, sqlite_path
+
+# Settings that MLflow reads when it is imported or used. The shipper retries instead of MLflow, whose retries block for
+# minutes and may create a run twice.
+for _name, _value in {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "600",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # At the end of a run MLflow prints links with the tracking URI, password included.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from google.protobuf.json_format import ParseError  # type: ignore[import-untyped]  # noqa: E402
+from mlflow import MlflowClient, entities  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
+from requests.exceptions import RequestException  # noqa: E402
+from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
+
+# The client logs responses that are not MLflow's; this module reports them in one line.
+for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+__all__ = ["MlflowClient", "MlflowException", "entities", "open_client", "require_id", "translated"]
+
+#: Exceptions of the client if the server, a proxy or the disk fails.
+_FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+#: Exceptions of the client if a field of a response is missing or has another type, which the client does not check.
+_MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+
+@contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn each failure of MLflow, its server or its disk into a TrackingError of one line."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise TrackingError(f"MLflow at {redact_uri(uri)}: {_reason(error)}") from error
+    except _MALFORMED as error:
+        raise TrackingError(
+            f"MLflow at {redact_uri(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(redact_uri(str(error)[:10_000]).split())
+    head, mark, body = text.partition(" Response body: ")
+    if mark and "<" in body[:200]:
+        text = f"{head} The response is an HTML page: check that this is the address of an MLflow server"
+    return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def require_id(value: object, kind: str) -> str:
+    """Return an id from a response, in which it may be missing: an empty object parses as any response."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{kind} without an id")
+    return value
+
+
+def open_client(uri: str) -> MlflowClient:
+    """Return a client of a store that is ready for use.
+
+    The tables of a new sqlite database are created under a lock, since MLflow does not support concurrent creation.
+    Raises TrackingError if the store cannot be reached or is a database of another user.
+    """
+    database = sqlite_path(uri)
+    with translated(uri):
+        if database is None:
+            return _connected(uri)
+        try:
+            make_database(database)
+        except RunFolderError as error:
+            raise TrackingError(str(error)) from error
+        with open(f"{database}.lock", "a", opener=partial(os.open, mode=0o600)) as lock:
+            flock_if_possible(lock)
+            return _connected(uri)
+
+
+def _connected(uri: str) -> MlflowClient:
+    """Return a client after a first request, which creates the tables of a new database."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    client.search_experiments(max_results=1)
+    return client
