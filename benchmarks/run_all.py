@@ -216,13 +216,13 @@ def trainer_table(shown: Iterable[tuple[Benchmark, Mapping[str, Any]]]) -> list[
 
 def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
     lines = [
-        "# Measured",
+        "# Benchmark results",
         "",
-        "Written by `benchmarks/run_all.py` (`make bench`), but for the notes at the end. Ratios within one run count;",
-        "milliseconds move with the neighbours' load.",
+        "`benchmarks/run_all.py` (`make bench`) writes this page except the notes at the end. Compare ratios within",
+        "one run: absolute times depend on the load of the shared machine.",
         "",
         *machine_facts(),
-        "- GPU figures: `benchmarks/gpu.sh` was not run on this machine, which has no GPU",
+        "- GPU figures: none; `benchmarks/gpu.sh` was not run, because this machine has no GPU",
         "",
         "| what | measured | target | |",
         "|---|---|---|---|",

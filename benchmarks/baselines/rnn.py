@@ -81,7 +81,7 @@ def remote_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
     def step(batch: Batch) -> None:
         nonlocal state
         with dist_autograd.context() as context:
-            embedded = rpc.rpc_sync(SERVER, forward_at, (table, batch.ids[batch.where]))
+            embedded = rpc.rpc_sync(SERVER, forward_at, (table, batch.ids[batch.inverse]))
             output, carried = lstm(embedded, state)
             logits = rpc.rpc_sync(SERVER, forward_at, (decoder, output))
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
@@ -104,7 +104,7 @@ def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
 
     def step(batch: Batch) -> None:
         nonlocal state
-        output, carried = lstm(table(batch.ids[batch.where]), state)
+        output, carried = lstm(table(batch.ids[batch.inverse]), state)
         F.cross_entropy(decoder(output).flatten(0, 1), batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -19,21 +19,20 @@ LIMIT_S = 1.0
 #: Values that one completion returns at most.
 MAX_VALUES = 500
 
-Completer = Callable[[typer.Context, list[str], str], list[str]]
+Completer = Callable[[typer.Context, str], list[str]]
 
 
-def _bounded(find: Callable[[typer.Context, list[str], str], Iterator[str]]) -> Completer:
+def _bounded(find: Callable[[typer.Context, str], Iterator[str]]) -> Completer:
     """Make a completer of a generator of candidates: prefix filter, time limit, no exceptions."""
 
     @functools.wraps(find)
-    def complete(ctx: typer.Context, args: list[str], incomplete: str) -> list[str]:
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         found: dict[str, None] = {}
-        prefix = incomplete.removeprefix("=")  # a word of its own in bash
 
         def collect() -> None:
             try:
-                for value in find(ctx, args, incomplete):
-                    if value.startswith(prefix) and len(found) < MAX_VALUES:
+                for value in find(ctx, incomplete):
+                    if value.startswith(incomplete) and len(found) < MAX_VALUES:
                         found[value] = None
             except Exception:
                 return
@@ -44,7 +43,7 @@ def _bounded(find: Callable[[typer.Context, list[str], str], Iterator[str]]) -> 
         thread.join(LIMIT_S)
         return list(found)
 
-    complete.__annotations__ = {"ctx": typer.Context, "args": list[str], "incomplete": str, "return": list[str]}
+    complete.__annotations__ = {"ctx": typer.Context, "incomplete": str, "return": list[str]}
     return complete
 
 
@@ -60,7 +59,7 @@ def _folders(folder: Path) -> list[os.DirEntry[str]]:
 
 
 @_bounded
-def runs(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def runs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of runs and sweeps; `experiment/name` where the word has a slash."""
     for experiment in _folders(_runs_dir(ctx)):
         for run in _folders(Path(experiment.path)):
@@ -72,14 +71,14 @@ def runs(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
 
 
 @_bounded
-def runs_or_last(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def runs_or_last(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield `last` and names of runs."""
     yield "last"
-    yield from runs(ctx, args, incomplete)
+    yield from runs(ctx, incomplete)
 
 
 @_bounded
-def experiments(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def experiments(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield names of experiments that have runs."""
     for folder in _folders(_runs_dir(ctx)):
         if any(os.path.lexists(f"{run.path}/state.json") for run in _folders(Path(folder.path))):
@@ -99,13 +98,13 @@ def _shipped(kind: str, incomplete: str) -> Iterator[str]:
 
 
 @_bounded
-def configs(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def configs(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield shipped configs and YAML files."""
     yield from _shipped("", incomplete)
 
 
 @_bounded
-def profiles(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def profiles(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield shipped site profiles and YAML files."""
     yield from _shipped("cluster", incomplete)
 
@@ -128,18 +127,18 @@ def _values(kind: str, default: object) -> list[str]:
 
 
 @_bounded
-def keys(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     """Yield config keys as `key=`, and with a value once there is one key left.
 
     The value keeps shells from putting a space behind `key=`: they append one to a sole candidate.
     """
     schema = _schema()
     key, equals, _ = incomplete.partition("=")
-    # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`.
-    words = [*args, incomplete]
-    at = len(words) - 1 if incomplete == "=" else len(words) - 2
-    if at > 0 and words[at] == "=":
-        yield from _values(*schema.get(words[at - 1], ("", None)))
+    # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
+    words = ["", "", *(ctx.params.get("overrides") or [])]
+    split = words[-2] if words[-1] == "=" else words[-1] if "=" not in (words[-2], *words[-1]) else ""
+    if split:
+        yield from _values(*schema.get(split, ("", None)))
         return
     matching = [name for name in schema if name.startswith(key)] if not equals else [key]
     for name in matching:
@@ -156,7 +155,7 @@ def one_of(*names: str) -> Completer:
     """Return a completer of a fixed list."""
 
     @_bounded
-    def names_of(ctx: typer.Context, args: list[str], incomplete: str) -> Iterator[str]:
+    def names_of(ctx: typer.Context, incomplete: str) -> Iterator[str]:
         yield from names
 
     return names_of

@@ -103,13 +103,13 @@ def submit_run(
         flags: Flags of sbatch for this submission alone.
     """
     from hpcdist.run.folder import RunDir
-    from hpcdist.slurm.job_components import table
+    from hpcdist.slurm.job_components import rank_table_lines
     from hpcdist.slurm.submit import checks, submission
     from hpcdist.slurm.submit.batch_script import render
     from hpcdist.supervisor import start
 
-    config, note = submission.settle_het(config)
-    components = [*filter(None, [note]), *table(config)]
+    config, note = submission.resolve_het(config)
+    components = [*filter(None, [note]), *rank_table_lines(config)]
     if dry_run:
         checks.check_config(config, Path.cwd())
         script, step = render(config, RunDir(Path(config.runs_dir) / config.experiment / config.name), flags)
@@ -131,9 +131,9 @@ def comment(text: str) -> str:
 def check_submission(config: Config, flags: dict[str, str], cwd: Path | None, *, force: bool) -> None:
     """Check a submission and print warnings and the expected start. Raises UserMistake for errors."""
     from hpcdist.data.download import missing
-    from hpcdist.slurm.submit.checks import check
+    from hpcdist.slurm.submit.checks import check_submission
 
-    warnings, estimate = check(config, flags, cwd, missing_data=missing(config.data), force=force)
+    warnings, estimate = check_submission(config, flags, cwd, missing_data=missing(config.data), force=force)
     print("\n".join([*(f"note: {warning}" for warning in warnings), estimate]))
 
 

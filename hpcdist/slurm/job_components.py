@@ -1,8 +1,8 @@
-"""What the roles of a run ask of Slurm: alike nodes in groups, and which ranks stand on which of them.
+"""The components of a run's job: which nodes the roles request, and which ranks run on which nodes. Pure functions.
 
-A group of nodes that are alike is a component. One component is a plain job. Several are a heterogeneous job, or,
-where a cluster has none of these or the roles differ in nothing but numbers, one allocation in which each rank is
-told its node. All of this is pure: `srun.py` and `sbatch.py` make command lines of it.
+A component is a group of nodes with the same request. One component is a plain job. Several components are a
+heterogeneous job, or one allocation with a fixed node per rank if the cluster does not support heterogeneous jobs or
+the roles request the same hardware.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
 from hpcdist.slurm.command_output import parse_memory_mb
 
-#: Beyond this many nodes the rank table names the first and the last of a component.
+#: With more nodes than this the rank table shows the first and the last node of a component only.
 NODES_IN_TABLE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobComponent:
-    """Nodes that are alike, for one role, or for neighbouring roles that ask for nothing of their own."""
+    """Nodes with the same request: of a role with an entry in `cluster.roles`, or of neighbouring roles without one."""
 
     roles: tuple[str, ...]
     nodes: int
@@ -42,7 +42,7 @@ class JobComponent:
 
     @property
     def hardware(self) -> tuple[Any, ...]:
-        """What a single allocation would give to all nodes alike."""
+        """The request, without the numbers of nodes and tasks; one allocation has the same for all of its nodes."""
         flags = tuple(sorted(self.sbatch.items()))
         return self.gpus_per_node, self.cpus_per_task, self.mem, self.partition, self.constraint, flags
 
@@ -57,7 +57,7 @@ class JobComponent:
 
 
 def components(config: Config) -> tuple[JobComponent, ...]:
-    """What the roles ask for, in rank order. Raises ConfigError where numbers do not fit together."""
+    """Return the components in rank order. Raises ConfigError if numbers contradict each other."""
     cluster = config.cluster
     if not cluster.roles:
         world_size = cluster.nodes * cluster.tasks_per_node
@@ -66,13 +66,13 @@ def components(config: Config) -> tuple[JobComponent, ...]:
             raise ConfigError(
                 [
                     f"roles add up to {roles.world_size} ranks ({roles}), but cluster.nodes={cluster.nodes} ×"
-                    f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or give"
-                    " roles nodes of their own under cluster.roles"
+                    f" cluster.tasks_per_node={cluster.tasks_per_node} is {world_size}: change one of them, or request"
+                    " nodes for single roles under cluster.roles"
                 ]
             )
         return (_component(cluster, roles.names, RoleRequest(), cluster.nodes, cluster.tasks_per_node),)
     found = []
-    # A role with an entry stands alone; those without share the nodes that the rest of the section asks for.
+    # A role with an entry has a component to itself; neighbouring roles without one share a component.
     for key, group in groupby(config.roles, key=lambda role: role if role in cluster.roles else ""):
         names = tuple(group)
         request = cluster.roles.get(key, RoleRequest())
@@ -102,30 +102,32 @@ def _component(
 
 
 def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
-    """Nodes, and ranks on each of them; what is not said follows from the count of ranks."""
-    where, whose = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
+    """Return the number of nodes and of ranks per node; a number that is not set follows from `count` ranks."""
+    key, summands = f"cluster.roles.{roles[0]}", " + ".join(f"roles.{role}" for role in roles)
     nodes, tasks = request.nodes, request.tasks_per_node
     if nodes is not None and tasks is not None:
         if nodes * tasks != count:
             raise ConfigError(
-                [f"{where}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {whose} is {count}"]
+                [f"{key}: nodes={nodes} × tasks_per_node={tasks} is {nodes * tasks}, but {summands} is {count}"]
             )
         return nodes, tasks
     if nodes is not None:
         if count % nodes:
-            raise ConfigError([f"{where}.nodes={nodes}: {whose}={count} ranks cannot be shared out evenly over them"])
+            raise ConfigError(
+                [f"{key}.nodes={nodes}: {summands}={count} ranks cannot be distributed evenly over these nodes"]
+            )
         return nodes, count // nodes
-    key = f"{where}.tasks_per_node" if tasks is not None else "cluster.tasks_per_node"
+    tasks_key = f"{key}.tasks_per_node" if tasks is not None else "cluster.tasks_per_node"
     tasks = min(tasks or cluster.tasks_per_node, count)
     if count % tasks:
         raise ConfigError(
-            [f"{key}={tasks}: {whose} is {count} ranks, which fill no whole number of nodes; set {where}.nodes"]
+            [f"{tasks_key}={tasks}: {summands} is {count} ranks, not a multiple of that; set {key}.nodes"]
         )
     return count // tasks, tasks
 
 
 def is_het(config: Config) -> bool:
-    """Whether this becomes a heterogeneous job: where roles ask for different hardware, unless that is off."""
+    """Return whether the job is heterogeneous: by `cluster.het`, else if roles request different hardware."""
     parts = components(config)
     if len(parts) == 1 or config.cluster.het is False:
         return False
@@ -133,28 +135,28 @@ def is_het(config: Config) -> bool:
 
 
 def allocations(config: Config) -> tuple[JobComponent, ...]:
-    """What sbatch is asked for: the components of a heterogeneous job, or one allocation for everything.
+    """Return the request to sbatch: the components of a heterogeneous job, or one allocation for all of them.
 
-    Raises ConfigError for what neither can give.
+    Raises ConfigError for a request that this kind of job does not support.
     """
     parts = components(config)
     if not is_het(config):
         return (merged(parts),)
     for before, part in pairwise(parts):
         if before.mem is not None and part.mem is None:
-            # Slurm hands --mem on to the components that follow (22.05).
-            raise ConfigError([f"cluster.roles.{part.roles[0]}.mem must be set, since {before.roles[0]} sets it, too"])
+            # Slurm 22.05 applies --mem to the following components as well.
+            raise ConfigError([f"cluster.roles.{part.roles[0]}.mem must be set because {before.roles[0]} sets it"])
     return parts
 
 
 def merged(parts: Sequence[JobComponent]) -> JobComponent:
-    """One allocation that holds all: the sum of the nodes, each with the most that any role asks for."""
+    """Return one allocation for all components: the sum of the nodes, each with the maximum of the requests."""
     if len(parts) == 1:
         return parts[0]
     for name in ("partition", "sbatch"):
         if any(getattr(part, name) != getattr(parts[0], name) for part in parts):
             raise ConfigError(
-                [f"cluster.roles: {name} differs between roles, which only a heterogeneous job can give (cluster.het)"]
+                [f"cluster.roles: {name} differs between roles, which needs a heterogeneous job (cluster.het)"]
             )
     memories = [part.mem for part in parts if part.mem is not None]
     return JobComponent(
@@ -174,30 +176,28 @@ def _megabytes(mem: str) -> float:
     size = parse_memory_mb(mem)
     if size is None:
         raise ConfigError([f"cluster.mem must be like 64G, got {mem!r}"])
-    return size or float("inf")  # 0 is all that a node has
+    return size or float("inf")  # 0 requests all memory of a node
 
 
 def _merged_constraint(parts: Sequence[JobComponent]) -> str | None:
-    """`[cpu*1&gpu*2]`: so many nodes of each kind."""
+    """Return a constraint with the number of nodes per feature: `[cpu*1&gpu*2]`."""
     wanted = [part.constraint for part in parts]
     if len(set(wanted)) == 1:
         return wanted[0]
     for constraint in filter(None, wanted):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", constraint):
-            raise ConfigError(
-                [f"cluster.roles: constraint {constraint!r} needs a heterogeneous job; without one name one feature"]
-            )
+            raise ConfigError([f"cluster.roles: constraint {constraint!r} needs a heterogeneous job (cluster.het)"])
     kinds = {kind: sum(part.nodes for part in parts if part.constraint == kind) for kind in filter(None, wanted)}
     return f"[{'&'.join(f'{kind}*{count}' for kind, count in kinds.items())}]"
 
 
-def place(
+def assign_nodes(
     parts: Sequence[JobComponent], nodes: Sequence[str], features: Mapping[str, frozenset[str]]
 ) -> list[tuple[str, ...]]:
-    """Share the nodes of one allocation out: to each component its own, in the allocation's order.
+    """Return the nodes of each component within one allocation, in the allocation's order.
 
-    Components that want a feature choose first, and leave to the next what has more of them.
-    Raises HpcdistError when a component does not get the nodes that it needs.
+    Components with a constraint are assigned first, and get the matching nodes that have the fewest features.
+    Raises HpcdistError if too few nodes are left for a component.
     """
     free = list(nodes)
     chosen: dict[int, tuple[str, ...]] = {}
@@ -208,7 +208,7 @@ def place(
         mine = [node for node in nodes if node in mine[: part.nodes]]
         if len(mine) < part.nodes:
             raise HpcdistError(
-                f"{' and '.join(part.roles)} need {part} but of {', '.join(nodes)} only {len(mine)} are left for that"
+                f"{' and '.join(part.roles)} need {part}, but only {len(mine)} of {', '.join(nodes)} are left and match"
             )
         chosen[index] = tuple(mine)
         free = [node for node in free if node not in mine]
@@ -216,12 +216,12 @@ def place(
 
 
 def hosts_by_rank(parts: Sequence[JobComponent], nodes: Sequence[Sequence[str]]) -> list[str]:
-    """The host of each rank: a component's ranks fill one of its nodes after the other."""
+    """Return the host of each rank: a component's ranks fill its nodes one after the other."""
     return [node for part, own in zip(parts, nodes, strict=True) for node in own for _ in range(part.tasks_per_node)]
 
 
-def table(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[str]:
-    """The rank table: who is who, on what, and where; before the nodes are known, what is asked for.
+def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[str]:
+    """Return the lines of the rank table: ranks, roles, devices, and nodes or, before these are known, the request.
 
     Args:
         nodes: names of each component's nodes.
@@ -232,7 +232,7 @@ def table(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[
     first = 0
     num_nodes = sum(part.nodes for part in parts)
     for index, part in enumerate(parts):
-        asked = f"component {index}: {part}" if is_het(config) else str(part)
+        request = f"component {index}: {part}" if is_het(config) else str(part)
         for role in part.roles:
             device = role_device(config, role)
             devices[role] = device if device != "auto" else "cuda" if part.gpus_per_node else "cpu"
@@ -243,14 +243,14 @@ def table(config: Config, nodes: Sequence[Sequence[str]] | None = None) -> list[
             continue
         if nodes is not None:
             own = nodes[index]
-            asked = f"{own[0]} … {own[-1]} ({part})" if len(own) > 1 else own[0]
-        groups.append((range(first, first + part.num_ranks), asked))
+            request = f"{own[0]} … {own[-1]} ({part})" if len(own) > 1 else own[0]
+        groups.append((range(first, first + part.num_ranks), request))
         first += part.num_ranks
     return rank_table(Roles.of(config.roles, first), groups, devices)
 
 
-def cluster_for(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
-    """The section `cluster` as it would be if a component were all there is."""
+def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
+    """Return the section `cluster` with the request of one component."""
     return replace(
         cluster,
         nodes=part.nodes,

@@ -1,9 +1,9 @@
 """Slurm's compressed lists, expanded without Slurm: `rack[1-2]-n[08-11]` and `2(x3),1`.
 
 Ranks in a container have no `scontrol show hostnames`, so the grammar of Slurm's `src/common/hostlist.c`
-is parsed here. It is stricter in one thing: what Slurm lets pass in silence (an unclosed bracket, an empty
-name) raises. It is wider in two, whose meaning is plain: text may follow the last bracket (`n[1-3]-ib`), and
-brackets may stand inside brackets (`a[1-2,b[3-4]]` is a1, a2, ab3, ab4)::
+is parsed here. Malformed text that Slurm ignores (an unclosed bracket, an empty name) raises an error. Two forms
+that Slurm does not accept are supported: text after the last bracket (`n[1-3]-ib`), and nested brackets
+(`a[1-2,b[3-4]]` is a1, a2, ab3, ab4)::
 
     names  := name ("," name)*
     name   := (TEXT | group)+                   TEXT: letters, digits, "-", "_", "."
@@ -21,7 +21,7 @@ from typing import NoReturn
 from hpcdist.errors import TopologyError, shortened
 
 MAX_HOSTS = 1_000_000
-"""More names than this are taken for a mistake, and refused before any memory is spent on them."""
+"""A nodelist with more names is rejected before memory is allocated for them."""
 
 _MAX_NAME_LENGTH = 255  # DNS allows no longer name
 _MAX_DEPTH = 8
@@ -33,10 +33,10 @@ _TASKS = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 
 
 def expand(nodelist: str) -> list[str]:
-    """Return the node names that `nodelist` stands for, in the order in which it gives them.
+    """Return the node names of a nodelist, in its order.
 
-    Raises TopologyError for malformed text, with the character (counted from 1) and what is wrong there, and
-    for more than `MAX_HOSTS` names.
+    Raises TopologyError for malformed text, with the position (counted from 1) and the problem, and for more
+    than `MAX_HOSTS` names.
     """
     return _NodelistParser(nodelist).parse()
 
@@ -52,7 +52,7 @@ def expand_tasks(text: str) -> list[int]:
         if match is None:
             raise TopologyError(
                 f"tasks per node {shortened(text)!r}: {shortened(part)!r} is not a count like 2 or 2(x3); "
-                "take the value as Slurm sets it"
+                "use the value that Slurm sets"
             )
         times = int(match[2] or 1)
         if len(counts) + times > MAX_HOSTS:
@@ -75,14 +75,14 @@ class _NodelistParser:
         while True:
             start = self.pos
             names = self.name(depth=0)
-            if any(name.startswith("-") for name in names):  # would read as an option on a command line
+            if any(name.startswith("-") for name in names):  # would be an option on a command line
                 self.fail("a node name cannot begin with '-'", start)
             self.check_count(len(hosts) + len(names), start)
             hosts.extend(names)
             if self.pos == len(self.text):
                 return hosts
             if self.peek() != ",":
-                self.fail("this ']' closes nothing", self.pos)
+                self.fail("']' without '['", self.pos)
             self.pos += 1
 
     def name(self, depth: int) -> list[str]:
@@ -102,7 +102,7 @@ class _NodelistParser:
     def literal(self) -> list[str]:
         match = _TEXT.match(self.text, self.pos)
         if match is None:
-            self.fail(f"{self.peek()!r} cannot stand in a node name", self.pos)
+            self.fail(f"{self.peek()!r} is not allowed in a node name", self.pos)
         self.pos = match.end()
         return [match[0]]
 
@@ -111,7 +111,7 @@ class _NodelistParser:
         if depth > _MAX_DEPTH:
             self.fail(f"brackets are nested deeper than {_MAX_DEPTH}", start)
         if self.text.find("]", start) < 0:
-            self.fail("this '[' is never closed", start)
+            self.fail("'[' without ']'", start)
         choices: list[str] = []
         while self.peek() != "]":
             self.pos += 1  # past the bracket, or past the comma between two choices
@@ -119,7 +119,7 @@ class _NodelistParser:
             self.check_count(len(choices) + len(choice), start)
             choices.extend(choice)
             if self.peek() == "":
-                self.fail("this '[' is never closed", start)
+                self.fail("'[' without ']'", start)
         self.pos += 1
         return choices
 
@@ -139,7 +139,7 @@ class _NodelistParser:
     def nested_name(self, depth: int) -> list[str]:
         head = _CHOICE_HEAD.match(self.text, self.pos)
         assert head is not None, "the pattern also matches nothing"
-        # "1-2[3-4]" might mean a range or the name "1-23": nobody can know.
+        # "1-2[3-4]" is ambiguous: a range, or the name "1-23".
         if self.text[head.end() : head.end() + 1] != "[" or _LOOKS_LIKE_RANGE.fullmatch(head[0]):
             self.fail(f"expected a number or a range like 1-3, got {shortened(head[0])!r}", self.pos)
         return self.name(depth)

@@ -1,6 +1,6 @@
-"""Which files of a run belong into MLflow, and which of them it does not have in their present form.
+"""The files of a run that become MLflow artifacts, with fingerprints that show which have changed.
 
-Symbolic links are followed inside the run folder only: see `leaves_folder`.
+Symbolic links are followed inside the run folder only, see `leaves_folder`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hpcdist.files import retry
 from hpcdist.files.ownership import stays_inside
 from hpcdist.run.folder import Attempt, RunDir, read_json
 
-#: A log larger than this is uploaded at the end only.
+#: Larger logs are uploaded only at the end of the run.
 LIVE_LOG_BYTES = 5_000_000
-#: Ranks of an attempt whose logs are uploaded; thousands would drown the few that tell something.
+#: Ranks of an attempt whose logs are uploaded at most.
 MAX_RANKS = 64
 
 
 class Artifact(NamedTuple):
-    """A file or folder, where it goes in MLflow, and a text that changes when it does."""
+    """A file or folder, its path in MLflow, and a text that changes with its content."""
 
     source: Path
     target: str
@@ -30,7 +30,7 @@ class Artifact(NamedTuple):
 
 
 def fingerprint(path: Path) -> str:
-    """Name, size and time of a file, or of all files of a folder; empty when there is nothing."""
+    """Return name, size and time of a file, or of all files in a folder; empty if there are none."""
     return retry.retry(lambda: _fingerprint(path), path)
 
 
@@ -43,7 +43,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def leaves_folder(item: Artifact, run: RunDir) -> str:
-    """Return why an artifact is not to be uploaded: the link in it that leaves the run folder; empty when none does."""
+    """Return why an artifact must not be uploaded: a link that leaves the run folder; empty if there is none."""
     paths = [item.source, *item.source.rglob("*")] if item.source.is_dir() else [item.source]
     for path in paths:
         if not stays_inside(path, run.path):
@@ -52,31 +52,31 @@ def leaves_folder(item: Artifact, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Config, code state, environment, and the originals of names that MLflow does not accept."""
+    """Yield the config, the code state, the environment, and the original names of renamed metrics."""
     for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json"):
         yield Artifact(path, path.name, fingerprint(path))
 
 
 def preflight(run: RunDir) -> Iterator[Artifact]:
-    """What was found on the nodes, and between the ranks, the last time that each was looked at."""
+    """Yield the newest reports of the checks of the nodes and of the network between the ranks."""
     newest_first = run.attempts()[::-1]
     for name in ("preflight.json", "preflight.txt", "network.json"):
         if (path := next((it for attempt in newest_first if (it := attempt.path / name).exists()), None)) is not None:
             yield Artifact(path, name, fingerprint(path))
 
 
-def left_by_trainer(run: RunDir) -> Iterator[Artifact]:
-    """What `Context.artifact` made room for, under the same names; hidden files are still being written."""
+def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
+    """Yield the files of `Context.artifact` under their names; hidden files are incomplete."""
     for path in sorted(run.artifacts.rglob("*")):
         if path.is_file() and not path.name.startswith("."):
             yield Artifact(path, path.relative_to(run.artifacts).as_posix(), fingerprint(path))
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """The ranks' logs, what they said of their end, and where they stood when they hung.
+    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
 
-    While the run goes on, only logs that are not too long. Of an attempt with many ranks, the logs of those that were
-    the first to report an end, and then the first by rank.
+    Long logs are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
+    reported an outcome first are included, then the lowest ranks.
     """
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
@@ -84,18 +84,18 @@ def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
         outcomes = sorted(attempt.path.glob("rank-*.outcome.json"))
         if len(logs) > MAX_RANKS:
             outcomes = sorted(outcomes, key=lambda path: path.lstat().st_mtime_ns)[:MAX_RANKS]
-            told = {path.name.split(".")[0] for path in outcomes}
-            logs = sorted(logs, key=lambda path: path.stem not in told)[:MAX_RANKS]
+            reported = {path.name.split(".")[0] for path in outcomes}
+            logs = sorted(logs, key=lambda path: path.stem not in reported)[:MAX_RANKS]
         for path in sorted([*logs, *outcomes, *attempt.path.glob(attempt.stragglers.name)]):
             if path.is_file() and (ended or path.stat().st_size <= LIVE_LOG_BYTES):
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
-        for path in _of_hang(attempt):
+        for path in _hang_reports(attempt):
             if path.is_file() and path.stat().st_size <= LIVE_LOG_BYTES:
                 yield Artifact(path, f"{folder}/{path.name}", fingerprint(path))
 
 
-def _of_hang(attempt: Attempt) -> Iterator[Path]:
-    """Where ranks stood that hung, once that is summed up; and what torch itself wrote of a collective's timeout."""
+def _hang_reports(attempt: Attempt) -> Iterator[Path]:
+    """Yield stack traces of hung ranks once they are summarized, and torch's own dumps after collective timeouts."""
     patterns = ["flight-rank-*"]
     if attempt.stacks_summary.exists():
         yield attempt.stacks_summary
@@ -105,7 +105,7 @@ def _of_hang(attempt: Attempt) -> Iterator[Path]:
 
 
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
-    """The newest checkpoint as `checkpoints/final` and the one with the best metric as `checkpoints/best`."""
+    """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
     section = config.get("checkpoint") or {}
     name = section.get("monitor", "eval/accuracy")
     sign = -1.0 if section.get("monitor_mode") == "min" else 1.0
@@ -119,7 +119,7 @@ def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
         yield Artifact(newest, "checkpoints/final", fingerprint(newest))
     scores = [(sign * value, path) for path, manifest in complete if (value := _score(manifest, name)) is not None]
     if scores:
-        best = max(reversed(scores), key=lambda item: item[0])[1]  # of equals the newest
+        best = max(reversed(scores), key=lambda item: item[0])[1]  # the newest of equal ones
         yield Artifact(best, "checkpoints/best", fingerprint(best))
 
 

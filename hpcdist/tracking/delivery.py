@@ -1,4 +1,4 @@
-"""What there is to ship of a run, and shipping it: one pass after the other, each going on where the last one ended."""
+"""Upload of one run to MLflow in passes, each of which continues where the last one ended."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
 
-LOGS_EVERY_S = 60.0
-#: How long one pass sends records of a run that goes on, before it tells the rest (tags, artifacts, status).
+LOG_INTERVAL_S = 60.0
+#: Time limit for the records of a running run in one pass; tags, artifacts and the status follow.
 PASS_S = 5.0
 
 
 class Delivery:
-    """Ships one run. What it has done is in `journal/shipped.json`, so that the next one goes on from there.
+    """The upload of one run; `journal/shipped.json` records its state for the next process.
 
-    All methods raise TrackingError when MLflow is away or refuses; they may then be called again.
+    All methods raise TrackingError if MLflow is unavailable or rejects a request, and may then be called again.
     """
 
     def __init__(self, run: RunDir, uri: str) -> None:
@@ -43,13 +43,13 @@ class Delivery:
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
         self._logs_shipped = 0.0
-        #: Artifacts that are not uploaded, each reported once.
+        #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
-        #: How long to wait, at least, before the next pass: journals of many nodes are not to be asked often.
+        #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
         self.pause_s = 0.0
 
     def open_run(self) -> MlflowRun:
-        """Find or create the MLflow run, and log the config's parameters; once."""
+        """Find or create the MLflow run, and log the parameters of the config; once."""
         if self._mlflow is None:
             opened = MlflowRun(self.run, self.uri)
             opened.log_params(run_metadata.params(self.config))
@@ -59,7 +59,7 @@ class Delivery:
         return self._mlflow
 
     def _load(self) -> None:
-        """Believe the disk, and only what it says of this very MLflow run."""
+        """Load the saved state, unless it belongs to another MLflow run."""
         run_id = self.open_run().run_id
         self.progress = ShippingState.load(self._saved)
         if self.progress.run_id != run_id:
@@ -67,10 +67,10 @@ class Delivery:
         self._tail = JournalTail(self.run.journal, self.progress)
 
     def ship_once(self, state: State | None = None) -> int:
-        """One pass over everything; returns the number of points sent.
+        """Upload everything once. Returns the number of points sent.
 
         Args:
-            state: what to tell of the run, by default what `state.json` says.
+            state: State of the run to report; by default that of `state.json`.
         """
         self.open_run()
         self._follow_config()
@@ -83,31 +83,31 @@ class Delivery:
             if state.status == "finished":
                 self._ship_model()
         except TrackingError as error:
-            failure = error  # an artifact that cannot be stored shall not hide how the run ended
+            failure = error  # the status of the run is reported in any case
         self._ship_status(state)
         if failure is not None:
             raise failure
         return num_points
 
     def _follow_config(self) -> None:
-        """Log what a resume has changed, once the supervisor has made it the run's config."""
+        """Log the keys that a resume has changed, once they are in the config of the run."""
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
             self.config = run_metadata.read_config(self.run)
             self.open_run().log_params(run_metadata.params(self.config))
             self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
-        """Send what the journal has and MLflow has not; returns the number of points sent.
+        """Send the records that MLflow does not have yet. Returns the number of points sent.
 
-        Of a run that goes on, for a while: one that logs as fast as MLflow takes it would never be done.
+        Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
         mlflow = self.open_run()
-        num_sent, looks_before = 0, self._tail.num_looks
+        num_sent, polls_before = 0, self._tail.num_polls
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
             while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
-                # First what is to be sent, then sending, then that it was sent: whoever is killed in between leaves
-                # his successor the very same records to send, and MLflow keeps one of two that are equal.
+                # The intent is saved before sending: after a crash the next process sends the same records again, and
+                # MLflow stores equal points once.
                 self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
                 self.progress.save(self._saved)
                 points = self._tail.new_points(chunks)
@@ -127,7 +127,7 @@ class Delivery:
         except TrackingError:
             self._load()
             raise
-        self.pause_s = (self._tail.num_looks - looks_before) / LOOKS_PER_S
+        self.pause_s = (self._tail.num_polls - polls_before) / LOOKS_PER_S
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
@@ -147,9 +147,9 @@ class Delivery:
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))
         self._upload(artifacts.preflight(self.run))
-        self._upload(artifacts.left_by_trainer(self.run))
+        self._upload(artifacts.trainer_artifacts(self.run))
         ended = state.status in ENDED
-        if ended or time.monotonic() - self._logs_shipped >= LOGS_EVERY_S:
+        if ended or time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
             self._upload(artifacts.reports(self.run, ended=ended))
             self._logs_shipped = time.monotonic()
         if ended and state.status != "stopped":
@@ -159,10 +159,10 @@ class Delivery:
         try:
             for item in found:
                 if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
-                    # Right before the upload, which follows links.
+                    # Checked right before the upload, which follows links.
                     if reason := artifacts.leaves_folder(item, self.run):
                         if item.target not in self._left_out:
-                            log.warning("%s: it is not uploaded", reason)
+                            log.warning("%s: not uploaded", reason)
                         self._left_out.add(item.target)
                         continue
                     self.open_run().upload(item.source, item.target)
@@ -192,7 +192,7 @@ class Delivery:
 
     def _ship_status(self, state: State) -> None:
         status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
-        # With the attempt, since a run may end in the same way again after it was resumed.
+        # The attempt is included, since a resumed run may end with the same status.
         known = f"{status} {state.attempt}"
         if self.progress.status != known:
             ended = state.ended if state.ended is not None else time.time()

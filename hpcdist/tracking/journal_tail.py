@@ -1,4 +1,4 @@
-"""Reading the journal of all ranks and attempts in order, each point once."""
+"""The records of all ranks and attempts that MLflow does not have yet, in order, each point once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hpcdist.tracking.names import ATTEMPT_METRIC, clean_metric_name
 from hpcdist.tracking.shipping_state import ShippingState
 from hpcdist.tracking.step_set import StepSet
 
-#: How much is read before it is sent, whatever the number of files, so that memory stays bounded.
+#: Limit of the data that is read before it is sent, for any number of files.
 BATCH_BYTES = 16 * CHUNK_BYTES
-#: A network file system shows another node's last lines with this delay at most.
+#: Maximum delay with which a network file system shows lines of another node.
 LATE_S = 120.0
 
 
@@ -32,29 +32,29 @@ class Point(NamedTuple):
 
 
 class JournalTail:
-    """The end of a run's journal that MLflow does not have yet.
+    """The part of a run's journal that MLflow does not have yet.
 
-    Memory grows with the number of keys, and by 8 bytes for each step out of order (`StepSet`).
+    Memory grows with the number of keys, and by 8 bytes per step out of order (`StepSet`).
     """
 
     def __init__(self, folder: Path, progress: ShippingState) -> None:
         self._folder = folder
         self._progress = progress
-        #: Attempt → key → steps that were shipped; only of attempts in which steps did not rise.
+        #: Attempt → key → steps that were sent; only of attempts whose steps do not increase.
         self._seen: dict[int, dict[str, StepSet]] = {}
-        #: Pairs (original, cleaned) of the names in the last `new_points`.
+        #: Pairs (original, cleaned) of metric names in the last `new_points`.
         self.names: set[tuple[str, str]] = set()
-        #: When an attempt that has ended was first found to hold nothing more.
+        #: Attempt that has ended → time at which its journal was first found to be read completely.
         self._exhausted: dict[int, float] = {}
-        #: How often a journal file was asked for news.
-        self.num_looks = 0
+        #: Number of times that a journal file was polled.
+        self.num_polls = 0
 
     def next_chunks(self, newest_attempt: int, *, over: bool) -> dict[str, Chunk]:
-        """What to ship next, by file: nothing of an attempt as long as an earlier one has more.
+        """Return the next chunks to send, by file, all of one attempt; earlier attempts come first.
 
         Args:
-            newest_attempt: the last one that was started; torn last lines of those before it are final.
-            over: whether the newest has ended too.
+            newest_attempt: The last attempt that was started; incomplete last lines of earlier ones are final.
+            over: Whether the newest attempt has ended, too.
         """
         offsets = self._progress.offsets
         if self._progress.intent:
@@ -70,7 +70,7 @@ class JournalTail:
             for _, _, path in files:
                 if num_bytes >= BATCH_BYTES:
                     break
-                self.num_looks += 1
+                self.num_polls += 1
                 offset = offsets.get(path.name, 0)
                 if retry(path.stat, path).st_size > offset:
                     chunk = read_chunk(path, offset, final=over or attempt < newest_attempt)
@@ -84,9 +84,9 @@ class JournalTail:
         return {}
 
     def new_points(self, chunks: dict[str, Chunk]) -> list[Point]:
-        """The points of `chunks` that MLflow has not, and each attempt's point of the metric `attempt`.
+        """Return the points of `chunks` that MLflow does not have, and the points of the metric `attempt`.
 
-        They count as shipped in `progress` from then on: throw that away when they could not be sent.
+        The state records them as sent: reload it if sending fails.
         """
         points: list[Point] = []
         self.names.clear()
@@ -115,9 +115,9 @@ class JournalTail:
                 points.append(Point(ATTEMPT_METRIC, attempt, time_ms, mark))
 
     def _was_seen(self, attempt: int, key: str, step: int, points: list[Point]) -> bool:
-        """Look a step up in what was shipped of this attempt; the journal itself is the memory.
+        """Return whether a step of this attempt was sent.
 
-        The attempt's journal is read once, for all of its keys, when the first step does not rise.
+        The journal of the attempt is read again for that, once, when a step first does not increase.
         """
         seen = self._seen.get(attempt)
         if seen is None:

@@ -1,8 +1,8 @@
 """Names that MLflow accepts for metrics, parameters and tags.
 
-MLflow allows letters, digits, `_`, `-`, `.`, `:`, space and `/`, at most 250 characters, and only normalised relative
-paths. `clean_name` maps any name to an allowed one. It is injective, so two names of a run never share a series: an
-allowed name stays as it is, any other one is cleaned and ends with a hash of the original.
+MLflow allows letters, digits, `_`, `-`, `.`, `:`, space and `/`, at most 250 characters, and only normalized relative
+paths. `clean_name` maps any name to an allowed one and is injective, so that two metrics never share a series: an
+allowed name is unchanged, any other name is cleaned and ends with a hash of the original.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import posixpath
 import re
 
 MAX_NAME = 250
-#: The metric that the shipper writes itself: one point for each attempt.
+#: Metric of the shipper, with one point per attempt.
 ATTEMPT_METRIC = "attempt"
 _NOT_IN_NAMES = re.compile(r"[^\w./: -]")
-#: How a changed name ends. An allowed name that ends like this is changed too, otherwise it could equal another's.
+#: End of a changed name. An allowed name with such an end is changed as well, since it could equal a changed one.
 _SUFFIX = re.compile(r"--[0-9a-f]{12}")
 _SUFFIX_CHARS = 14
 
@@ -48,5 +48,5 @@ def clean_name(name: str) -> str:
 
 
 def clean_metric_name(name: str) -> str:
-    """Return a metric's name as `clean_name` does, but never the one that is reserved for attempts."""
+    """Return a metric's name as `clean_name` does, and change the reserved name of the metric `attempt`."""
     return ATTEMPT_METRIC + suffix(name) if name == ATTEMPT_METRIC else clean_name(name)

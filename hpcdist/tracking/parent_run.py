@@ -1,6 +1,6 @@
-"""The MLflow run above the cells of a sweep. Whoever ships a cell keeps it up to date; there is no process of its own.
+"""The MLflow parent run of a sweep, which the shippers of its cells keep up to date.
 
-Every call may be repeated, by several shippers at once, on several hosts.
+All methods are idempotent, and several shippers on several hosts may call them at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
 
 _PARENT_TAG = "mlflow.parentRunId"
-#: Tags of a cell that say where the whole sweep came from.
+#: Tags of a cell that apply to the whole sweep.
 _SHARED = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
 
 
 class ParentRun:
-    """The parent run of one cell. All methods raise TrackingError when MLflow is away or refuses."""
+    """The parent run of one cell. All methods raise TrackingError if MLflow fails or rejects a request."""
 
     def __init__(self, cell: RunDir, sweep: SweepDir, uri: str) -> None:
         self._cell = cell
@@ -35,12 +35,12 @@ class ParentRun:
 
     @classmethod
     def of(cls, run: RunDir, uri: str) -> ParentRun | None:
-        """None for a run that is no cell of a sweep."""
+        """Return the parent run of a cell; None for a run that is not part of a sweep."""
         sweep = sweep_of(run)
         return cls(run, sweep, uri) if sweep is not None else None
 
     def cell_tags(self) -> dict[str, str]:
-        """What makes the cell's MLflow run a child, under the name of its values."""
+        """Return the tags that make the MLflow run of the cell a child run, named by its values."""
         cell = read_json(self._cell.path / "cell.json") or {}
         return {
             _PARENT_TAG: self._open().run_id,
@@ -52,9 +52,9 @@ class ParentRun:
         if self._mlflow is None:
             try:
                 facts = self._sweep.read()
-                # One at a time, so that one of them creates it and the others find it. On a file system without
-                # locks two might: the cells agree on the one that mlflow.json names, at the latest when next shipped.
-                with _alone(self._sweep):
+                # The lock lets one process create the run. Without locks two may create one: all cells use the one
+                # that mlflow.json names, at the latest in their next pass.
+                with _locked(self._sweep):
                     opened = MlflowRun(self._sweep, self._uri)
             except RunFolderError as error:
                 raise TrackingError(str(error)) from error
@@ -76,7 +76,7 @@ class ParentRun:
         )
 
     def refresh(self) -> None:
-        """Tell MLflow how the whole sweep stands, by the cells' folders."""
+        """Set the status and description of the sweep from the folders of its cells."""
         opened = self._open()
         state = self._read()
         while True:
@@ -90,8 +90,7 @@ class ParentRun:
             )
             status = run_metadata.MLFLOW_STATUS.get(state.status, "RUNNING")
             opened.set_status(status, int((state.ended or 0) * 1000) if ended else None)
-            # Two that do this at once may overtake each other. Each looks again at what it has just told, so the
-            # last word is true, whoever has it.
+            # Concurrent updates may overtake each other: each process repeats its update until the state is unchanged.
             before, state = state, self._read()
             if (before.status, before.reason) == (state.status, state.reason):
                 return
@@ -104,7 +103,7 @@ class ParentRun:
 
 
 @contextmanager
-def _alone(sweep: SweepDir) -> Iterator[None]:
+def _locked(sweep: SweepDir) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open(sweep.path / ".mlflow.lock", "a"))

@@ -1,4 +1,4 @@
-"""A run's config, environment and state as MLflow's parameters and tags."""
+"""The config, environment and state of a run as parameters and tags of MLflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcdist.tracking.uri import redact_uri
 
 MAX_PARAM = 6000
 MAX_TAG = 8000
-#: MLflow has no state for a run that was stopped and will go on: the tag `hpcdist.state` tells.
+#: MLflow has no status for a stopped run that can be resumed; the tag `hpcdist.state` holds it.
 MLFLOW_STATUS = {
     "created": "SCHEDULED",
     "queued": "SCHEDULED",
@@ -28,15 +28,15 @@ MLFLOW_STATUS = {
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """The run's resolved config as plain containers. Raises TrackingError when it cannot be read."""
+    """Return the resolved config of a run as plain containers. Raises TrackingError if it cannot be read."""
     try:
         return plain_tree(run.config)
     except ConfigError as error:
-        raise TrackingError(f"{error}: a run cannot be shipped without its config") from error
+        raise TrackingError(f"{error}: a run cannot be uploaded without its config") from error
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and texts of the leaves; text as it would stand in YAML, lists as JSON."""
+    """Yield dotted keys and values as text; lists are JSON."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -46,30 +46,30 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def params(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every key of the config that the run's trainer heeds, without passwords, no longer than MLflow takes.
+    """Return the config as parameters, with secrets redacted and values of MLflow's maximum length.
 
-    A section that belongs to other trainers says nothing about this run, and would be taken for the truth.
+    Sections of other trainers are omitted, since they have no effect on this run.
     """
-    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_heeded(config))}
+    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
 
 
 def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys of the parameters and of the user's own tags, each with its name in MLflow."""
+    """Return the keys of parameters and user tags, each with its name in MLflow."""
     own = (config.get("tracking") or {}).get("tags") or {}
-    return [(key, clean_name(key)) for tree in (_heeded(config), own) for key, _ in flatten(tree)]
+    return [(key, clean_name(key)) for tree in (_used_sections(config), own) for key, _ in flatten(tree)]
 
 
-def _heeded(config: Mapping[str, Any]) -> dict[str, Any]:
+def _used_sections(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = config.get("trainer") or {}
     unused = set() if trainer.get("script") else unused_sections(trainer.get("target", ""))
     return {key: value for key, value in config.items() if key not in unused}
 
 
 def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
-    """What the run is: its name and source, its environment, the user's own tags."""
+    """Return the tags that do not change: name, source, environment, and the tags of the user."""
     environment = read_json(run.environment) or {}
     trainer = config.get("trainer") or {}
-    # `code` says where the code was copied from; what of it matters for review, the commit, stands beside it.
+    # `code` is the path that the code was copied from; the commit is a key of its own.
     facts = {key: value for key, value in environment.items() if key != "code" and value is not None}
     if container := {key: value for key, value in (read_json(run.container) or {}).items() if value is not None}:
         facts |= {key: container.pop(key) for key in ("image", "image_digest") if key in container}
@@ -90,7 +90,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def job_tags(run: RunDir) -> dict[str, str]:
-    """Which job of Slurm's the run is, where it ran and how long it waited, through all lives of the job."""
+    """Return the tags of the run's Slurm job: id, nodes, and time in the queue over all its starts."""
     job = read_json(run.path / "slurm.json") or {}
     lives = job_lives(run)
     if not job.get("job_id"):
@@ -106,10 +106,10 @@ def job_tags(run: RunDir) -> dict[str, str]:
 
 
 def state_tags(state: State) -> dict[str, str]:
-    """What became of the run."""
+    """Return the tags of the run's state."""
     sentence = f"{state.status}: {state.reason}" if state.reason else state.status
     return {
-        # The run's description: a tag's long text is cut to a few words where people look first.
+        # The description of the run, which MLflow's page shows in full.
         "mlflow.note.content": _clean_text(sentence)[:MAX_TAG],
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
@@ -120,5 +120,5 @@ def state_tags(state: State) -> dict[str, str]:
 
 
 def _clean_text(text: str) -> str:
-    """Without passwords, and without the lone surrogates that stand for the bytes of odd file names."""
+    """Return text without passwords and without lone surrogates, which file names may contain."""
     return redact_uri(text).encode(errors="replace").decode()

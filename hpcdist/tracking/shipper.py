@@ -1,9 +1,9 @@
-"""The process that ships a run folder to MLflow while the run goes on, and `hpcdist sync`, which ships what is left.
+"""The shipper process, which uploads a run to MLflow while it runs, and `sync`, which uploads the rest later.
 
     python -P -m hpcdist.tracking.shipper RUN_DIR [--through-queue]     HPCDIST_TRACKING_URI in the environment
 
-It only reads what the ranks and the supervisor write. A dead server, a dead shipper, a dead supervisor delay points;
-none of them loses or doubles one: see `progress.py`.
+It reads the files of the ranks and the supervisor. A failure of the server, the shipper or the supervisor delays points
+but neither loses nor duplicates any, see `shipping_state.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 @contextmanager
 def _only_shipper(run: RunDir) -> Iterator[bool]:
-    """Whether this process is the run's only shipper, for as long as the block lasts."""
+    """Hold the lock of the run's shipper. Yields False if another process holds it."""
     path = run.journal / ".shipper.lock"
     with retry.retry(lambda: open(path, "a"), path) as file:
         only = True
@@ -50,41 +50,40 @@ def _only_shipper(run: RunDir) -> Iterator[bool]:
         except BlockingIOError:
             only = False
         except OSError as error:
-            # Some network file systems have no locks; the lease keeps two supervisors apart all the same.
-            log.warning("no lock on %s (%s): do not ship it from elsewhere at the same time", run.name, error)
+            # Some network file systems have no locks; the lease still prevents two supervisors.
+            log.warning("no lock on %s (%s): do not run `hpcdist sync` for it at the same time", run.name, error)
         yield only
 
 
 def ship_forever(run: RunDir, uri: str, parent_pid: int, *, through_queue: bool = False) -> bool:
-    """Ship until the run has ended and MLflow has everything; returns whether it has.
+    """Upload until the run has ended and MLflow has all records. Returns whether MLflow has all records.
 
-    A run that is queued again counts as ended: its next job has a shipper of its own. SIGTERM and SIGINT only end a
-    wait early. When the process `parent_pid`, the supervisor, is gone and the run has not ended, MLflow is told so
-    once, if it answers.
+    A requeued run counts as ended: its next job has its own shipper. SIGTERM and SIGINT only end a wait early. If the
+    supervisor, process `parent_pid`, exits before the run has ended, the run is marked as failed in MLflow once.
 
-    With `through_queue` the parent is someone who follows the run from elsewhere: only he knows when it is over, and
-    says so on standard input. That he goes away says nothing of the run.
+    With `through_queue` the parent is a command that follows a Slurm run. It reports the end of the run on standard
+    input; its own exit has no effect on the run.
     """
     parent = _Parent(parent_pid, through_queue=through_queue)
-    told = False
+    logged = False
     while True:
         with _only_shipper(run) as only:
             if only:
                 return _Loop(Delivery(run, uri), parent).run()
-        if not told:
-            log.info("another shipper is at work on %s: waiting for its end", run.name)
-            told = True
-        if parent.gone or parent.said_over:
+        if not logged:
+            log.info("another shipper uploads %s: waiting until it exits", run.name)
+            logged = True
+        if parent.gone or parent.reported_end:
             return False
         parent.wait(POLL_S)
 
 
 class _Parent:
-    """Whoever started this process: the run's supervisor, or someone who follows it."""
+    """The parent process: the supervisor of the run, or a command that follows it."""
 
     def __init__(self, pid: int, *, through_queue: bool) -> None:
         self.through_queue = through_queue
-        self.said_over = False
+        self.reported_end = False
         self._pid = pid
 
     @property
@@ -92,17 +91,19 @@ class _Parent:
         return os.getppid() != self._pid
 
     def wait(self, seconds: float) -> bool:
-        """Wait, but not past a signal or a word of the parent; whether there was one."""
-        if not self.through_queue or self.said_over:
+        """Wait for a signal, a message of the parent, or a timeout. Returns False after a timeout."""
+        if not self.through_queue or self.reported_end:
             return signal.sigtimedwait(_SIGNALS, seconds) is not None
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return False
-        # The mere end of the pipe means that the parent has died.
-        self.said_over = os.read(sys.stdin.fileno(), 1) != b""
-        return self.said_over or signal.sigtimedwait(_SIGNALS, seconds) is not None
+        # The end of the pipe without a byte means that the parent died.
+        self.reported_end = os.read(sys.stdin.fileno(), 1) != b""
+        return self.reported_end or signal.sigtimedwait(_SIGNALS, seconds) is not None
 
 
 class _Loop:
+    """The polling loop of the shipper of one run."""
+
     def __init__(self, shipper: Delivery, parent: _Parent) -> None:
         self._parent = parent
         self._shipper = shipper
@@ -112,15 +113,16 @@ class _Loop:
         self._drain_until: float | None = None
 
     def run(self) -> bool:
+        """Upload until the run has ended. Returns whether MLflow has all records."""
         next_try = 0.0
         while True:
-            # In this order: a supervisor that has just ended the run is no dead supervisor.
+            # Read before the state: a supervisor that exits after it has ended the run did not die.
             orphaned = self._parent.gone
-            follows, said_over = self._parent.through_queue, self._parent.said_over
+            follows, reported_end = self._parent.through_queue, self._parent.reported_end
             state = self._run.read_state()
-            ended = said_over if follows else state.status in (*ENDED, "queued")
+            ended = reported_end if follows else state.status in (*ENDED, "queued")
             if orphaned and not ended:
-                return not follows and self._bury(state)
+                return not follows and self._report_orphan(state)
             if ended and self._drain_until is None:
                 self._drain_until = time.monotonic() + self._drain_s
                 next_try = 0.0
@@ -129,7 +131,11 @@ class _Loop:
                     return True
                 next_try = time.monotonic() + max(self._backoff_s, self._shipper.pause_s)
             if self._drain_until is not None and time.monotonic() >= self._drain_until:
-                log.warning("gave up after %g s: `hpcdist sync %s` ships the rest", self._drain_s, self._run.name)
+                log.warning(
+                    "not all records were uploaded within %g s: `hpcdist sync %s` uploads the rest",
+                    self._drain_s,
+                    self._run.name,
+                )
                 return False
             if self._parent.wait(min(POLL_S, self._backoff_s or POLL_S)):
                 next_try = 0.0
@@ -139,54 +145,56 @@ class _Loop:
             self._shipper.ship_once(state)
         except (TrackingError, OSError) as error:
             if not self._backoff_s:
-                log.warning("%s; records wait in the journal", error)
+                log.warning("%s; records stay in the journal until MLflow is available", error)
             self._backoff_s = min(MAX_BACKOFF_S, max(1.0, 2 * self._backoff_s))
             return False
         if self._backoff_s:
-            log.warning("MLflow at %s takes records again: nothing was lost", redact_uri(self._shipper.uri))
+            log.warning("MLflow at %s is available again: no records were lost", redact_uri(self._shipper.uri))
             self._backoff_s = 0.0
         return True
 
-    def _bury(self, state: State) -> bool:
+    def _report_orphan(self, state: State) -> bool:
         if lease.holder(self._run) is not None:
-            return False  # another supervisor has it already, and a shipper of its own
-        reason = f"the supervisor died without ending the run; `hpcdist resume {self._run.name}` goes on"
+            return False  # another supervisor has taken over, with its own shipper
+        reason = f"the supervisor died before the end of the run: `hpcdist resume {self._run.name}` continues it"
         log.warning("%s", reason)
         return self._try(replace(state, status="failed", reason=reason, ended=time.time()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What one `sync` did."""
+    """Result of one `sync`."""
 
     num_points: int = 0  #: sent
-    num_repeated: int = 0  #: left out: MLflow had this step of the metric from an earlier attempt
-    num_broken: int = 0  #: lines of the journal that held no record
-    num_refused: int = 0  #: points that MLflow does not take
+    num_repeated: int = 0  #: omitted: MLflow has this step of the metric from an earlier attempt
+    num_broken: int = 0  #: lines of the journal that are not records
+    num_refused: int = 0  #: points that MLflow rejected
     num_artifacts: int = 0  #: uploaded
-    closed: str = ""  #: why the run, whose supervisor or job had died without a word, has ended now
-    busy: bool = False  #: another process ships this run at the moment; nothing was done
+    closed: str = ""  #: reason with which a run of a dead supervisor or job was closed
+    busy: bool = False  #: another process uploads this run; nothing was done
 
     def __str__(self) -> str:
         if self.busy:
-            return "another process ships it at this moment"
-        text = f"{self.num_points} points and {self.num_artifacts} artifacts shipped"
-        for number, what in (
-            (self.num_repeated, "points left out that an earlier attempt had logged"),
-            (self.num_refused, "points refused by MLflow"),
-            (self.num_broken, "broken lines skipped"),
+            return "another process uploads it at the moment"
+        text = f"{self.num_points} points and {self.num_artifacts} artifacts uploaded"
+        for number, meaning in (
+            (self.num_repeated, "points omitted that an earlier attempt had logged"),
+            (self.num_refused, "points rejected by MLflow"),
+            (self.num_broken, "damaged lines skipped"),
         ):
-            text += f", {number} {what}" if number else ""
+            text += f", {number} {meaning}" if number else ""
         return text + (f"; closed: {self.closed}" if self.closed else "")
 
 
 def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
-    """Ship, in this process, all that MLflow does not have of a run, and close one that died without a word.
+    """Upload in this process all records that MLflow does not have.
 
-    Without `close_dead` nobody asks whether it has.
+    Args:
+        close_dead: Close a run whose supervisor or job died without recording a status.
 
-    Raises TrackingError when MLflow does not answer or refuses, and RunFolderError when a supervisor takes the run
-    at this moment.
+    Raises:
+        TrackingError: MLflow is unavailable or rejects a request.
+        RunFolderError: A supervisor starts the run at the same time.
     """
     with _only_shipper(run) as only:
         if not only:
@@ -208,10 +216,10 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Ship the run in folder `argv[0]` until it has ended; returns the exit code."""
-    # Named by the parent: one that dies before this line would otherwise never be missed.
+    """Upload the run in folder `argv[0]` until it has ended. Returns the exit code."""
+    # Passed by the parent, which may die before this line and leave another parent id.
     parent_pid = int(env.get("HPCDIST_SUPERVISOR_PID") or os.getppid())
-    # Taken up by sigtimedwait: a batch system's SIGTERM means the ranks, whose last points are still to come.
+    # Received by sigtimedwait: the batch system's SIGTERM is for the ranks, whose last points are still to come.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     logs.configure()
     try:
@@ -226,7 +234,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         log.error("%s", error)
         return error.exit_code
     except OSError as error:
-        log.error("%s: %s; `hpcdist sync` ships the rest", error.filename, error.strerror)
+        log.error("%s: %s; `hpcdist sync` uploads the rest", error.filename, error.strerror)
         return 1
 
 

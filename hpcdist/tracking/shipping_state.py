@@ -1,4 +1,4 @@
-"""How far MLflow has a run: `journal/shipped.json`, and the rule that gives it each (key, step) once."""
+"""The state of the upload of a run (`journal/shipped.json`), and the rule that sends each (key, step) once."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from hpcdist.run.folder import read_json, write_atomic
 
 @dataclass(kw_only=True)
 class ShippingState:
-    """All that a new shipper must know to go on where the last one ended, however that one ended."""
+    """State from which a new shipper continues after any end of the last one."""
 
-    run_id: str = ""  #: the MLflow run that all of this is about
+    run_id: str = ""  #: of MLflow
     offsets: dict[str, int] = field(default_factory=dict)
-    """Bytes of each journal file that MLflow has."""
+    """Journal file → bytes that are in MLflow."""
     intent: dict[str, int] = field(default_factory=dict)
-    """Offsets up to which records are being sent. Found again after a crash, exactly these are sent again: MLflow
-    keeps one of two records that agree in key, time, step and value."""
+    """Offsets up to which records are being sent. After a crash the same records are sent again: MLflow stores points
+    that agree in key, time, step and value once."""
     steps: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Metric name → attempt → lowest and highest step that MLflow has of it."""
+    """Metric → attempt → lowest and highest step in MLflow."""
     marks: dict[str, list[int]] = field(default_factory=dict)
-    """Attempt → time in ms and step of its point in the `attempt` metric."""
+    """Attempt → time in ms and step of its point of the metric `attempt`."""
     artifacts: dict[str, str] = field(default_factory=dict)
-    """Artifact → fingerprint of the file when it was uploaded."""
+    """Artifact → fingerprint of the uploaded file."""
     model: dict[str, str] = field(default_factory=dict)
-    """The logged model: `fingerprint`, `model_id`, and `registered` (name/version) once it is."""
+    """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     tags: dict[str, str] = field(default_factory=dict)
     status: str = ""
     num_points: int = 0  #: sent
-    num_repeated: int = 0  #: left out, because MLflow had the key's step already
-    num_broken: int = 0  #: lines that held no record
-    num_refused: int = 0  #: points that MLflow would not take
+    num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
+    num_broken: int = 0  #: lines that are not records
+    num_refused: int = 0  #: points that MLflow rejected
 
     @classmethod
     def load(cls, path: Path) -> ShippingState:
-        """What the file says. Nothing or nonsense in it means: from the beginning, which MLflow absorbs.
+        """Return the state in a file. A missing or damaged file means a start from the beginning, which is safe.
 
-        Raises RunFolderError when a newer hpcdist has written it.
+        Raises RunFolderError if a newer version of hpcdist has written the file.
         """
         raw = read_json(path) or {}
         try:
@@ -50,22 +50,22 @@ class ShippingState:
             return cls()
 
     def save(self, path: Path) -> None:
-        """Raises TrackingError when the disk does not take it."""
+        """Write the state to a file. Raises TrackingError if that fails."""
         try:
             write_atomic(path, json.dumps(stamped(asdict(self)), sort_keys=True))
         except OSError as error:
-            raise TrackingError(f"{path} cannot be written ({error.strerror}): make room there") from error
+            raise TrackingError(f"{path} cannot be written ({error.strerror}): free space there") from error
 
     def admit(self, attempt: int, key: str, step: int, was_seen: Callable[[], bool]) -> bool:
-        """Whether a point is new to MLflow; it counts as shipped from then on.
+        """Return whether a point is new to MLflow, and record it as sent.
 
-        A resumed attempt does steps again that the one before had logged after its last checkpoint: what is there
-        stays. Records of an earlier attempt that arrive late (a network file system shows another node's lines with
-        delay) count only below the first step that a later attempt has shipped.
+        A resumed attempt repeats steps that an earlier one logged after its last checkpoint: the first value is kept.
+        Records of an earlier attempt that arrive late, as on a network file system, count only below the first step
+        of later attempts.
 
         Args:
-            was_seen: tells for a step between this attempt's lowest and highest whether it was among them; asked
-                only when a key's steps do not rise, since it is not cheap.
+            was_seen: Returns whether a step between this attempt's lowest and highest was sent; expensive, and called
+                only if the steps of a key do not increase.
         """
         shipped = self.steps.setdefault(key, {})
         for other, (low, high) in shipped.items():
@@ -83,7 +83,7 @@ class ShippingState:
         return True
 
     def mark(self, attempt: int, time_ms: int, step: int) -> int | None:
-        """The step of an attempt's own point when it has none yet: its first, or the next free one."""
+        """Return the step for an attempt's point of the metric `attempt`; None if it has one."""
         if str(attempt) in self.marks or any(int(other) > attempt for other in self.marks):
             return None
         step = max([step, *(mark[1] + 1 for mark in self.marks.values())])

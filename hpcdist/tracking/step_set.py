@@ -1,22 +1,22 @@
-"""A set of steps in little memory: regular sequences as ranges, others as sorted arrays of 64-bit integers."""
+"""A compact set of steps: regular sequences are ranges, others sorted arrays of 64-bit integers."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
 
-#: An array of more steps than this is split into two.
+#: Maximum length of an array; a longer one is split in two.
 MAX_ARRAY = 1024
 
 
 class StepSet:
     """Steps of one metric in one attempt, added in any order.
 
-    Steps that rise by a constant stride cost nothing; others cost 8 bytes each, with a reserve of 12 on average.
+    Steps of a constant stride take no memory, others 8 bytes each, 12 with the reserve of the arrays on average.
     """
 
     def __init__(self) -> None:
-        #: The lowest step of each chunk. Chunks are sorted, do not overlap, and are never empty.
+        #: Lowest step of each chunk. Chunks are sorted, disjoint and not empty.
         self._firsts: list[int] = []
         self._chunks: list[range | array[int]] = []
 
@@ -34,7 +34,7 @@ class StepSet:
         return sum(map(len, self._chunks))
 
     def add(self, step: int) -> None:
-        """Add a step; one that is there already changes nothing."""
+        """Add a step, if it is not in the set."""
         place = bisect_right(self._firsts, step) - 1
         if place < 0:
             self._insert_first(step)
@@ -68,7 +68,7 @@ class StepSet:
             elif step == last + chunk.step:
                 self._chunks[place] = range(chunk.start, step + 1, chunk.step)
             elif len(chunk) < MAX_ARRAY:
-                # Too short for a regular sequence: what follows is probably irregular as well.
+                # A short range is probably not the start of a regular sequence.
                 self._chunks[place] = array("q", [*chunk, step])
             elif place + 1 < len(self._chunks) and not isinstance(after := self._chunks[place + 1], range):
                 after.insert(0, step)
@@ -77,7 +77,7 @@ class StepSet:
                 self._firsts.insert(place + 1, step)
                 self._chunks.insert(place + 1, range(step, step + 1))
         elif step not in chunk:
-            # Around the step a part of the range becomes an array, which has room for more steps like this.
+            # The part of the range around the step becomes an array, which can take more irregular steps.
             index = bisect_left(chunk, step)
             low, high = max(0, index - MAX_ARRAY // 4), index + MAX_ARRAY // 4
             middle = array("q", [*chunk[low:index], step, *chunk[index:high]])
@@ -90,7 +90,7 @@ class StepSet:
 
 
 def _packed(chunk: array[int]) -> list[range | array[int]]:
-    """Return a full array as a range where its steps are regular, else as its two halves."""
+    """Return a full array as a range if its steps are regular, else as two halves."""
     stride = chunk[1] - chunk[0]
     regular = range(chunk[0], chunk[-1] + 1, stride)
     if len(regular) == len(chunk) and all(a == b for a, b in zip(regular, chunk, strict=True)):

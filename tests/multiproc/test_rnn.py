@@ -90,7 +90,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
     state, losses = None, []
     for step in range(steps):
         batch = columns[step]
-        logits, (h, c) = model.step(batch.ids[batch.where], state)
+        logits, (h, c) = model.step(batch.ids[batch.inverse], state)
         state = h.detach(), c.detach()
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
         loss.backward()
@@ -120,7 +120,7 @@ def unsplit(cfg: Config, corpus: Corpus) -> LanguageModel:
 def perplexity(model: LanguageModel, columns: Columns) -> float:
     state, loss = None, 0.0
     for batch in columns:
-        logits, state = model.step(batch.ids[batch.where], state)
+        logits, state = model.step(batch.ids[batch.inverse], state)
         loss += F.cross_entropy(logits.flatten(0, 1), batch.targets, reduction="sum").item()
     return math.exp(loss / columns.num_targets)
 

@@ -64,7 +64,7 @@ def test_the_supervisor_is_killed(scene: FaultScene) -> None:
     ranks = scene.wait_held()
     os.kill(supervisor, signal.SIGKILL)
     scene.conclude_hard()
-    assert "the supervisor was killed (exit code 137) and is started again" in scene.runs.job_log(scene.name)
+    assert "the supervisor was killed (exit code 137): restarting it" in scene.runs.job_log(scene.name)
     assert (scene.lives(), scene.cell.attempts) == (1, 2)
     assert not any(psutil.pid_exists(rank) for rank in ranks), "they were never released"
 

@@ -53,8 +53,8 @@ def test_the_tracking_server_is_down_for_a_minute(scene: FaultScene, server: Ser
     server.start()
     scene.conclude(lost_at_most=0, sync=False)
     shipped = (scene.runs.run_dir(scene.name).path / "shipper.log").read_text()
-    assert "records wait in the journal" in shipped
-    assert "takes records again: nothing was lost" in shipped
+    assert "records stay in the journal until" in shipped
+    assert "is available again: no records were lost" in shipped
     assert scene.cell.attempts == 1
 
 

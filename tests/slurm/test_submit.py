@@ -139,24 +139,24 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
     [
         (
             "cluster.partition=mian",
-            "cluster.partition=mian: no such partition, did you mean 'main'? there are high, main",
+            "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has high, main",
         ),
         (
             "cluster.time_limit_min=3000",
             "cluster.time_limit_min=3000: partition main allows 1440: lower it;"
-            " a run that needs longer saves, requeues itself and goes on",
+            " a longer run saves, requeues itself and continues",
         ),
         ("cluster.nodes=9", "cluster.nodes=9: partition main has 4: lower it or choose another"),
         (
             "cluster.gpus_per_node=3",
-            "cluster.gpus_per_node=3: partition main offers at most 2 GPUs on a node: lower it or choose another",
+            "cluster.gpus_per_node=3: partition main offers at most 2 GPUs per node: lower it or choose another",
         ),
         (
             "cluster.account=nobody",
             "cluster.account=nobody: Slurm rejects this job:"
             " Invalid account or account/partition combination specified; yours are devcluster, root",
         ),
-        ("cluster.qos=nope", "cluster.qos=nope: no such QOS: there are normal"),
+        ("cluster.qos=nope", "cluster.qos=nope: no such QOS, the cluster has normal"),
         ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
         ("cluster.sbatch.mail-typo=FAIL", "cluster.sbatch.mail-typo=FAIL: sbatch has no such flag"),
         ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
@@ -174,7 +174,7 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
         (tmp_path / command).symlink_to(shutil.which(command) or command)
     arguments = ["submit", *slurm_runs.config(name), "--cluster", "devcluster"]
     code, output = slurm_runs.command(*arguments, PATH=str(tmp_path))
-    wanted = "hpcdist: no sbatch here: submit from a login node, or look at the script with --dry-run\n"
+    wanted = "hpcdist: sbatch is not installed here: submit from a login node, or look at the script with --dry-run\n"
     assert (code, output) == (2, wanted)
     code, output = slurm_runs.command(*arguments, "--dry-run", PATH=str(tmp_path))
     assert code == 0, output

@@ -26,7 +26,7 @@ from hpcdist.run.status import note_life
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
-from hpcdist.slurm.job_components import table
+from hpcdist.slurm.job_components import rank_table_lines
 from hpcdist.supervisor.pending_config import newest_step, settle
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
@@ -151,7 +151,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
     launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
     lead_s = config.cluster.signal_lead_s
-    for line in table(config, launcher.nodes):
+    for line in rank_table_lines(config, launcher.nodes):
         log.info("%s", line)
     with launcher:
         return Supervisor(

@@ -1,6 +1,6 @@
-"""The supervisor in a job that a batch script of the user's own has made: what `slurm/run.sbatch` starts.
+"""`hpcdist in-job`: the supervisor in a job with a batch script written by the user, such as `slurm/run.sbatch`.
 
-The script's `#SBATCH` lines say what is asked of Slurm, so the config's `cluster` section is taken from the job.
+The `#SBATCH` lines of the script are the request, so the config's `cluster` section is taken from the job.
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ log = logging.getLogger(__name__)
 
 
 def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
-    """Supervise a config's run in the job around this process; returns its last state.
+    """Supervise a run in the current job; returns its last state.
 
-    Its folder is made when the job starts for the first time, and found again by the job's id after a requeue.
-    Raises HpcdistError where there is no job, RunFolderError when the run's name belongs to another.
+    The run folder is created at the first start of the job and found by the job's id after a requeue.
+    Raises ConfigError outside of a job, RunFolderError if another run has the name.
     """
     try:
         job = CurrentJob.from_env(env)
     except HpcdistError as error:
-        raise ConfigError(
-            [f"{error}: `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit` writes one for you"]
-        ) from error
+        raise ConfigError([f"{error}: use `sbatch slurm/run.sbatch CONFIG`, or `hpcdist submit CONFIG`"]) from error
     if not job.may_requeue:
         log.warning(
-            "Slurm will not requeue this job: without `#SBATCH --requeue` it saves at the time limit, and that is all"
+            "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit and ends"
         )
-    config = named_after(config, job.id)
+    config = with_run_name(config, job.id)
     own = Path(config.runs_dir) / config.experiment / config.name
     run = RunDir(own)
     if (read_record(run.slurm) or {}).get("job_id") != job.id:
-        if _is_half_made(run, job.id):
+        if _is_incomplete(run, job.id):
             shutil.rmtree(own)
-        cluster = cluster_of(config.cluster, env, job.time_limit_min)
+        cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
         run = _create(replace(config, cluster=cluster), cwd, job.id)
     return supervise(str(run.path))
 
 
-def named_after(config: Config, job_id: str) -> Config:
-    """The config with a run name: its own, or one that each life of the job arrives at."""
+def with_run_name(config: Config, job_id: str) -> Config:
+    """Return the config with a run name: its own, or one that follows from the job and is the same after a requeue."""
     return config if config.name else replace(config, name=f"{start.label_of(config)}-job{job_id}")
 
 
-def cluster_of(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
-    """What the job has, by Slurm's variables, over what the config says.
+def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
+    """Return the section `cluster` with the job's values, from Slurm's variables, in place of the config's.
 
-    Raises ConfigError when the nodes have different numbers of tasks.
+    Raises ConfigError if the nodes have different numbers of tasks.
     """
-    # Without --ntasks-per-node the second is there alone, and may count processors.
+    # Without --ntasks-per-node only the second is set, and may count processors.
     text = env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
     tasks = set(expand_tasks(text))
     if len(tasks) != 1:
-        raise ConfigError([f"{text} tasks per node: ask for as many on each, with `#SBATCH --ntasks-per-node=N`"])
-    # Each is set only where the script asks for it.
+        raise ConfigError(
+            [f"{text} tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-node=N`"]
+        )
+    # Slurm sets these only if the script requests GPUs.
     gpus = env.get("SLURM_GPUS_PER_NODE") or env.get("SLURM_GPUS_ON_NODE") or "0"
     return replace(
         cluster,
-        # Roles share what the script has asked for, in components where it has made some.
+        # The job is heterogeneous if the script has `#SBATCH hetjob` lines.
         het=int(env.get("SLURM_HET_SIZE") or 0) > 1 if cluster.roles else cluster.het,
         partition=env.get("SLURM_JOB_PARTITION"),
         account=env.get("SLURM_JOB_ACCOUNT"),
@@ -83,8 +83,8 @@ def cluster_of(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: f
     )
 
 
-def _is_half_made(run: RunDir, job_id: str) -> bool:
-    """Whether an earlier life of this job was killed while it made the folder: by its name it can be no other's."""
+def _is_incomplete(run: RunDir, job_id: str) -> bool:
+    """Return whether the job was killed while it created the folder, whose name is unique to the job."""
     return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
 
 
@@ -95,7 +95,7 @@ def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
     try:
         run = start.create_run(config, cwd, launcher="slurm")
     except RunFolderError as error:
-        raise RunFolderError(f"{error} (or leave `name` out: then each job has a run of its own)") from error
-    # Last: from now on a requeue of this job goes on with this folder.
+        raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
+    # Last: with this file the folder is complete, and a requeued job continues with it.
     write_json(run.path / "slurm.json", {"job_id": job_id}, durable=True)
     return run

@@ -1,9 +1,9 @@
-"""One node's part: which ranks of a run live here, and killing them.
+"""List or kill the ranks of a run on this node.
 
-    python -m hpcdist.slurm.job.node_ranks RUN look|kill
+    python -m hpcdist.slurm.job.node_ranks RUN list|kill
 
-Prints the node's name and the numbers of the ranks that live, those that have survived SIGKILL after `kill`. It needs
-no help of Slurm's: ranks whose slurmstepd was killed are out of its reach.
+Prints the node's name and the ranks that run, after `kill` those that have survived SIGKILL. It finds processes by
+itself: Slurm cannot signal ranks whose slurmstepd was killed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from hpcdist.supervisor.hang.processes import find_ranks
 
-#: A process that is killed is gone within this time, unless it waits for a device or a file system.
+#: A killed process ends within this time, unless it waits for a device or a file system.
 KILL_S = 5.0
-_LOOK_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,19 +33,19 @@ def main(argv: Sequence[str]) -> None:
 
 
 def kill_ranks(run: Path, node: str) -> list[int]:
-    """Kill the ranks of a run on this node, with what they have started; returns the ranks that survive."""
+    """Kill the ranks of a run on this node and their child processes; returns the ranks that survive."""
     until = time.monotonic() + KILL_S
     while (found := find_ranks(run, None, node)) and time.monotonic() < until:
         for process in found:
             for pid in (process.pid, *process.children):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     return [process.rank for process in found]
 
 
 def parse_answers(text: str, nodes: Iterable[str]) -> Mapping[str, list[int]]:
-    """The ranks on each of `nodes` that has answered."""
+    """Return the ranks by node, for those of `nodes` that have answered."""
     wanted = set(nodes)
     rows = [line.split() for line in text.splitlines()]
     return {row[0]: [int(rank) for rank in row[1:]] for row in rows if row and row[0] in wanted}

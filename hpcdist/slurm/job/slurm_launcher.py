@@ -30,7 +30,7 @@ from hpcdist.slurm.job.srun import (
     standby_command,
     step_command,
 )
-from hpcdist.slurm.job_components import components, hosts_by_rank, is_het, place
+from hpcdist.slurm.job_components import assign_nodes, components, hosts_by_rank, is_het
 from hpcdist.slurm.nodelist import expand
 from hpcdist.supervisor.plan import code_env, rank_command
 from hpcdist.supervisor.process_guard import Guard
@@ -228,10 +228,10 @@ class SlurmLauncher:
 
     def _living(self) -> set[int] | None:
         """The ranks of the run that live on any node; None where a node does not answer."""
-        answers = self._ranks_on_nodes("look")
+        answers = self._ranks_on_nodes("list")
         return set().union(*answers.values()) if answers.keys() == set(self._all_nodes) else None
 
-    def _ranks_on_nodes(self, action: Literal["look", "kill"]) -> Mapping[str, list[int]]:
+    def _ranks_on_nodes(self, action: Literal["list", "kill"]) -> Mapping[str, list[int]]:
         """The ranks that live on each node that answers; those that are still there after `kill`."""
         words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
         done = run_within(beside_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
@@ -251,7 +251,7 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
     if len(parts) == 1:
         return [tuple(nodes)]
     wants_features = len({part.constraint for part in parts}) > 1
-    return place(parts, nodes, client.node_features(nodes) if wants_features else {})
+    return assign_nodes(parts, nodes, client.node_features(nodes) if wants_features else {})
 
 
 def failure_of(attempt: Attempt) -> Failure | None:

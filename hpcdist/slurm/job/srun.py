@@ -11,7 +11,7 @@ from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
 from hpcdist.run.folder import Attempt
 from hpcdist.slurm.extra_flags import option_value
-from hpcdist.slurm.job_components import JobComponent, allocations, cluster_for, components, is_het
+from hpcdist.slurm.job_components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
@@ -31,7 +31,7 @@ def step_command(config: Config, attempt: Attempt, command: Sequence[str], box: 
     if is_het(config):
         return _het_command(config, parts, attempt, command, box)
     (whole,) = allocations(config)
-    cluster = cluster_for(config.cluster, whole)
+    cluster = component_cluster(config.cluster, whole)
     if len(parts) == 1:
         return srun_command(cluster, attempt, command, box)
     return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
@@ -61,7 +61,7 @@ def _het_command(
     words = ["srun"]
     base = rank_env(config)
     for index, part in enumerate(parts):
-        flags = _flags(cluster_for(config.cluster, part), attempt)
+        flags = _flags(component_cluster(config.cluster, part), attempt)
         for name in ("output", "open-mode"):
             if name not in config.cluster.srun:
                 del flags[name]
@@ -173,7 +173,7 @@ def preflight_command(
     """
     words = ["srun"]
     for index, (part, own) in enumerate(zip(parts, nodes, strict=True)):
-        cluster = cluster_for(config.cluster, part)
+        cluster = component_cluster(config.cluster, part)
         flags = {
             "job-name": PREFLIGHT_STEP,
             "overlap": True,

@@ -1,7 +1,7 @@
 """`python -m hpcdist.slurm.job.submitit_entry -u -m submitit.core._submit FOLDER`: the interpreter for submitit.
 
-submitit imports NumPy before it opens a pickle, in case that there is an array in it. Ours holds the name of a function
-and a path, and NumPy's import takes as long as all others of the batch step.
+submitit imports NumPy before it loads a pickle, which might contain arrays. The pickle here holds the name of a
+function and a path, and importing NumPy takes as long as all other imports of the batch step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Be submitit on a machine that seems to have no NumPy, as long as it looks for it."""
+    """Run submitit, with NumPy hidden while submitit tries to import it."""
     sys.modules["numpy"] = None  # type: ignore[assignment]
     from submitit.core.submission import submitit_main
 

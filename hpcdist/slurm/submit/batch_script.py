@@ -1,4 +1,4 @@
-"""What sbatch is asked for, and the text of the batch script: pure functions of the config."""
+"""The batch script of a run and its sbatch parameters. Pure functions of the config."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job.srun import step_command
-from hpcdist.slurm.job_components import allocations, cluster_for
+from hpcdist.slurm.job_components import allocations, component_cluster
 from hpcdist.supervisor.plan import rank_command
 
-#: The shell of the batch step outlives a supervisor that is killed, by someone or for want of memory, and starts it
-#: again: the allocation is there, and the ranks go on from the newest checkpoint. Not after Slurm has told the job to
-#: end. `|| code=$?` since lines of the site's own may have said `set -e`.
+#: The shell of the batch step restarts a supervisor that is killed, by a user or for lack of memory, up to three times:
+#: the allocation still exists, and the ranks continue from the newest checkpoint. It does not after Slurm's SIGTERM.
+#: `|| code=$?` because set-up lines of the site may contain `set -e`.
 _SUPERVISE = """\
 trap 'left=0' TERM
 supervise() {
   for left in 3 2 1 0; do
     code=0; %s "$@" || code=$?
     [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
-    echo "the supervisor was killed (exit code $code) and is started again"
+    echo "the supervisor was killed (exit code $code): restarting it"
   done
 }"""
 
-#: Python, in which submitit imports no NumPy.
+#: Python with submitit that does not import NumPy.
 _PYTHON = f"{shlex.quote(sys.executable)} -u -m hpcdist.slurm.job.submitit_entry"
-#: What submitit takes for the interpreter.
+#: The interpreter for submitit: the shell function above.
 SUPERVISOR = "supervise"
 
 
 def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What submitit's executor is told, by sbatch's names; `flags` are those of one submission alone."""
+    """Return the parameters of submitit's executor; `flags` are sbatch flags of one submission only."""
     first, *others = allocations(config)
-    cluster = cluster_for(config.cluster, first)
-    components = [line for part in others for line in component_lines(cluster_for(config.cluster, part))]
+    cluster = component_cluster(config.cluster, first)
+    components = [line for part in others for line in component_lines(component_cluster(config.cluster, part))]
     optional = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -51,7 +51,9 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "exclude": cluster.exclude,
         "gpus_per_node": cluster.gpus_per_node or None,
     }
-    further = {name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None}
+    flags_of_config = {
+        name: shown for name, value in cluster.sbatch.items() if (shown := option_value(value)) is not None
+    }
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
@@ -59,29 +61,29 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
         "nodes": cluster.nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,
-        # submitit knows no heterogeneous jobs. Its set-up lines follow its parameters, and to sbatch a comment that
-        # stands before the first command is as good as those.
+        # submitit does not support heterogeneous jobs. Its set-up lines follow its parameters, and sbatch reads all
+        # #SBATCH lines before the first command.
         "setup": [
             *components,
             *_exports(config),
             *cluster.setup,
             _SUPERVISE % _PYTHON,
         ],
-        # The supervisor runs once, in the batch step, and starts the ranks with an srun of its own.
+        # The supervisor runs in the batch step and starts the ranks with srun itself.
         "use_srun": False,
         "stderr_to_stdout": True,
-        # submitit's default is a workload key, which clusters that check them refuse.
+        # submitit sets a workload key by default, which clusters that check these keys reject.
         "wckey": None,
         "signal_delay_s": cluster.signal_lead_s,
-        "additional_parameters": {"requeue": True, **further, **(flags or {})},
+        "additional_parameters": {"requeue": True, **flags_of_config, **(flags or {})},
     }
 
 
 def _exports(config: Config) -> list[str]:
-    """The job's variables. Slurm keeps the script and shows it, so secrets come from the run folder (`secret_file`)."""
+    """Return the job's variables; secrets come from the run folder instead, because Slurm shows batch scripts."""
     hidden = {path[2] for path in secret_keys(config) if path[:2] == ("cluster", "env")}
     return [
-        f"# {name} is set by the supervisor, which reads it from secrets.json in the run folder"
+        f"# The supervisor sets {name} from secrets.json in the run folder"
         if name in hidden
         else f"export {name}={shlex.quote(value)}"
         for name, value in config.cluster.env.items()
@@ -89,7 +91,7 @@ def _exports(config: Config) -> list[str]:
 
 
 def component_lines(cluster: ClusterConfig) -> list[str]:
-    """What sbatch reads of a further component; job name, account, time limit and the like are the first one's."""
+    """Return the #SBATCH lines of a further component; job name, account, time limit and others are the first one's."""
     flags = {
         "partition": cluster.partition,
         "constraint": cluster.constraint,
@@ -101,17 +103,17 @@ def component_lines(cluster: ClusterConfig) -> list[str]:
         "cpus-per-task": cluster.cpus_per_task,
         **{name: option_value(value) for name, value in cluster.sbatch.items()},
     }
-    told = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
-    return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in told.items())]
+    options = {name: "" if value is True else f"={shlex.quote(str(value))}" for name, value in flags.items() if value}
+    return ["#SBATCH hetjob", *(f"#SBATCH --{name}{value}" for name, value in options.items())]
 
 
 def render(config: Config, run: RunDir, flags: Mapping[str, str] | None = None, **array: Any) -> tuple[str, str]:
-    """The whole batch script and the first attempt's srun line, also where no Slurm is installed.
+    """Return the batch script and the srun command line of the first attempt; does not need Slurm.
 
     Args:
         array: submitit's `map_count` and `array_parallelism`, for a job array.
     """
-    from submitit.slurm.slurm import _make_sbatch_string  # the only way to its text without a submission
+    from submitit.slurm.slurm import _make_sbatch_string  # submitit has no public function for the text
 
     folder = run.path / "submitit"
     command = f"{SUPERVISOR} -u -m submitit.core._submit {shlex.quote(str(folder))}"

@@ -1,7 +1,7 @@
-"""What can be known to go wrong before a run is submitted, told all at once: a line a mistake, with key and fix.
+"""Checks of a request before its submission. All problems are reported at once, each with its key and the fix.
 
-Slurm itself accepts much that never starts, such as a time above the partition's limit, and says little of why it
-refuses the rest. What it refuses it still refuses: these checks stand in front of `sbatch --test-only`.
+Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
+rejects one. These checks run before `sbatch --test-only`, whose rejection still counts.
 """
 
 from __future__ import annotations
@@ -21,84 +21,90 @@ from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
 from hpcdist.run.folder import read_json
 from hpcdist.slurm import client
-from hpcdist.slurm import extra_flags as flags
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import Partition
 from hpcdist.slurm.exposed_secrets import exposed_secrets
-from hpcdist.slurm.job_components import allocations, cluster_for
+from hpcdist.slurm.extra_flags import conflicting_flags, rejected_flags
+from hpcdist.slurm.job_components import allocations, component_cluster
 from hpcdist.slurm.nodelist import expand
-from hpcdist.slurm.submit import partition_limits
-from hpcdist.slurm.submit import submission as slurm
-from hpcdist.slurm.submit.partition_limits import Findings
-from hpcdist.slurm.submit.runs_dir_check import folder_problems
+from hpcdist.slurm.submit import submission
+from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, requested_partitions
+from hpcdist.slurm.submit.runs_dir_check import runs_dir_problems
 from hpcdist.supervisor import start
 
 
 def check_config(config: Config, cwd: Path) -> None:
-    """Raise ConfigError for what the config alone shows, without a look at any cluster."""
+    """Check a config without a cluster. Raises ConfigError with all problems."""
     if problems := _config_problems(config, cwd):
         raise ConfigError(problems)
 
 
-def check(
-    config: Config, submission: Mapping[str, str], cwd: Path | None, *, missing_data: str, force: bool
+def check_submission(
+    config: Config, flags: Mapping[str, str], cwd: Path | None, *, missing_data: str, force: bool
 ) -> tuple[list[str], str]:
-    """Look at the cluster before anything is written; returns doubts, and what Slurm says of the start.
+    """Check a submission against the cluster, without side effects; returns warnings and the estimated start.
 
     Args:
-        submission: sbatch flags of this submission alone.
-        cwd: where the user's own modules are looked for; None for a run that has a copy of them already.
-        missing_data: a sentence where the dataset is not on disk, else empty.
-        force: what we hold for wrong of the cluster becomes a doubt; what Slurm refuses does not.
+        flags: sbatch flags of this submission only.
+        cwd: folder with the user's modules; None for a run whose folder has a copy of them.
+        missing_data: a message if the dataset is not on disk, else empty.
+        force: report problems with the cluster as warnings. Problems of the config and Slurm's rejection stay errors.
 
-    Raises ConfigError with a line for each mistake; UserMistake where there is no Slurm.
+    Raises ConfigError with all problems, UserMistake if Slurm is not installed.
     """
-    slurm.require()
-    certain = _config_problems(config, cwd)
+    submission.require_sbatch()
+    problems = _config_problems(config, cwd)
     if exposed_secrets(config):
-        # What follows would show the secrets to Slurm's and the containers' programs.
-        raise ConfigError(certain)
-    asked = [cluster_for(config.cluster, part) for part in allocations(config)]
-    further = {name: value for cluster in asked for name, value in cluster.sbatch.items()}
-    certain += flags.rejected_flags("sbatch", {**further, **submission}, options=submission)
-    certain += flags.rejected_flags("srun", config.cluster.srun)
-    certain += containing.problems(config, cwd or Path.cwd(), os.environ)
-    found = Findings()
-    try:
-        offered = client.partitions()
-    except SlurmError:
-        offered = None  # sbatch reports it
-    chosen = []
-    for cluster in asked:
-        own = partition_limits.chosen_of(cluster, offered, found) if offered is not None else []
-        partition_limits.check_partitions(cluster, own, found)
-        chosen += own
-    _check_qos(config.cluster, found)
-    _check_folder(config, chosen, found)
-    _check_lead(config, found)
-    _check_data(config, missing_data, found)
-    if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
-        found.doubts.append(
-            f"{', '.join(inherited)} in your environment wins over the batch script: unset what is not meant"
-        )
-    blocking = certain + ([] if force else found.wrong)
+        # The following checks would pass the secrets to other programs on command lines.
+        raise ConfigError(problems)
+    requests = _requests(config)
+    sbatch_flags = {name: value for cluster in requests for name, value in cluster.sbatch.items()}
+    problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
+    problems += rejected_flags("srun", config.cluster.srun)
+    problems += containing.problems(config, cwd or Path.cwd(), os.environ)
+    findings = _check_cluster(config, requests, missing_data)
+    blocking = problems + ([] if force else findings.errors)
     estimate = ""
-    if not certain:
+    if not problems:
         try:
-            estimate = slurm.check(config, submission)
+            estimate = submission.estimate_start(config, flags)
         except UserMistake as error:
-            refusal = _explained(str(error), config.cluster)
-            # Where we know what is wrong, Slurm's word for it says less; but it alone knows the accounts.
-            if not blocking or refusal != str(error):
-                blocking = [*blocking, refusal]
+            rejection = _explain_rejection(str(error), config.cluster)
+            # Problems that these checks have found are more precise than Slurm's reason, except about accounts.
+            if not blocking or rejection != str(error):
+                blocking = [*blocking, rejection]
     if blocking:
         raise ConfigError(blocking)
-    return found.wrong + found.doubts, estimate
+    return findings.errors + findings.warnings, estimate
+
+
+def _requests(config: Config) -> list[ClusterConfig]:
+    """Return the section `cluster` as each component requests it."""
+    return [component_cluster(config.cluster, part) for part in allocations(config)]
+
+
+def _check_cluster(config: Config, requests: Sequence[ClusterConfig], missing_data: str) -> Findings:
+    findings = Findings()
+    requested: list[Partition] = []
+    with suppress(SlurmError):  # sbatch reports it
+        partitions = client.partitions()
+        for cluster in requests:
+            own = requested_partitions(cluster, partitions, findings)
+            check_partitions(cluster, own, findings)
+            requested += own
+    _check_qos(config.cluster, findings)
+    _check_runs_dir(config, requested, findings)
+    _check_signal_lead(config, findings)
+    _check_data(config, missing_data, findings)
+    if inherited := sorted(name for name in os.environ if name.startswith("SBATCH_")):
+        findings.warnings.append(
+            f"{', '.join(inherited)} in your environment overrides the batch script: unset what you do not need"
+        )
+    return findings
 
 
 def _config_problems(config: Config, cwd: Path | None) -> list[str]:
-    asked = [cluster_for(config.cluster, part) for part in allocations(config)]
-    problems = list(dict.fromkeys(line for cluster in asked for line in flags.conflicting_flags(cluster)))
+    problems = list(dict.fromkeys(line for cluster in _requests(config) for line in conflicting_flags(cluster)))
     problems += exposed_secrets(config)
     try:
         if cwd is not None:
@@ -108,8 +114,8 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     return problems
 
 
-def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
-    """Where limits are not enforced Slurm takes a job of a QOS that there is not, and never starts it."""
+def _check_qos(cluster: ClusterConfig, findings: Findings) -> None:
+    """Check the QOS: without enforced limits Slurm accepts a job with an unknown QOS and never starts it."""
     if cluster.qos is None:
         return
     try:
@@ -117,63 +123,64 @@ def _check_qos(cluster: ClusterConfig, found: Findings) -> None:
     except SlurmError:
         return  # a cluster without accounting
     if known and cluster.qos not in known:
-        found.wrong.append(f"cluster.qos={cluster.qos}: no such QOS: there are {', '.join(known)}")
+        findings.errors.append(f"cluster.qos={cluster.qos}: no such QOS, the cluster has {', '.join(known)}")
 
 
-def _explained(refusal: str, cluster: ClusterConfig) -> str:
-    """Slurm's refusal; one of the account with the key and the accounts that the user has."""
-    if "account" not in refusal.lower():
-        return refusal
+def _explain_rejection(reason: str, cluster: ClusterConfig) -> str:
+    """Return Slurm's reason, with the key and the user's accounts if it is about the account."""
+    if "account" not in reason.lower():
+        return reason
     user = pwd.getpwuid(os.getuid()).pw_name
-    said = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
+    setting = f"cluster.account={cluster.account}" if cluster.account else "cluster.account is not set"
     try:
         names = client.user_accounts(user)
     except SlurmError:
         names = []
-    return f"{said}: {refusal}" + (f"; yours are {', '.join(names)}" if names else "")
+    return f"{setting}: {reason}" + (f"; your accounts are {', '.join(names)}" if names else "")
 
 
-def _check_folder(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
+def _check_runs_dir(config: Config, partitions: Sequence[Partition], findings: Findings) -> None:
     if config.cluster.shared_runs:
         return
     runs_dir = Path(config.runs_dir)
-    hosts = {host for partition in chosen for group in partition.nodes for host in expand(group.names)}
-    wrong, doubts = folder_problems(runs_dir, file_system(runs_dir), hosts, socket.gethostname().partition(".")[0])
-    found.wrong += wrong
-    found.doubts += doubts
+    nodes = {node for partition in partitions for group in partition.nodes for node in expand(group.names)}
+    hostname = socket.gethostname().partition(".")[0]
+    errors, warnings = runs_dir_problems(runs_dir, file_system(runs_dir), nodes, hostname)
+    findings.errors += errors
+    findings.warnings += warnings
 
 
-def _check_lead(config: Config, found: Findings) -> None:
+def _check_signal_lead(config: Config, findings: Findings) -> None:
     lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_limit_min * 60
     if lead >= limit_s:
-        found.wrong.append(
-            f"cluster.signal_lead_s={lead}: the run would be asked to save at its start,"
-            f" as cluster.time_limit_min={config.cluster.time_limit_min} is {limit_s} s: lower one or raise the other"
+        findings.errors.append(
+            f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because cluster.time_limit_min="
+            f"{config.cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
         )
     save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
-    # One save may be on its way when the ranks are asked for another.
+    # The ranks may be saving already when the signal arrives, and then save again.
     if lead < 2 * save_s:
-        found.doubts.append(
-            f"cluster.signal_lead_s={lead}: a save of run {name} took {save_s:.0f} s:"
-            f" give it twice that, cluster.signal_lead_s={2 * save_s:.0f}"
+        findings.warnings.append(
+            f"cluster.signal_lead_s={lead}: run {name} needed {save_s:.0f} s for a checkpoint:"
+            f" set at least twice that, cluster.signal_lead_s={2 * save_s:.0f}"
         )
 
 
 def longest_save(experiment: Path) -> tuple[float, str]:
-    """Seconds of the longest save among the checkpoints of an experiment's runs, and which run's; 0 without any."""
+    """Return the seconds of the longest checkpoint save of an experiment's runs, and the name of that run."""
     saves = []
     for path in experiment.glob("*/checkpoints/step-*/manifest.json"):
-        with suppress(RunFolderError, OSError):  # a doubt about another run is none about this one
+        with suppress(RunFolderError, OSError):  # damaged files of other runs do not matter here
             seconds: Any = (read_json(path) or {}).get("write_s")
             if type(seconds) in (int, float) and 0 <= seconds <= LARGEST:
                 saves.append((float(seconds), path.parents[2].name))
     return max(saves, default=(0.0, ""))
 
 
-def _check_data(config: Config, missing_data: str, found: Findings) -> None:
+def _check_data(config: Config, missing_data: str, findings: Findings) -> None:
     if not missing_data or config.trainer.script:
         return
     if config.data.download and config.data.name != "image_folder":
-        found.doubts.append(f"{missing_data}: the nodes will download it, if they reach the internet")
+        findings.warnings.append(f"{missing_data}: the nodes will download it if they have internet access")
     else:
-        found.wrong.append(f"{missing_data}: put it there, or point data.root (or HPCDIST_DATA_DIR) at it")
+        findings.errors.append(f"{missing_data}: put it there, or point data.root (or HPCDIST_DATA_DIR) at it")

@@ -1,4 +1,4 @@
-"""What is asked of a cluster against what its partitions allow and their nodes have: a line for each mistake."""
+"""Checks of a request against the limits of the partitions and the hardware of their nodes."""
 
 from __future__ import annotations
 
@@ -13,67 +13,72 @@ from hpcdist.config.schema import ClusterConfig
 from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes
 
-#: Less memory than this for a rank, left to the site's default, is worth a word: importing torch takes half of it.
+#: A site's default memory below this, per rank, is reported: importing torch takes half of it.
 _SMALL_MB = 1024
 
 
 @dataclass
 class Findings:
-    """What checks have found: `wrong` keeps the run from being submitted, `doubts` are said."""
+    """Results of checks."""
 
-    wrong: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  #: prevent the submission
+    warnings: list[str] = field(default_factory=list)
 
 
-def chosen_of(cluster: ClusterConfig, partitions: Sequence[Partition], found: Findings) -> list[Partition]:
-    """The partitions that the run may stand in."""
+def requested_partitions(
+    cluster: ClusterConfig, partitions: Sequence[Partition], findings: Findings
+) -> list[Partition]:
+    """Return the partitions that the job may run in; unknown ones become errors."""
     if cluster.partition is None:
-        return [one for one in partitions if one.facts.get("Default") == "YES"]
-    known = {one.name: one for one in partitions}
-    chosen = []
+        return [partition for partition in partitions if partition.facts.get("Default") == "YES"]
+    known = {partition.name: partition for partition in partitions}
+    found = []
     for name in cluster.partition.split(","):
         if name in known:
-            chosen.append(known[name])
+            found.append(known[name])
             continue
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        found.wrong.append(f"cluster.partition={name}: no such partition, {hint}there are {', '.join(sorted(known))}")
-    return chosen
+        findings.errors.append(
+            f"cluster.partition={name}: no such partition, {hint}the cluster has {', '.join(sorted(known))}"
+        )
+    return found
 
 
-def check_partitions(cluster: ClusterConfig, chosen: Sequence[Partition], found: Findings) -> None:
-    """Of several partitions one that can take the job is enough."""
-    each = []
-    for partition in chosen:
-        one = Findings()
-        _check_access(cluster, partition, one)
-        _check_size(cluster, partition, one)
-        each.append(one)
-    if each:
-        best = min(each, key=lambda one: (len(one.wrong), len(one.doubts)))
-        found.wrong += best.wrong
-        found.doubts += best.doubts
+def check_partitions(cluster: ClusterConfig, partitions: Sequence[Partition], findings: Findings) -> None:
+    """Add the findings of the partition that fits best: one that can run the job is enough."""
+    results = []
+    for partition in partitions:
+        result = Findings()
+        _check_access(cluster, partition, result)
+        _check_size(cluster, partition, result)
+        results.append(result)
+    if results:
+        best = min(results, key=lambda result: (len(result.errors), len(result.warnings)))
+        findings.errors += best.errors
+        findings.warnings += best.warnings
 
 
-def _check_access(cluster: ClusterConfig, partition: Partition, found: Findings) -> None:
+def _check_access(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     name, state = partition.name, partition.facts.get("State", "UP")
     if state in ("DRAIN", "INACTIVE"):
-        found.wrong.append(f"cluster.partition={name} takes no jobs at present (state {state}): choose another")
+        findings.errors.append(f"cluster.partition={name} accepts no jobs (state {state}): choose another")
     elif state != "UP":
-        found.doubts.append(f"cluster.partition={name} starts no jobs at present (state {state}): the run will wait")
-    for what, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
-        allowed = partition.allowed(what)
-        if value is not None and (value in partition.denied(what) or (allowed is not None and value not in allowed)):
-            others = f": it takes {', '.join(allowed)}" if allowed else ": choose another"
-            found.wrong.append(f"cluster.{key}={value} may not use partition {name}{others}")
+        findings.warnings.append(f"cluster.partition={name} starts no jobs (state {state}): the run will wait")
+    for kind, key, value in (("Accounts", "account", cluster.account), ("Qos", "qos", cluster.qos)):
+        allowed = partition.allowed(kind)
+        if value is not None and (value in partition.denied(kind) or (allowed is not None and value not in allowed)):
+            fix = f"use {', '.join(allowed)}" if allowed else "choose another"
+            findings.errors.append(f"cluster.{key}={value} may not use partition {name}: {fix}")
     groups = partition.allowed("Groups")
     if os.getuid() == 0:
         return
     if partition.facts.get("RootOnly") == "YES":
-        found.wrong.append(f"cluster.partition={name} is for root alone: choose another")
+        findings.errors.append(f"cluster.partition={name} is reserved for root: choose another")
     elif groups is not None and not set(groups) & set(_own_groups()):
-        found.wrong.append(
-            f"cluster.partition={name} is for groups {', '.join(groups)}, and you are in none of them: choose another"
+        findings.errors.append(
+            f"cluster.partition={name} is reserved for groups {', '.join(groups)}, and you are in none of them:"
+            " choose another"
         )
 
 
@@ -88,79 +93,73 @@ def _own_groups() -> list[str]:
     return names
 
 
-def _check_size(cluster: ClusterConfig, partition: Partition, found: Findings) -> None:
+def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     name, nodes = partition.name, partition.nodes
-    longest = parse_minutes(partition.facts.get("MaxTime", ""))
-    if longest is not None and cluster.time_limit_min > longest:
-        found.wrong.append(
-            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {longest:g}: lower it;"
-            " a run that needs longer saves, requeues itself and goes on"
+    max_min = parse_minutes(partition.facts.get("MaxTime", ""))
+    if max_min is not None and cluster.time_limit_min > max_min:
+        findings.errors.append(
+            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it;"
+            " a longer run saves, requeues itself and continues"
         )
     total = sum(group.num_nodes for group in nodes)
-    most = _most([total], partition.limit("MaxNodes"))
+    most = _max([total], partition.limit("MaxNodes"))
     if nodes and cluster.nodes > most:
-        has = f"has {total}" if most == total else f"allows {most} to a job"
-        found.wrong.append(f"cluster.nodes={cluster.nodes}: partition {name} {has}: lower it or choose another")
+        limit = f"has {total}" if most == total else f"allows {most} per job"
+        findings.errors.append(f"cluster.nodes={cluster.nodes}: partition {name} {limit}: lower it or choose another")
     if cluster.nodes < (least := partition.limit("MinNodes") or 0):
-        found.wrong.append(
-            f"cluster.nodes={cluster.nodes}: partition {name} wants at least {least}: raise it or choose another"
+        findings.errors.append(
+            f"cluster.nodes={cluster.nodes}: partition {name} requires at least {least}: raise it or choose another"
         )
-    _check_node(cluster, partition, found)
+    _check_nodes(cluster, partition, findings)
 
 
-def _check_node(cluster: ClusterConfig, partition: Partition, found: Findings) -> None:
-    """Whether enough nodes have what is asked of each."""
+def _check_nodes(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
+    """Check whether enough nodes have the cores, GPUs and memory that are requested per node."""
     name, nodes = partition.name, partition.nodes
     cpus = cluster.tasks_per_node * cluster.cpus_per_task
     memory = parse_memory_mb(cluster.mem) if cluster.mem is not None else None
     if cluster.mem is not None and memory is None:
-        found.wrong.append(f"cluster.mem={cluster.mem} is no memory size: write 64G, or MiB without a unit")
-    short = [
-        f"{said}: partition {name} offers at most {most} {unit} on a node: lower it or choose another"
-        for said, asked, most, unit in (
-            (
-                f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}",
-                cpus,
-                _most((group.cpus for group in nodes), partition.limit("MaxCPUsPerNode")),
-                "cores",
-            ),
-            (
-                f"cluster.gpus_per_node={cluster.gpus_per_node}",
-                cluster.gpus_per_node,
-                _most(g.gpus for g in nodes),
-                "GPUs",
-            ),
-            (
-                f"cluster.mem={cluster.mem}",
-                memory or 0,
-                _most((group.memory_mb for group in nodes), partition.limit("MaxMemPerNode")),
-                "MiB",
-            ),
+        findings.errors.append(f"cluster.mem={cluster.mem} is not a memory size: write 64G, or MiB without a unit")
+    tasks = f"cluster.tasks_per_node={cluster.tasks_per_node} × cluster.cpus_per_task={cluster.cpus_per_task}"
+    max_cpus = _max((group.cpus for group in nodes), partition.limit("MaxCPUsPerNode"))
+    max_gpus = _max(group.gpus for group in nodes)
+    max_memory = _max((group.memory_mb for group in nodes), partition.limit("MaxMemPerNode"))
+    too_large = [
+        f"{request}: partition {name} offers at most {most} {unit} per node: lower it or choose another"
+        for request, requested, most, unit in (
+            (tasks, cpus, max_cpus, "cores"),
+            (f"cluster.gpus_per_node={cluster.gpus_per_node}", cluster.gpus_per_node, max_gpus, "GPUs"),
+            (f"cluster.mem={cluster.mem}", memory or 0, max_memory, "MiB"),
         )
-        if nodes and asked > most
+        if nodes and requested > most
     ]
-    found.wrong += short
-    able = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
-    total, up = _count(able), _count([group for group in able if group.usable])
-    if short or cluster.nodes > _count(nodes):
+    findings.errors += too_large
+    if too_large or cluster.nodes > _num_nodes(nodes):
         return
+    fitting = [g for g in nodes if g.cpus >= cpus and g.gpus >= cluster.gpus_per_node and g.memory_mb >= (memory or 0)]
+    total, up = _num_nodes(fitting), _num_nodes([group for group in fitting if group.usable])
     if cluster.nodes > total:
-        found.wrong.append(
-            f"cluster.nodes={cluster.nodes}: {total} nodes of partition {name} have what is asked of each: lower one"
+        findings.errors.append(
+            f"cluster.nodes={cluster.nodes}: {total} nodes of partition {name} have the requested hardware:"
+            " lower the number or the request"
         )
     elif cluster.nodes > up:
-        found.doubts.append(f"only {up} of the {total} nodes of {name} that fit are up at present: the run will wait")
+        findings.warnings.append(f"only {up} of the {total} matching nodes of {name} are up: the run will wait")
+    _check_default_memory(cluster, partition, cpus, findings)
+
+
+def _check_default_memory(cluster: ClusterConfig, partition: Partition, cpus: int, findings: Findings) -> None:
     default = partition.limit("DefMemPerNode") or (partition.limit("DefMemPerCPU") or 0) * cpus
     if cluster.mem is None and 0 < default < _SMALL_MB * cluster.tasks_per_node:
-        found.doubts.append(
-            f"cluster.mem is not set, and partition {name} then gives {default} MiB a node: that is little"
+        findings.warnings.append(
+            f"cluster.mem is not set, and the default of partition {partition.name} is only {default} MiB per node"
         )
 
 
-def _most(offers: Iterable[int], limit: int | None = None) -> int:
-    most = max(offers, default=0)
+def _max(values: Iterable[int], limit: int | None = None) -> int:
+    most = max(values, default=0)
     return most if limit is None else min(most, limit)
 
 
-def _count(groups: Sequence[NodeGroup]) -> int:
+def _num_nodes(groups: Sequence[NodeGroup]) -> int:
     return sum(group.num_nodes for group in groups)

@@ -1,4 +1,4 @@
-"""Sending a run to Slurm through submitit. Runs on a login node."""
+"""Submission of runs to Slurm with submitit, from a login node."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hpcdist.slurm.job_components import allocations, is_het
 from hpcdist.slurm.submit.batch_script import SUPERVISOR, render, sbatch_parameters
 
 
-def require() -> None:
-    """Raise UserMistake where there is no Slurm to submit to."""
+def require_sbatch() -> None:
+    """Raise UserMistake if sbatch is not installed."""
     if shutil.which("sbatch") is None:
-        raise UserMistake("no sbatch here: submit from a login node, or look at the script with --dry-run")
+        raise UserMistake("sbatch is not installed here: submit from a login node, or show the script with --dry-run")
 
 
-def settle_het(config: Config) -> tuple[Config, str]:
-    """The config as this cluster can run it, and why that is not what was asked for, empty when it is.
+def resolve_het(config: Config) -> tuple[Config, str]:
+    """Return the config with `cluster.het` off if it is not set and the cluster has no heterogeneous jobs.
 
-    Left open, `cluster.het` is turned off where Slurm has no such jobs; the run's config says so from then on.
-    Raises ConfigError for what roles ask and neither can give.
+    The second value is the message about that change, or empty.
+    Raises ConfigError for a request that the resulting kind of job does not support.
     """
     allocations(config)
     if config.cluster.het is not None or not is_het(config) or shutil.which("scontrol") is None:
@@ -36,9 +36,9 @@ def settle_het(config: Config) -> tuple[Config, str]:
     reason = why_no_het_jobs(client.settings())
     if not reason:
         return config, ""
-    settled = replace(config, cluster=replace(config.cluster, het=False))
-    allocations(settled)
-    return settled, f"this cluster runs no heterogeneous jobs ({reason}): the roles share one allocation"
+    resolved = replace(config, cluster=replace(config.cluster, het=False))
+    allocations(resolved)
+    return resolved, f"this cluster does not support heterogeneous jobs ({reason}): the roles share one allocation"
 
 
 def why_no_het_jobs(settings: Mapping[str, str]) -> str:
@@ -51,15 +51,15 @@ def why_no_het_jobs(settings: Mapping[str, str]) -> str:
     return ""
 
 
-def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
-    """Ask Slurm, before anything is written, whether it would take such a job, and when it would start.
+def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> str:
+    """Return Slurm's estimate of the start of a job, without a submission and without side effects.
 
     Args:
-        flags: sbatch flags of this submission alone, such as `dependency`.
+        flags: sbatch flags of this submission only, such as `dependency`.
 
-    Raises UserMistake, in one line, with Slurm's own reason.
+    Raises UserMistake with Slurm's reason, in one line, if it rejects the job.
     """
-    require()
+    require_sbatch()
     probe = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
     script, _ = render(config, probe, flags)
     try:
@@ -72,14 +72,14 @@ def check(config: Config, flags: Mapping[str, str] | None = None) -> str:
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
-    """Submit a run that is made; returns the job id, which `slurm.json` in its folder keeps."""
+    """Submit a run whose folder exists; returns the job id, which is also written to `slurm.json` in the folder."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
 
     before, job_before = run.read_state(), read_record(run.slurm)
-    # Before the run waits: one that waits for a job that is over counts as dead.
+    # Before the status `queued`: a queued run whose previous job is over counts as lost.
     write_json(run.path / "slurm.json", {"job_id": None})
-    # First, since the job may start before this process goes on.
+    # Before the submission: the job may start before submit() returns.
     run.write_state(replace(before, status="queued", reason="", ended=None))
     executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, run, flags))
@@ -88,13 +88,13 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
     except FailedJobError as error:
         run.write_state(before)
         write_json(run.path / "slurm.json", job_before or {"job_id": None})
-        raise UserMistake(f"Slurm refused the job: {' '.join(str(error).split())}") from error
+        raise UserMistake(f"Slurm rejected the job: {' '.join(str(error).split())}") from error
     write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
     return str(job.job_id)
 
 
 def write_job(run: RunDir, job_id: str, *, name: str) -> None:
-    """Note in a run's folder which job it is, so that another one of the same id is not taken for it."""
+    """Write the job of a run to `slurm.json`, with its name and cluster: ids are not unique over time and clusters."""
     try:
         cluster = client.cluster_name()
     except SlurmError:
@@ -105,9 +105,9 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
 def submit_array(
     config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
 ) -> list[str]:
-    """Submit runs that are made as one job array, at most `parallelism` of them running at a time.
+    """Submit runs whose folders exist as one job array, with at most `parallelism` running at the same time.
 
-    Returns the tasks' job ids (`41_0`; a single run is an ordinary job), which each run's `slurm.json` keeps.
+    Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
     """
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError
@@ -124,7 +124,7 @@ def submit_array(
         for run, state, job_before in before:
             run.write_state(state)
             write_json(run.path / "slurm.json", job_before or {"job_id": None})
-        raise UserMistake(f"Slurm refused the job array: {' '.join(str(error).split())}") from error
+        raise UserMistake(f"Slurm rejected the job array: {' '.join(str(error).split())}") from error
     for run, job in zip(runs, jobs, strict=True):
         write_job(run, str(job.job_id), name=f"{sweep.experiment}/{sweep.name}")
         _link_log(run, job.paths.stdout)
@@ -132,7 +132,7 @@ def submit_array(
 
 
 def _link_log(run: RunDir, log: Path) -> None:
-    """Show the task's log, which is with the array's, where that of a run submitted alone is."""
+    """Link the log of an array task, which is in the sweep's folder, into the run's folder."""
     log.touch()
     folder = run.path / "submitit"
     folder.mkdir(exist_ok=True)

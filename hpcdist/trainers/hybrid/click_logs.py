@@ -1,7 +1,7 @@
-"""Click logs: bags of ids, numeric features and a label a sample, from a Parquet or CSV file or made up.
+"""Click logs: bags of ids, numeric features and a label per sample, from a Parquet or CSV file or synthetic.
 
-The made-up log has planted structure: each row of each table and each numeric feature has an effect, a click is drawn
-from the sum of a sample's effects. The AUC of that sum itself is what no model can do better than.
+In the synthetic log each row of each table and each numeric feature has an effect, and a click is drawn from the sum
+of a sample's effects. The AUC of that sum is the best that a model can reach.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from hpcdist.trainers.hybrid.schema import HybridConfig
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Samples of the synthetic log that are drawn together, whoever asks for one of them.
+#: Number of samples of the synthetic log that are drawn together.
 BLOCK = 4096
-#: Effects of numeric features and of rows, and the log-odds of a click without any.
+#: Scale of the effects of numeric features and rows, and the log-odds of a click without effects.
 NUMERIC_EFFECT, ROW_EFFECT, BIAS = 0.4, 0.9, -1.0
-#: What pyarrow raises on damaged content, beside its own errors: its kernels promise no particular exception.
+#: Exceptions of pyarrow for damaged content besides its own: its kernels document none.
 _DAMAGED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError, NotImplementedError)
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Ragged bags, one after the other: `ids` int64 [n], `offsets` int64 [bags + 1]. Bag (sample, table) is number
-    sample × tables + table."""
+    """Ragged bags: `ids` int64 [n], `offsets` int64 [bags + 1]. The index of a bag is sample × tables + table."""
 
     ids: Tensor
     offsets: Tensor
@@ -42,7 +41,7 @@ class Bags:
         return len(self.offsets) - 1
 
     def take(self, bags: Tensor) -> Bags:
-        """These bags [k], in this order."""
+        """Return these bags [k], in this order."""
         lengths = (self.offsets[1:] - self.offsets[:-1])[bags]
         offsets = torch.zeros(len(bags) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
@@ -53,19 +52,19 @@ class Bags:
 
 @dataclass(frozen=True)
 class Clicks:
-    """Samples of a click log: `numeric` float32 [N, k], `labels` float32 [N], and a bag of each table for each."""
+    """Samples of a click log: `numeric` float32 [N, k], `labels` float32 [N], and one bag per sample and table."""
 
     bags: Bags
     numeric: Tensor
     labels: Tensor
     tables: tuple[str, ...]
-    best_scores: Tensor | None = None  #: float32 [N], of the planted model, where there is one
+    best_scores: Tensor | None = None  #: float32 [N], of the model of the synthetic log
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def take(self, samples: Tensor) -> Clicks:
-        """These samples [B], in this order."""
+        """Return these samples [B], in this order."""
         count = len(self.tables)
         bags = self.bags.take((samples[:, None] * count + torch.arange(count)).flatten())
         best = None if self.best_scores is None else self.best_scores[samples]
@@ -76,22 +75,22 @@ class Clicks:
 
     @property
     def table_of_id(self) -> Tensor:
-        """Each id's table by number, int64 [n]."""
+        """Number of each id's table, int64 [n]."""
         tables = torch.arange(len(self.bags)) % len(self.tables)
         return tables.repeat_interleave(self.bags.offsets.diff())
 
 
 def batches(num_samples: int, batch_size: int, *, seed: int, epoch: int, start: int = 0) -> Iterator[Tensor]:
-    """Numbers of the samples of each batch of an epoch, shuffled by (seed, epoch), from batch `start` on."""
+    """Yield the sample indices of each batch of an epoch, shuffled by (seed, epoch), from batch `start` on."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     yield from order.split(batch_size)[start:]
 
 
 def load_clicks(cfg: HybridConfig, seed: int, *, share: int, num_shares: int) -> tuple[Clicks, Clicks]:
-    """One trainer's own part of the training and of the test samples; nobody needs the whole log in memory.
+    """Return one trainer's share of the training samples and of the test samples.
 
-    Training shares are equally long (a rest of less than `num_shares` samples is left out), test shares hold every
-    test sample once. Raises DataError for a file that is missing or not what the config says.
+    Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
+    once. Raises DataError for a file that is missing, damaged or does not match the config.
     """
     source = _SyntheticLog(cfg, seed) if not cfg.file else _FileLog(cfg)
     num_test = max(1, round(len(source) * cfg.eval_fraction))
@@ -186,7 +185,7 @@ class _FileLog:
                 self._parquet = None
                 self._num_rows = self._table.num_rows
             else:
-                # Sums are compared where the file has them; what is changed elsewhere may be read as other values.
+                # Checksums are verified if the file has them; other changes may go unnoticed.
                 self._parquet = parquet.ParquetFile(self._path, page_checksum_verification=True)
                 self._num_rows = self._parquet.metadata.num_rows
                 groups = [self._parquet.metadata.row_group(number) for number in range(self._parquet.num_row_groups)]
@@ -209,7 +208,7 @@ class _FileLog:
         return int(self._num_rows)
 
     def read(self, first: int, end: int) -> Clicks:
-        """Return these samples. Raises DataError where the file is damaged or not what the config says."""
+        """Return these samples. Raises DataError if the file is damaged or does not match the config."""
         import pyarrow as pa
 
         try:
@@ -217,7 +216,7 @@ class _FileLog:
         except (*_DAMAGED, pa.ArrowException) as error:
             raise self._unreadable(error) from error
         if len(clicks) != end - first:
-            raise DataError(f"{self._path} is damaged: {len(clicks)} samples where {end - first} are expected")
+            raise DataError(f"{self._path} is damaged: {end - first} samples expected, {len(clicks)} found")
         return clicks
 
     def _read(self, first: int, end: int) -> Clicks:
@@ -232,7 +231,7 @@ class _FileLog:
             else None
         )
         columns = [self._bags(table, name, rows) for name, rows in cfg.tables.items()]
-        # Column by column in the file, sample by sample here.
+        # From the order of the file, by column, to order by sample.
         whole = Bags(
             torch.cat([column.ids for column in columns]),
             torch.cat([torch.zeros(1, dtype=torch.int64), *(column.offsets.diff() for column in columns)]).cumsum(0),
@@ -242,7 +241,7 @@ class _FileLog:
         return Clicks(whole.take(order), empty if numeric is None else numeric, labels, tuple(cfg.tables))
 
     def _rows(self, first: int, end: int) -> pa.Table:
-        """A Parquet file's row groups that hold some of these samples, and no others, are read."""
+        """Read the row groups of a Parquet file that have some of these samples."""
         if self._parquet is None:
             return self._table.slice(first, end - first)
         begin, skip = 0, 0
@@ -262,7 +261,7 @@ class _FileLog:
         if column.null_count or not (
             pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
         ):
-            raise DataError(f"{self._path}: column {name!r} must hold numbers without gaps, it is {column.type}")
+            raise DataError(f"{self._path}: column {name!r} must have numbers without nulls, it is {column.type}")
         return torch.from_numpy(np.array(column.to_numpy(), dtype=np.float32))
 
     def _bags(self, table: pa.Table, name: str, rows: int) -> Bags:
@@ -279,7 +278,7 @@ class _FileLog:
         else:
             lengths, values = torch.ones(len(column), dtype=torch.int64), column
         if values.null_count:
-            raise DataError(f"{self._path}: column {name!r} has ids that are missing; an empty bag is an empty list")
+            raise DataError(f"{self._path}: column {name!r} has null ids: write an empty bag as an empty list")
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         if name in self._cfg.hashed_tables:
             return Bags(_hashed(values, rows), offsets)
@@ -287,11 +286,11 @@ class _FileLog:
             ids = torch.from_numpy(np.array(values.cast(pa.int64()), dtype=np.int64))
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"{self._path}: column {name!r} holds ids that are no whole numbers: add it to hybrid.hashed_tables"
+                f"{self._path}: column {name!r} has ids that are not integers: add it to hybrid.hashed_tables"
             ) from error
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
             raise DataError(
-                f"{self._path}: column {name!r} holds ids {int(ids.min())} to {int(ids.max())}, but"
+                f"{self._path}: column {name!r} has ids {int(ids.min())} to {int(ids.max())}, but"
                 f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed_tables"
             )
         return Bags(ids, offsets)
@@ -306,7 +305,7 @@ def _hashed(values: pa.Array, rows: int) -> Tensor:
 
 
 def padded(clicks: Clicks, bag_size: int) -> Tensor:
-    """The samples as `models.clicks.ClickModel` takes them: float64 [N, num_numeric + tables × bag_size]."""
+    """Return the samples as input of `ClickModel`: float64 [N, num_numeric + tables × bag_size]."""
     lengths = clicks.bags.offsets.diff()
     bag = torch.arange(len(lengths)).repeat_interleave(lengths)
     place = torch.arange(len(clicks.bags.ids)) - clicks.bags.offsets[:-1].repeat_interleave(lengths)

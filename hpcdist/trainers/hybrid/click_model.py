@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def dense_part(num_inputs: int, hidden: Sequence[int]) -> nn.Sequential:
-    """An MLP with ReLU from the pooled embeddings and numeric features of a sample, [B, num_inputs], to [B, 1]."""
+    """Return an MLP with ReLU that maps pooled embeddings and numeric features [B, num_inputs] to [B, 1]."""
     layers: list[nn.Module] = []
     for width in hidden:
         layers += [nn.Linear(num_inputs, width), nn.ReLU()]
@@ -18,14 +18,14 @@ def dense_part(num_inputs: int, hidden: Sequence[int]) -> nn.Sequential:
 
 
 class ClickModel(nn.Module):
-    """The whole model in one process, as its checkpoints name it: `tables.<name>.weight`, `dense.<layer>.weight`.
+    """The whole model in one process, named as its checkpoints: `tables.<name>.weight`, `dense.<layer>.weight`.
 
-    Takes one row of numbers a sample, float64 [B, num_numeric + tables × bag_size] (exact for ids up to 2^53): numeric
-    features, then each table's ids, filled up with -1. Returns the probability of a click, [B].
+    The input is float64 [B, num_numeric + tables × bag_size] (exact for ids up to 2^53): numeric features, then the
+    ids of each table, padded with -1. The output is the probability of a click, [B].
 
     Args:
-        tables: rows by name.
-        bag_size: most ids of a sample in one table.
+        tables: number of rows by name.
+        bag_size: maximum number of ids of a sample in one table.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ClickModel(nn.Module):
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve: how often a click scores higher than a non-click, ties counted half; [N] each.
+    """Return the area under the ROC curve of scores and labels, [N] each; ties count half.
 
-    Not a number where there are no clicks, or nothing else. By ranks: Mann and Whitney, 1947.
+    It is NaN if all labels are equal. Computed from ranks (Mann and Whitney, 1947).
     """
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)  # sorted
     rank = (counts.cumsum(0) - (counts - 1) / 2.0)[place]

@@ -1,4 +1,4 @@
-"""The trainer's side of embedding tables that lie on parameter servers; `table_server.py` documents the messages."""
+"""Lookups of embedding rows on parameter servers, as the trainer sees them; `table_server.py` has the messages."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hpcdist.trainers.hybrid.tables import Coalesced, Layout, put_rows, unit_of_
 
 @dataclass(frozen=True)
 class LookupPlan:
-    """How lookups travel, chosen once; the results are the same up to rounding."""
+    """How lookups are exchanged, chosen once per attempt. The results are equal up to rounding."""
 
     pool_at_server: bool
-    ahead: bool  #: values of the next batch before this one's update
+    ahead: bool  #: whether values of the next batch are sent before this batch's update
 
 
 @dataclass(frozen=True)
 class Units:
-    """A batch's bags as units of the servers, in the servers' order.
+    """The bags of a batch as units of the servers, in the order of the servers.
 
     Attributes:
-        rows: of each server, int64, numbered from its first row.
-        offsets: where each server's units begin in `rows`; None where each row is a unit.
-        counts: units by server.
-        places: the units of each bag, one bag after the other; None where bag b is unit b of every server.
-        offsets_of_bag: where each bag begins in `places`.
-        bags: what a unit's gradient is the sum of; None where unit u of every server is bag u.
-        firsts: where each unit begins in `bags`; None where it has one.
+        rows: rows of each server, int64, relative to its first row.
+        offsets: start of each unit in a server's `rows`; None if each row is a unit.
+        counts: number of units by server.
+        places: indices of the units of each bag, bag after bag; None if bag b is unit b of every server.
+        offsets_of_bag: start of each bag in `places`.
+        bags: indices of the bags that each unit is part of, unit after unit; None if unit u of every server is bag u.
+        firsts: start of each unit in `bags`; None if each unit is part of one bag.
     """
 
     num_bags: int
@@ -48,14 +48,14 @@ class Units:
     firsts: Tensor | None
 
     def pooled(self, values: Tensor) -> Tensor:
-        """Sums of the bags [bags, dim] from the values of all units [units, dim]."""
+        """Return the sums of the bags [bags, dim] for the values of all units [units, dim]."""
         if self.places is None:
             parts = values.split(self.counts)
             return values if len(parts) == 1 else torch.stack(parts).sum(0)
         return F.embedding_bag(self.places, values, self.offsets_of_bag, mode="sum")
 
     def gradients(self, grad: Tensor) -> Sequence[Tensor]:
-        """Gradients of each server's units, [units, dim], from those of the bags' sums [bags, dim]."""
+        """Return the gradients of each server's units [units, dim] for those of the sums of the bags [bags, dim]."""
         if self.bags is None:
             return [grad] * len(self.counts)
         if self.firsts is None:
@@ -66,17 +66,17 @@ class Units:
 
 
 def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
-    """Each row that the bags hold travels once; the trainer sums up.
+    """Return units for sums at the trainer: each different row of the bags is a unit.
 
     Args:
-        rows: of the bags, int64 [n], numbered through all servers.
-        offsets: where each bag begins in `rows`, and the number of rows, int64 [bags + 1].
-        starts: each server's first row, and the number of all rows.
+        rows: global rows of the bags, int64 [n].
+        offsets: start of each bag in `rows`, then the number of rows, int64 [bags + 1].
+        starts: first global row of each server, then the number of all rows.
     """
     found = Coalesced.of(rows, unit_of_row(len(rows), offsets[:-1]))
     cuts = torch.searchsorted(found.rows, torch.tensor(starts)).tolist()
     counts = [end - begin for begin, end in pairwise(cuts)]
-    # Rows in order stand for server after server already. Sorted by bag once more, they are what is summed up.
+    # Sorted rows are ordered by server. Sorted by bag again, they are the units of each bag.
     unit = torch.arange(len(found.rows)).repeat_interleave(found.firsts.diff())
     return Units(
         num_bags=len(offsets) - 1,
@@ -91,7 +91,7 @@ def rows_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
 
 
 def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units:
-    """Each server sums up what it has of each bag; bags of which it has nothing do not travel. Arguments as above."""
+    """Return units for sums at the servers: each server's rows of a bag are a unit. Arguments as in `rows_as_units`."""
     num_bags = len(offsets) - 1
     bag_of_row = unit_of_row(len(rows), offsets[:-1])
     own_rows, own_offsets, bags = [], [], []
@@ -122,10 +122,10 @@ def sums_as_units(rows: Tensor, offsets: Tensor, starts: Sequence[int]) -> Units
 
 
 def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_trainers: int) -> LookupPlan:
-    """What travels less, by the rows and offsets of the first two batches (or of one).
+    """Return the plan with less traffic for the first two batches (or one), given as rows and offsets.
 
-    Values ahead are worth it where less than a quarter of the units change meanwhile and are made twice, taking the
-    other trainers' batches to be like this one's.
+    Values are requested ahead if less than a quarter of the units change meanwhile and have to be sent again. The
+    estimate assumes that batches of other trainers are similar.
     """
     pool_at_server = sum(sums_as_units(*batches[0], starts).counts) < sum(rows_as_units(*batches[0], starts).counts)
     as_units = sums_as_units if pool_at_server else rows_as_units
@@ -143,27 +143,29 @@ def choose(batches: Sequence[tuple[Tensor, Tensor]], starts: Sequence[int], num_
 
 @dataclass
 class Lookup:
-    """One batch's lookup under way."""
+    """A lookup of one batch in progress."""
 
     units: Units
     values: Tensor
     received: list[dist.Work] = field(default_factory=list)
-    num_late: list[Tensor] = field(default_factory=list)  #: by server, where values were asked for ahead
+    num_late: list[Tensor] = field(
+        default_factory=list
+    )  #: number of changed units by server, if values were requested ahead
     is_pushed: bool = False
 
 
 class Lookups:
-    """Looks up bags in tables on servers, one batch ahead, and takes the gradients back.
+    """Looks up bags in tables on servers, one batch ahead, and returns their gradients.
 
         this = lookups.request(lookups.prepare(rows, offsets), train=True)
         pooled = lookups.collect(this)         # [bags, dim]
-        following = lookups.request(…)         # travels meanwhile
+        following = lookups.request(…)         # is transferred meanwhile
         …
         lookups.push(this, gradient_of_pooled)
 
     Args:
         group: a gloo group of all ranks, used for nothing else.
-        servers: their ranks, in the layout's order.
+        servers: ranks of the servers, in the order of the layout.
     """
 
     def __init__(self, group: dist.ProcessGroup, servers: Sequence[int], layout: Layout, plan: LookupPlan) -> None:
@@ -172,20 +174,20 @@ class Lookups:
         self._starts = layout.starts
         self._dim = layout.dim
         self._plan = plan
-        #: Asked for to train, and no header yet has said that its gradients follow.
+        #: The last training lookup, until a header announces its gradients.
         self._open: Lookup | None = None
-        #: What is being sent has to live until it is.
+        #: Tensors are kept until they are sent.
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def prepare(self, rows: Tensor, offsets: Tensor) -> Units:
-        """The units of a batch's bags: rows numbered through all servers [n], offsets [bags + 1]."""
+        """Return the units of a batch's bags for global rows [n] and offsets [bags + 1]."""
         as_units = sums_as_units if self._plan.pool_at_server else rows_as_units
         return as_units(rows, offsets, self._starts)
 
     def request(self, units: Units, *, train: bool) -> Lookup:
-        """Ask for a batch's values; does not wait. With `train`, its gradient is to be pushed after the next request.
+        """Request the values of a batch without waiting. With `train`, `push` follows after the next request.
 
-        At most one batch may be asked for and not collected.
+        At most one requested batch may be uncollected.
         """
         lookup = Lookup(units, torch.empty(sum(units.counts), self._dim))
         follow = self._gradients_follow() if not train else self._open is not None
@@ -196,7 +198,7 @@ class Lookups:
             kind = table_server.TRAIN if train else table_server.LOOK
             header = [kind, len(rows), 0 if offsets is None else len(offsets), int(self._plan.ahead), int(follow)]
             self._send_request(server, header, [rows] if offsets is None else [rows, offsets])
-            # Asked for now: gloo sends nothing that nobody waits for.
+            # The receive starts now: gloo transfers data only once both sides have called.
             if len(values):
                 lookup.received.append(self._group.recv([values], server, table_server.TAG_VALUES))
             if self._plan.ahead:
@@ -205,7 +207,7 @@ class Lookups:
         return lookup
 
     def collect(self, lookup: Lookup) -> Tensor:
-        """Wait for a batch's values; returns the sums of its bags, [bags, dim], on the host."""
+        """Wait for the values of a batch; return the sums of its bags, [bags, dim], on the host."""
         for work in lookup.received:
             work.wait()
         begin = 0
@@ -221,21 +223,21 @@ class Lookups:
         return lookup.units.pooled(lookup.values)
 
     def push(self, lookup: Lookup, gradient: Tensor) -> None:
-        """Send the gradient of the sums that `collect` gave, [bags, dim], once for each request to train."""
+        """Send the gradient of the sums of `collect`, [bags, dim], once for each training request."""
         lookup.is_pushed = True
         for part, server in zip(lookup.units.gradients(gradient.cpu()), self._servers, strict=True):
             self._send(part, server, table_server.TAG_GRADIENTS)
 
     def flush(self) -> None:
-        """Return when the servers have applied every gradient that this trainer has pushed."""
-        told = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
+        """Wait until the servers have applied all gradients of this trainer."""
+        answers = [torch.zeros(1, dtype=torch.int64) for _ in self._servers]
         self._order(table_server.FLUSH)
-        for one, server in zip(told, self._servers, strict=True):
-            self._group.recv([one], server, table_server.TAG_LATE).wait()
+        for answer, server in zip(answers, self._servers, strict=True):
+            self._group.recv([answer], server, table_server.TAG_LATE).wait()
         self._settle()
 
     def leave(self) -> None:
-        """End the servers' exchange with this trainer; a batch that is asked for and not pushed is forgotten."""
+        """End the exchange of this trainer with the servers, which drop a requested batch without gradients."""
         self._order(table_server.LEAVE)
         self._settle()
 
@@ -247,7 +249,7 @@ class Lookups:
             self._send_request(server, [kind, 0, 0, 0, int(follow)], [])
 
     def _gradients_follow(self) -> bool:
-        """Whether gradients are on their way that no header has told of."""
+        """Return whether gradients have been sent that no header has announced."""
         return self._open is not None and self._open.is_pushed
 
     def _send_request(self, server: int, header: list[int], body: list[Tensor]) -> None:
@@ -266,7 +268,7 @@ class Lookups:
             self._sending.append((self._group.send([tensor], server, tag), tensor))
 
     def _settle(self) -> None:
-        """Wait for what has been sent so far: requests, and the gradients that their headers tell of."""
+        """Wait until all messages so far are sent."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

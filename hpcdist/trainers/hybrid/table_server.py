@@ -1,15 +1,15 @@
-"""The servers' side of the exchange between tables and trainers; `lookups.py` is the other one.
+"""Parameter server of embedding tables: the exchange with the trainers, whose side is `lookups.py`.
 
-What travels are *units*: rows that a trainer sums up into bags by itself, or sums of the server's rows of a bag. A unit
-is one or more of the server's rows; its value is their sum, and its gradient is each row's. Per step and trainer:
+The exchange transfers *units*: single rows, which the trainer sums into bags, or sums of the server's rows of a bag. A
+unit is one or more rows of the server. Its value is their sum, and each row gets its gradient. Per step and trainer:
 
-    header and rows of the units           trainer → server     ahead, while the trainer computes the batch before
-    values                                 server → trainer     as soon as the update before is applied; or ahead, and
-                                                                again those units that the update has changed
+    header and rows of the units           trainer → server     ahead, while the trainer computes the previous batch
+    values                                 server → trainer     once the previous update is applied; or ahead, then
+                                                                again for the units that the update has changed
     gradients                              trainer → server
 
-The exchange is gloo's send and receive, not RPC: 0.2 ms there and back, also with 262 kB, instead of 0.5 ms, and no
-pickle nor thread that waits for the interpreter's lock.
+The exchange uses gloo's send and receive instead of RPC: a round trip takes 0.2 ms instead of 0.5 ms, also with 262
+kB, without pickles and without threads that wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hpcdist.rank.network.rpc import RpcGroup, remote, rpc_target
 from hpcdist.trainers.hybrid.schema import HybridConfig
 from hpcdist.trainers.hybrid.tables import Coalesced, Layout, TableShard, unit_of_row
 
-# What a trainer wants, the first number of each header: units that it will send gradients of, units that it will not,
-# an answer once its gradients are applied, nothing any more.
+# Kind of a request, the first number of its header: a lookup with gradients to follow, a lookup without gradients, an
+# answer after all gradients are applied, the end of the exchange.
 TRAIN, LOOK, FLUSH, LEAVE = range(4)
-#: Kind, rows, units (0: each row is one), whether values are wanted ahead, whether gradients of the last TRAIN follow.
+#: Kind, number of rows, number of offsets (0: each row is a unit), values ahead, gradients of the last TRAIN follow.
 HEADER_LENGTH = 5
-#: Numbers of the first message of a request: small requests need no second one, and gloo makes three of each.
+#: Numbers in the first message of a request. A small request fits into it; each gloo message costs three transfers.
 FIRST_LENGTH = 256
 TAG_HEADER, TAG_ROWS, TAG_VALUES, TAG_LATE, TAG_LATE_UNITS, TAG_LATE_VALUES, TAG_GRADIENTS = range(7)
 
@@ -54,7 +54,7 @@ class _Request:
         return len(self.rows) if self.offsets is None else len(self.offsets)
 
     def of_units(self, units: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor | None]:
-        """Rows and offsets of some of the units."""
+        """Return rows and offsets of the given units."""
         if self.offsets is None:
             return self.rows[torch.from_numpy(units)], None
         begins = self.offsets.numpy()
@@ -66,7 +66,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch whose gradients are still to come."""
+    """A batch whose gradients have not arrived."""
 
     requests: Sequence[_Request]
     coalesced: Coalesced
@@ -76,8 +76,8 @@ class TableServer:
     """Answers trainers until they leave.
 
     Args:
-        group: a gloo group of all ranks, used for nothing else.
-        num_trainers: in all; gradients count by one over it, as in DDP.
+        group: a gloo group of all ranks that has no other use.
+        num_trainers: number of all trainers; gradients are divided by it, as in DDP.
     """
 
     def __init__(self, shard: TableShard, group: dist.ProcessGroup, num_trainers: int) -> None:
@@ -88,10 +88,9 @@ class TableServer:
         self._lock = threading.Lock()
 
     def serve(self, trainers: Sequence[int], *, sync: bool) -> None:
-        """Take steps with these trainers (ranks) together: one update with the gradients of all of them, in order.
+        """Serve these trainers (ranks) together: each step is one update with their gradients, in order.
 
-        With `sync` no value leaves that an update under way would change. Without it, call it in a thread for each
-        trainer alone.
+        With `sync` no value is sent that a pending update would change. Without, call it in a thread per trainer.
         """
         pending: _Pending | None = None
         while True:
@@ -117,7 +116,7 @@ class TableServer:
             for trainer, request, units in zip(trainers, requests, late, strict=True):
                 self._answer(trainer, request, units)
             if first.kind == TRAIN:
-                # While the trainers compute.
+                # Overlaps with the computation of the trainers.
                 pending = _Pending(requests, _coalesce(requests))
 
     def _answer(self, trainer: int, request: _Request, late: np.ndarray[Any, Any] | None) -> None:
@@ -133,7 +132,7 @@ class TableServer:
         return self._shard.values(request.rows, request.offsets)
 
     def _changed(self, request: _Request, pending: _Pending | None) -> np.ndarray[Any, Any]:
-        """Units that hold a row of the update under way, int64."""
+        """Return the indices of the units with a row of the pending update, int64."""
         if pending is None or len(request.rows) == 0:
             return np.zeros(0, dtype=np.int64)
         touched = pending.coalesced.rows.numpy()
@@ -154,7 +153,7 @@ class TableServer:
         ]
         for work in received:
             work.wait()
-        with self._lock:  # in `async` other threads apply theirs
+        with self._lock:  # in async mode other threads apply updates, too
             self._shard.update(pending.coalesced, grads.div_(self._num_trainers))
 
     def _receive_request(self, trainer: int) -> _Request:
@@ -174,7 +173,7 @@ class TableServer:
 
 
 def _coalesce(requests: Sequence[_Request]) -> Coalesced:
-    """All trainers' units, numbered through."""
+    """Return the rows of all trainers' units, which are numbered across the trainers."""
     units, before = [], 0
     for request in requests:
         units.append(unit_of_row(len(request.rows), request.offsets) + before)
@@ -200,7 +199,7 @@ def serve_tables(ctx: Context, cfg: Config, layout: Layout, exchange: dist.Proce
     trainers = list(ctx.ranks_of("trainer"))
     server = TableServer(shard, exchange, len(trainers))
     together = [trainers] if hybrid.mode == "sync" else [[trainer] for trainer in trainers]
-    # Not as a context manager: after an error it would wait for threads that wait for a peer.
+    # Not a context manager: after an error its exit would wait for threads that wait for a lost peer.
     pool = ThreadPoolExecutor(len(together), thread_name_prefix="tables")
     work = [pool.submit(server.serve, ranks, sync=hybrid.mode == "sync") for ranks in together]
 

@@ -1,9 +1,9 @@
-"""Embedding tables spread by row over parameter servers: who owns which rows, and how they are updated.
+"""Embedding tables, sharded by row over parameter servers: layout, rows of a server, and sparse optimizers.
 
-A server holds its rows of all tables in one matrix, so that several tables cost one lookup and one update. Rows of all
-servers are numbered through (`Layout.place`): server 0's rows of every table, then server 1's.
+A server holds its rows of all tables in one matrix, so that several tables need one lookup and one update. Global rows
+(`Layout.place`) are numbered across the servers: server 0's rows of every table, then server 1's.
 
-Lookups and updates are of *units*: rows by themselves, or sums of the server's rows of a bag.
+Lookups and updates have *units*: single rows, or sums of the server's rows of a bag.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from torch import Tensor
 from hpcdist.checkpoint.shards import Shard
 from hpcdist.errors import CheckpointError
 
-#: Rows that are drawn together from (seed, table, number of the block).
+#: Number of rows that are drawn together, from (seed, table, number of the block).
 BLOCK_ROWS = 1024
-#: Rows that are updated at once: their gradients and state stay in a core's cache.
+#: Number of rows that are updated together, so that their gradients and state fit into a core's cache.
 UPDATE_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each table's rows lie. Server s of n has rows `R × s // n` to `R × (s + 1) // n` of a table of R rows."""
+    """Shards of the tables. Server s of n has rows `R × s // n` to `R × (s + 1) // n` of a table of R rows."""
 
-    tables: Mapping[str, int]  #: rows by name
+    tables: Mapping[str, int]  #: number of rows by name
     dim: int
     num_servers: int
 
     def span(self, table: str, server: int) -> range:
-        """The rows of a table that lie on a server."""
+        """Return the rows of a table on a server."""
         rows = self.tables[table]
         return range(rows * server // self.num_servers, rows * (server + 1) // self.num_servers)
 
     def num_rows(self, server: int) -> int:
-        """Rows of a server's matrix."""
+        """Return the number of rows of a server's matrix."""
         return sum(len(self.span(table, server)) for table in self.tables)
 
     @property
     def starts(self) -> list[int]:
-        """The first row of each server, and the number of all rows."""
+        """First global row of each server, then the number of all rows."""
         return [0, *accumulate(self.num_rows(server) for server in range(self.num_servers))]
 
     def place(self, ids: Tensor, table_of_id: Tensor) -> Tensor:
-        """Rows numbered through, int64 [n], of ids in tables (by number, in order)."""
+        """Return the global rows, int64 [n], of ids in tables (given by number)."""
         placed = torch.empty_like(ids)
         for number, (table, rows) in enumerate(self.tables.items()):
             mine = table_of_id == number
@@ -66,8 +66,10 @@ class Layout:
 
 
 def fill_initial(out: Tensor, rows: range, *, table: str, scale: float, seed: int) -> None:
-    """Write rows of a table as training begins into `out` [len(rows), dim]: uniform in ± scale, each from (seed, table,
-    row) alone, so that it does not matter how many servers there are."""
+    """Write the initial values of rows of a table into `out` [len(rows), dim]: uniform in ± scale.
+
+    They depend on (seed, table, row) only, so that they are equal for every number of servers.
+    """
     for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
         digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -78,13 +80,13 @@ def fill_initial(out: Tensor, rows: range, *, table: str, scale: float, seed: in
 
 
 class SparseOptimizer:
-    """SGD, Adagrad or SparseAdam as torch.optim has them, on the rows of a batch alone.
+    """SGD, Adagrad or SparseAdam with the formulas of torch.optim, for the rows of a batch.
 
-    Ours, because torch's sparse tensors cost two to four times as much: writing 40,000 of a million rows of 64 takes
-    12 ms as a sparse `add_`, 1.1 ms as one copy a row.
+    It is not torch.optim, because sparse tensors cost two to four times as much: writing 40,000 of a million rows of
+    64 numbers takes 12 ms as a sparse `add_`, 1.1 ms as one copy per row.
 
     Args:
-        shape: of the matrix.
+        weight: the matrix.
     """
 
     BETAS, ADAM_EPS, ADAGRAD_EPS = (0.9, 0.999), 1e-8, 1e-10
@@ -97,7 +99,7 @@ class SparseOptimizer:
         self.state = {key: torch.zeros_like(weight) for key in names}
 
     def change(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """What is to be added to these rows (each once), given their gradient, both [n, dim]; `grad` is used up."""
+        """Return the change of these different rows for their gradient, both [n, dim]; `grad` is overwritten."""
         if self.name == "sgd":
             return grad.mul_(-self.lr)
         if self.name == "adagrad":
@@ -114,7 +116,7 @@ class SparseOptimizer:
 
 
 def put_rows(matrix: Tensor, rows: Tensor, values: Tensor) -> None:
-    """`matrix[rows] = values`, each row once. NumPy copies a row as one thing, 3 to 10 times faster than torch does."""
+    """Set different rows. NumPy copies each row as one element, 3 to 10 times faster than torch."""
     if matrix.is_cuda:
         matrix.index_copy_(0, rows, values)
     else:
@@ -136,7 +138,7 @@ class TableShard:
         self.optimizer = SparseOptimizer(optimizer, lr, self.weight)  # type: ignore[arg-type]
 
     def values(self, rows: Tensor, offsets: Tensor | None) -> Tensor:
-        """Sums of each unit's rows, [units, dim], on the host; without offsets each row is a unit."""
+        """Return the sum of each unit's rows, [units, dim], on the host; without offsets each row is a unit."""
         device = self.weight.device
         rows = rows.to(device)
         if offsets is None:
@@ -144,7 +146,7 @@ class TableShard:
         return F.embedding_bag(rows, self.weight, offsets.to(device), mode="sum").cpu()
 
     def update(self, batch: Coalesced, grads: Tensor) -> None:
-        """One optimizer step with the gradients of the batch's units, [units, dim]."""
+        """Do one optimizer step with the gradients of the batch's units, [units, dim]."""
         device, optimizer = self.weight.device, self.optimizer
         optimizer.step += 1
         grads = grads.to(device)
@@ -159,7 +161,7 @@ class TableShard:
     # --- checkpoints
 
     def table_rows(self, table: str, matrix: Tensor | None = None) -> Tensor:
-        """This server's rows of one table, as a view."""
+        """Return a view of this server's rows of a table."""
         first = 0
         for name, span in self._spans.items():
             if name == table:
@@ -168,7 +170,7 @@ class TableShard:
         raise KeyError(table)
 
     def checkpoint(self) -> Shard:
-        """Views of all rows and of the optimizer's state, which has the same rows."""
+        """Return views of all rows and of the optimizer's state, which has the same rows."""
         return Shard(
             model={weight_name(table): self.table_rows(table) for table in self._spans},
             rows={weight_name(table): (span.start, self._layout.tables[table]) for table, span in self._spans.items()},
@@ -182,9 +184,9 @@ class TableShard:
         )
 
     def load(self, shards: Iterable[Mapping[str, Any] | None]) -> None:
-        """Take this server's rows from shards of any number of servers, one at a time, until all are there.
+        """Load this server's rows from shards of any number of servers, one at a time, until it has all rows.
 
-        Raises CheckpointError when some are not.
+        Raises CheckpointError if rows are missing.
         """
         missing = {table: len(span) for table, span in self._spans.items() if len(span)}
         for shard in shards:
@@ -197,7 +199,7 @@ class TableShard:
                 return
         if any(missing.values()):
             table = next(name for name, count in missing.items() if count)
-            raise CheckpointError(f"the checkpoint has not all rows of table {table!r}: {missing[table]} are missing")
+            raise CheckpointError(f"the checkpoint lacks {missing[table]} rows of table {table!r}")
 
     def _load_table(self, table: str, span: range, shard: Mapping[str, Any]) -> int:
         name = weight_name(table)
@@ -206,7 +208,7 @@ class TableShard:
             return 0
         first, total = map(int, shard["rows"][name])
         if total != self._layout.tables[table] or rows.shape[1] != self._layout.dim:
-            raise CheckpointError(f"the checkpoint's table {table!r} is {total} × {rows.shape[1]}, another size")
+            raise CheckpointError(f"the checkpoint's table {table!r} has another size: {total} × {rows.shape[1]}")
         begin, end = max(span.start, first), min(span.stop, first + len(rows))
         if begin >= end:
             return 0
@@ -218,7 +220,7 @@ class TableShard:
 
 
 def weight_name(table: str) -> str:
-    """A table's name in the whole model (`models.clicks.ClickModel`)."""
+    """Return the name of a table's weight in the whole model (`ClickModel`)."""
     return f"tables.{table}.weight"
 
 
@@ -227,7 +229,7 @@ def weight_name(table: str) -> str:
 
 @dataclass(frozen=True)
 class Coalesced:
-    """Units turned round: `rows` [n] each once and in order, `units[firsts[i]:firsts[i + 1]]` those that hold row i."""
+    """Units by row: different sorted `rows` [n]; `units[firsts[i]:firsts[i + 1]]` are the units with `rows[i]`."""
 
     rows: Tensor
     units: Tensor
@@ -235,8 +237,8 @@ class Coalesced:
 
     @classmethod
     def of(cls, rows: Tensor, units: Tensor) -> Coalesced:
-        """Of pairs of a row and a unit; a row's units keep their order, so that sums do not depend on chance."""
-        # One sort of plain numbers: 0.1 ms for 20,000; torch.unique takes 2 ms.
+        """Group pairs of row and unit by row; the units of a row keep their order, so that sums are deterministic."""
+        # One sort of integers takes 0.1 ms for 20,000 of them; torch.unique takes 2 ms.
         bits = max(1, (len(rows) - 1).bit_length())
         packed = (rows.numpy() << bits) | np.arange(len(rows))
         packed.sort()
@@ -250,11 +252,8 @@ class Coalesced:
 
 
 def unit_of_row(num_rows: int, offsets: Tensor | None) -> Tensor:
-    """Each row's unit, int64 [rows]."""
+    """Return the unit of each row, int64 [rows]."""
     if offsets is None:
         return torch.arange(num_rows)
     lengths = torch.diff(offsets, append=torch.tensor([num_rows]))
     return torch.arange(len(offsets)).repeat_interleave(lengths)
-
-
-# --- the exchange

@@ -1,4 +1,4 @@
-"""A recurrent language model in one process, and what its tables start with, row by row."""
+"""A recurrent language model in one process, and the initial values of its tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor, nn
 
-#: Rows that are drawn at once: what a row starts with does not depend on which shard holds it.
+#: Rows are drawn in blocks of this size, so that their values do not depend on the number of shards.
 _BLOCK = 1024
 _BOUND = 0.1
 ENCODER, DECODER = 0, 1
 
 
 def first_rows(start: int, stop: int, width: int, seed: int, table: int) -> Tensor:
-    """Rows `start` to `stop` of a table at the start of training, uniform in ±0.1, float32 [stop - start, width]."""
+    """Return the initial rows `start` to `stop` of a table, uniform in ±0.1, float32 [stop - start, width]."""
     blocks = []
     for block in range(start // _BLOCK, -(-stop // _BLOCK)):
         generator = torch.Generator().manual_seed((((2 * seed + table) << 24) + block) % 2**63)
@@ -25,7 +25,7 @@ def first_rows(start: int, stop: int, width: int, seed: int, table: int) -> Tens
 
 
 class LanguageModel(nn.Module):
-    """Embedding, LSTM, decoder. Takes tokens int64 [B, T], returns the next ones' logits [B, T, vocab_size]."""
+    """Embedding, LSTM and decoder: from tokens int64 [B, T] to logits of the next tokens [B, T, vocab_size]."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class LanguageModel(nn.Module):
         return self.step(tokens.t(), None)[0].transpose(0, 1)
 
     def step(self, tokens: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Tokens [T, B] after what `state` has read: logits [T, B, vocab_size], and the state to go on from."""
+        """Return logits [T, B, vocab_size] for tokens [T, B], and the hidden state after them."""
         embedded = F.dropout(self.encoder(tokens), self.dropout, self.training)
         output, state = self.lstm(embedded, state)
         return self.decoder(F.dropout(output, self.dropout, self.training)), state
 
 
 def build_lstm(embedding: int, hidden: int, layers: int, dropout: float) -> nn.LSTM:
-    """Time comes first, as everywhere in this file; weights are drawn from torch's own generator."""
-    # With one layer there is nothing between layers, and torch warns.
+    """Return an LSTM for inputs [T, B, embedding], initialised from torch's global generator."""
+    # With one layer torch warns about dropout, which applies between layers.
     return nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)
 
 
@@ -68,12 +68,12 @@ def build_lstm(embedding: int, hidden: int, layers: int, dropout: float) -> nn.L
 def sample(
     model: LanguageModel, prompt: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator
 ) -> list[int]:
-    """`num_tokens` tokens that the model puts after `prompt` (at least one token), drawn one by one."""
+    """Return `num_tokens` tokens drawn one by one from the model, after `prompt` (at least one token)."""
     model.eval()
     logits, state = model.step(torch.tensor(prompt)[:, None], None)
     tokens: list[int] = []
     for _ in range(num_tokens):
-        odds = torch.softmax(logits[-1, 0].float().cpu() / temperature, 0)
-        tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
+        probabilities = torch.softmax(logits[-1, 0].float().cpu() / temperature, 0)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         logits, state = model.step(torch.tensor(tokens[-1:])[:, None], state)
     return tokens

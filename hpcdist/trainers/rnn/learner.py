@@ -1,4 +1,4 @@
-"""A trainer's side of the language model: its LSTM, and the way of a batch to the servers and back."""
+"""A trainer's LSTM and the steps of a batch between LSTM and vocabulary servers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hpcdist.trainers.rnn.vocabulary_client import PendingRows, VocabularyClient
 
 @dataclass
 class Flight:
-    """A batch between its forward and its backward."""
+    """A batch between its forward and backward pass."""
 
-    number: int  #: of all that this trainer has launched
+    number: int  #: index among the batches that this trainer has launched
     batch: Batch
     rows: Tensor
     lstm: nn.LSTM
@@ -33,10 +33,10 @@ class Flight:
 
 
 class Learner:
-    """A trainer's LSTM, and what it does with a batch: `launch`, then `land`.
+    """A trainer's LSTM; a batch is processed by `launch`, then `land`.
 
-    A batch that is launched while another is under way reads the LSTM's weights from before that one's update, and has
-    a copy of its own of them, since its backward needs them as they were.
+    A batch that is launched while another is in flight uses the weights from before the other's update. It has its own
+    copy of them, since its backward pass needs the weights of its forward pass.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Learner:
         self.lstm = lstm.to(device)
         self.optimizer = build_optimizer(self.lstm.parameters(), cfg.optim)
         self.client = client
-        self.state: tuple[Tensor, Tensor] | None = None  #: hidden, at the start of the next batch to be launched
+        self.state: tuple[Tensor, Tensor] | None = None  #: hidden state at the start of the next launched batch
         self.device = device
         self._copies = (
             deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.section(RnnConfig).mode == "async" else None
@@ -55,10 +55,10 @@ class Learner:
         self._trainers = trainers
         self._num_trainers = dist.get_world_size(trainers)
         self._num_launched = 0
-        self._coming: tuple[Tensor, PendingRows] | None = None  #: ids, and their rows as of the last update
+        self._coming: tuple[Tensor, PendingRows] | None = None  #: ids and their rows after the last update
 
     def launch(self, batch: Batch) -> Flight:
-        """Forward, and off to the servers."""
+        """Run the forward pass and send its output to the servers."""
         lstm = self.lstm
         if self._copies is not None:
             self._copies.rotate()
@@ -67,7 +67,7 @@ class Learner:
                 torch._foreach_copy_(list(lstm.parameters()), list(self.lstm.parameters()))
         rows = self._rows_of(batch.ids).requires_grad_()
         hidden = self._forward(lstm, rows, batch)
-        scale = 1.0 / (len(hidden) * self._num_trainers)  # the mean over all trainers' tokens
+        scale = 1.0 / (len(hidden) * self._num_trainers)  # mean over the tokens of all trainers
         number, self._num_launched = self._num_launched, self._num_launched + 1
         finish = self.client.decode(number, hidden.detach(), batch.targets, scale)
         return Flight(number, batch, rows, lstm, hidden, finish)
@@ -80,13 +80,13 @@ class Learner:
         return rows.wait().to(self.device)
 
     def _forward(self, lstm: nn.LSTM, rows: Tensor, batch: Batch) -> Tensor:
-        embedded = F.dropout(F.embedding(batch.where.to(self.device), rows), self._dropout, lstm.training)
+        embedded = F.dropout(F.embedding(batch.inverse.to(self.device), rows), self._dropout, lstm.training)
         output, (h, c) = lstm(embedded, self.state)
         self.state = h.detach(), c.detach()
         return F.dropout(output, self._dropout, lstm.training).flatten(0, 1)
 
     def land(self, flight: Flight, lr: float, next_ids: Tensor) -> float:
-        """Backward and update; returns the summed loss. The rows of `next_ids`, next to be launched, are asked for."""
+        """Run backward pass and update, and request the rows of `next_ids`; return the summed loss."""
         loss, gradient = flight.finish()
         flight.hidden.backward(gradient)
         number, ids, rows = flight.number, flight.batch.ids, flight.rows.grad
@@ -108,7 +108,7 @@ class Learner:
         return loss
 
     def _summed(self, lstm: nn.LSTM) -> list[Tensor]:
-        """The LSTM's gradients, summed over the trainers in one message."""
+        """Return the gradients of the LSTM, summed over the trainers in one message."""
         gradients = [parameter.grad for parameter in lstm.parameters() if parameter.grad is not None]
         if self._num_trainers > 1:
             joined = torch.cat([gradient.flatten() for gradient in gradients])
@@ -118,17 +118,17 @@ class Learner:
         return gradients
 
     def _clip_factor(self, squared_at_servers: float, gradients: Sequence[Tensor]) -> float:
-        """As torch's clip_grad_norm_, over the parameters of all owners."""
+        """Return the factor of torch's clip_grad_norm_ for the parameters of LSTM and servers."""
         assert self._clip is not None
         if self._copies is not None and self._num_trainers > 1:
-            # In `async` each trainer has offered its own share; replicas stay equal under one factor only.
+            # In async mode each trainer has offered its own gradients; replicas stay equal with one common factor.
             (squared_at_servers,) = self.sum_over_trainers([squared_at_servers])
         norm = math.sqrt(squared_at_servers + sum(float(part) ** 2 for part in torch._foreach_norm(list(gradients))))
         return min(1.0, self._clip / (norm + 1e-6))
 
     @torch.no_grad()
     def measure(self, columns: Columns) -> tuple[float, int]:
-        """Summed loss and number of targets of this trainer's columns; training goes on as if it had not been."""
+        """Return summed loss and number of targets of these columns, without an effect on training."""
         state, self.state = self.state, None
         self.lstm.eval()
         loss = 0.0
@@ -145,7 +145,7 @@ class Learner:
         return [float(value) for value in total.tolist()]
 
     def settle(self) -> None:
-        """Wait until the servers have every trainer's last update."""
+        """Wait until the servers have applied the last update of every trainer."""
         if self._coming is not None:
             self._coming[1].wait()
         dist.barrier(group=self._trainers)

@@ -1,7 +1,7 @@
-"""Text as a stream of tokens: files, tokeniser, held-out part, and batches of neighbouring tokens.
+"""Text as a stream of tokens: files, tokenizer, held-out part, and batches of consecutive tokens.
 
-Batches are cut as in https://docs.pytorch.org/tutorials/beginner/transformer_tutorial.html: the stream becomes
-columns, and a batch is the next few rows of them, so that the hidden state of one goes on in the next.
+Batches follow https://docs.pytorch.org/tutorials/beginner/transformer_tutorial.html: the stream is split into columns,
+and a batch has the next rows of all columns, so that the hidden state of a batch continues in the next one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from hpcdist.errors import ConfigError
 
 UNKNOWN = "<unk>"
-#: A word or separators with the space before them, or a line's end with the next line's indent: joined, they are the
-#: text again.
+#: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces
+#: are the text.
 PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
-#: Third parties' code, and what is rather data than code: tests, tables of characters, texts of `help`.
+#: Folders with third-party code, or with data rather than code: tests, character tables, texts of `help`.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
@@ -50,7 +50,7 @@ class ByteTokenizer:
 
 
 class WordTokenizer:
-    """The commonest words, by https://huggingface.co/docs/tokenizers; token 0 stands for all others."""
+    """The most frequent words, by https://huggingface.co/docs/tokenizers; token 0 replaces all others."""
 
     def __init__(self, texts: Sequence[str], max_size: int) -> None:
         from tokenizers import Regex, models, pre_tokenizers, trainers
@@ -89,7 +89,7 @@ class TextParams(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both parts as int32 [n]."""
+    """Training and held-out text as tokens, int32 [n]."""
 
     train: Tensor
     held_out: Tensor
@@ -97,7 +97,7 @@ class Corpus:
 
 
 def load_corpus(params: TextParams, seed: int) -> Corpus:
-    """Read, tokenise and split. Raises ConfigError when there is no text, or too little."""
+    """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
     texts = read_texts(params.files, params.max_corpus_mb, seed)
     num_held_out = max(1, round(1 / params.eval_fraction))
     if len(texts) >= num_held_out:
@@ -107,7 +107,7 @@ def load_corpus(params: TextParams, seed: int) -> Corpus:
         joined = "".join(texts)
         cut = round(len(joined) * (1 - params.eval_fraction))
         train, held_out = [joined[:cut]], [joined[cut:]]
-    # The vocabulary is the training text's: what it lacks is unknown in the held-out part, as in use.
+    # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
     tokenizer: Tokenizer = ByteTokenizer() if params.tokenizer == "byte" else WordTokenizer(train, params.vocab_size)
     return Corpus(_stream(tokenizer, train), _stream(tokenizer, held_out), tokenizer)
 
@@ -117,12 +117,12 @@ def _stream(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
 
 
 def read_texts(patterns: Sequence[str], max_mb: float, seed: int) -> list[str]:
-    """The files' texts in an order that `seed` determines, cut off at `max_mb`.
+    """Return the texts of the files in an order that `seed` determines, at most `max_mb` in total.
 
-    Raises ConfigError when a pattern finds no file, or one cannot be read.
+    Raises ConfigError if a pattern matches no file or a file cannot be read.
     """
     paths = _matches(patterns) if patterns else _standard_library()
-    random.Random(seed).shuffle(paths)  # noqa: S311  # nothing is to be kept secret
+    random.Random(seed).shuffle(paths)  # noqa: S311  # not for cryptography
     texts, left = [], int(max_mb * 1e6)
     for path in paths:
         try:
@@ -142,7 +142,7 @@ def _matches(patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         files = {Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()}
         if not files:
-            raise ConfigError([f"rnn.files: {pattern!r} finds no file"])
+            raise ConfigError([f"rnn.files: {pattern!r} matches no file"])
         found |= files
     return sorted(found)
 
@@ -151,32 +151,32 @@ def _standard_library() -> list[Path]:
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in folder.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(folder).parts))
     if not paths:
-        raise ConfigError([f"rnn.files: {folder} holds no source of Python's standard library: name text files"])
+        raise ConfigError([f"rnn.files: {folder} has no source of Python's standard library: set it to text files"])
     return paths
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of some columns: `rows[where]` are the embedding's rows of the inputs.
+    """Consecutive rows of all columns. With the embedding rows of `ids`, `rows[inverse]` are those of the inputs.
 
     Attributes:
-        ids: the different inputs, sorted, int64 [u].
-        where: each input's place in `ids`, int64 [steps, columns].
-        targets: the tokens that follow, int64 [steps * columns].
+        ids: different input tokens, sorted, int64 [u].
+        inverse: index of each input in `ids`, int64 [steps, columns].
+        targets: next tokens, int64 [steps * columns].
     """
 
     ids: Tensor
-    where: Tensor
+    inverse: Tensor
     targets: Tensor
 
 
 class Columns:
-    """A rank's share of a stream: its columns, read from top to bottom.
+    """A rank's share of a stream: its columns, in batches of `bptt` rows.
 
     Args:
         stream: all tokens, [n].
-        num_columns: of each rank; longer stretches of text with fewer of them.
-        part: rank and number of ranks that share the stream.
+        num_columns: number of columns of each rank.
+        part: index of the rank and number of ranks that share the stream.
     """
 
     def __init__(self, stream: Tensor, num_columns: int, bptt: int, part: tuple[int, int] = (0, 1)) -> None:
@@ -185,7 +185,7 @@ class Columns:
         if length < 2:
             raise ConfigError(
                 [f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
-                 "give more of it (rnn.max_corpus_mb, rnn.eval_fraction), or a smaller rnn.batch_size"]
+                 "raise rnn.max_corpus_mb or rnn.eval_fraction, or lower rnn.batch_size"]
             )  # fmt: skip
         columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
         self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()
@@ -204,8 +204,8 @@ class Columns:
             raise IndexError(number)
         first = number * self._bptt
         last = min(first + self._bptt, len(self._tokens) - 1)
-        ids, where = torch.unique(self._tokens[first:last], return_inverse=True)
-        return Batch(ids, where, self._tokens[first + 1 : last + 1].flatten())
+        ids, inverse = torch.unique(self._tokens[first:last], return_inverse=True)
+        return Batch(ids, inverse, self._tokens[first + 1 : last + 1].flatten())
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))

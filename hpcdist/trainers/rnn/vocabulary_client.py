@@ -1,4 +1,4 @@
-"""The trainers' side of a vocabulary that lies on servers: which rows are asked of whom, and how answers are joined."""
+"""Client of the vocabulary servers: it splits requests by server and joins the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcdist.trainers.rnn.vocabulary_server import CALL_TIMEOUT_S, call_server
 
 
 class PendingRows:
-    """Rows of the embedding on their way."""
+    """Requested rows of the embedding."""
 
     def __init__(self, calls: Sequence[Any]) -> None:
         self._calls = calls
@@ -27,13 +27,13 @@ class PendingRows:
 
 
 class VocabularyClient:
-    """All servers together, as a trainer sees them: whole tables, whole losses.
+    """All servers of the vocabulary as one object.
 
     Args:
-        names: the servers' in RPC, by index.
-        trainer: this trainer's index.
-        device: where this trainer computes.
-        wire: where tensors are when they travel.
+        names: RPC names of the servers, by index.
+        trainer: index of this trainer.
+        device: device of this trainer.
+        wire: device of the tensors in RPC calls.
     """
 
     def __init__(
@@ -51,26 +51,26 @@ class VocabularyClient:
         return [self._call(server, method, *arguments) for server in range(len(self._names))]
 
     def _of_each(self, ids: Tensor) -> list[slice]:
-        """Which of the sorted ids each server has."""
+        """Return the slice of the sorted ids that each server has."""
         if len(self._names) == 1:
             return [slice(None)]
         cuts = torch.searchsorted(ids, self._bounds).tolist()
         return [slice(*pair) for pair in itertools.pairwise(cuts)]
 
     def pull(self, ids: Tensor) -> PendingRows:
-        """Rows of different tokens, `ids` being sorted."""
+        """Request the rows of different, sorted tokens."""
         return PendingRows(
             [self._call(i, "pull", ids[part].to(self._wire)) for i, part in enumerate(self._of_each(ids))]
         )
 
     def decode(self, number: int, hidden: Tensor, targets: Tensor, scale: float) -> Callable[[], tuple[float, Tensor]]:
-        """Begin the batch of this number. Call what is returned for its summed loss and the gradient of `hidden`.
+        """Start a batch; return a function that waits for its summed loss and the gradient of `hidden`.
 
         Args:
-            scale: what the gradient of the summed loss is multiplied with.
+            scale: factor of the gradient.
         """
         hidden, targets = hidden.to(self._wire), targets.to(self._wire)
-        if len(self._names) == 1:  # which needs nobody else's word: one call
+        if len(self._names) == 1:  # which has all rows: one call is enough
             (call,) = self._call_all("decode", self._trainer, number, hidden, targets, scale)
             return lambda: self._received(*call.wait())
         scores = self._call_all("score", self._trainer, number, hidden, targets)
@@ -86,13 +86,13 @@ class VocabularyClient:
         return loss, gradient.to(self._device)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> float:
-        """Summed over the targets, without a backward to come."""
+        """Return the loss summed over the targets, for an evaluation."""
         calls = self._call_all("measure", self._trainer, hidden.to(self._wire), targets.to(self._wire))
         _, losses = join_scores(*zip(*(call.wait() for call in calls), strict=True))
         return float(losses.double().sum())
 
     def offer(self, number: int, ids: Tensor, rows: Tensor) -> float:
-        """Give a batch's gradients that are to be clipped; the squared norm of all that the servers will update."""
+        """Send gradients for clipping; return the squared norm of all gradients of the servers."""
         rows = rows.to(self._wire)
         calls = [
             self._call(i, "offer", self._trainer, number, ids[part].to(self._wire), rows[part])
@@ -103,7 +103,7 @@ class VocabularyClient:
     def push(
         self, number: int, ids: Tensor, rows: Tensor | None, scale: float, lr: float, next_ids: Tensor
     ) -> PendingRows:
-        """Have the servers update; without `rows`, with `scale` times those that were offered."""
+        """Update the servers with these gradients, without `rows` with `scale` times the offered ones."""
         rows = None if rows is None else rows.to(self._wire)
         calls = []
         for i, (part, next_part) in enumerate(zip(self._of_each(ids), self._of_each(next_ids), strict=True)):
@@ -113,6 +113,6 @@ class VocabularyClient:
         return PendingRows(calls)
 
     def weights(self) -> dict[str, Tensor]:
-        """Embedding and decoder, whole, under the names of `LanguageModel`."""
+        """Return the whole embedding and decoder with the names of `LanguageModel`."""
         parts = [call.wait() for call in self._call_all("weights")]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

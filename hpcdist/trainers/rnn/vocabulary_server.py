@@ -1,7 +1,7 @@
-"""Servers of a vocabulary's rows, and all of them together as a trainer sees them.
+"""Parameter server of a vocabulary's rows, called by the trainers through RPC.
 
-Updates of several trainers are one in `sync`: servers wait for every trainer's push, and add up in the order of their
-index. In `async` each push is an update, when it comes.
+In sync mode the gradients of all trainers are one update: a server waits for the push of every trainer and sums in the
+order of their index. In async mode each push is an update of its own.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from hpcdist.rank.optimizer import build_optimizer, set_lr
 from hpcdist.trainers.rnn.vocabulary import Space, VocabularyShard, join_scores
 
 T = TypeVar("T")
-#: A batch with fewer odds than this is computed at once.
-SMALL = 1 << 14
-#: A call may take so long; a peer that has died is noticed by its connection long before.
+#: A batch with fewer probabilities than this is computed in the calling thread.
+MIN_BACKGROUND_SIZE = 1 << 14
+#: Timeout of a call. The loss of a peer is detected by its connection, much earlier.
 CALL_TIMEOUT_S = 300.0
 
 
 @dataclass
 class Slot:
-    """One of a trainer's batches at a server."""
+    """State of one of a trainer's batches."""
 
     space: Space | None = None
-    gradients: Future[tuple[Tensor, ...]] | None = None  #: of the decoder's rows
-    used: Future[None] | None = None  #: the update that they are part of
+    gradients: Future[tuple[Tensor, ...]] | None = None  #: gradients of the decoder's rows
+    used: Future[None] | None = None  #: completion of the update that they are part of
 
 
 @dataclass
 class Joined:
-    """The gradients of one update."""
+    """Gradients of one update."""
 
-    rows: Tensor  #: of the embedding, sparse and coalesced
+    rows: Tensor  #: gradients of the embedding, sparse and coalesced
     slots: list[Slot]
-    summed: tuple[Tensor, ...] = ()  #: of the decoder, once all of them are there
+    summed: tuple[Tensor, ...] = ()  #: gradients of the decoder, once all have arrived
 
 
 class VocabularyServer:
-    """Rows of embedding and decoder, and their optimizers. Its methods are called by trainers, in RPC's threads.
+    """Rows of embedding and decoder, and their optimizers. Trainers call its methods, in threads of RPC.
 
     Args:
-        wire: where tensors are when they travel.
-        is_async: see the module.
+        wire: device of the tensors in RPC calls.
+        is_async: whether each push is an update of its own.
     """
 
     def __init__(
@@ -73,34 +73,34 @@ class VocabularyServer:
         self._num_trainers = num_trainers
         self._device, self._wire = device, wire
         self._is_async = is_async
-        # By trainer; a batch's is the one at its number modulo theirs, and calls of two batches may overlap.
+        # By trainer and batch number modulo the number of slots; calls of two batches may overlap.
         self._slots = [[Slot() for _ in range(2 if is_async else 1)] for _ in range(num_trainers)]
         self._scratch: list[Space | None] = [None] * num_trainers
         self._pushed: dict[int, tuple[Slot, Tensor, Tensor]] = {}
         self._offered: dict[int, Joined] = {}
         self._squared_norm: dict[int, float] = {}
         self._round = 0
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._decoder_lock = threading.Lock()
-        # Tasks wait for none that was submitted later.
+        # A task only waits for earlier ones, so the pool cannot deadlock.
         self._pool = ThreadPoolExecutor(num_trainers + 1)
 
     # --- called by trainers
 
     def pull(self, ids: Tensor) -> Tensor:
-        with self._changed:
+        with self._condition:
             return self._lookup(ids)
 
     def score(self, trainer: int, number: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a trainer's batch of this number: log of the summed exponentials, and the targets' logits, [n]."""
+        """Start a batch; return the log-sum-exp over this server's rows and the logits of the targets it has, [n]."""
         slot = self._slot(trainer, number)
-        if slot.used is not None:  # in `sync` this is the last update, in `async` the one before
+        if slot.used is not None:  # the last update in sync mode, the one before in async mode
             slot.used.result()
         slot.space, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), slot.space)
         return self._out(slot.space.lse), self._out(chosen)
 
     def backward(self, trainer: int, number: int, lse: Tensor, scale: float) -> Tensor:
-        """This server's part of the gradient of the output; that of the weights is computed after the answer."""
+        """Return this server's part of the output's gradient. The weights' gradient is computed after the answer."""
         slot = self._slot(trainer, number)
         assert slot.space is not None
         gradient = self._out(self.shard.input_gradient(slot.space, lse.to(self._device), scale))
@@ -108,19 +108,19 @@ class VocabularyServer:
         return gradient
 
     def decode(self, trainer: int, number: int, hidden: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
-        """Both at once, for a server that has the whole vocabulary: summed loss and gradient of the output."""
+        """Return summed loss and gradient of the output: `score` and `backward` in one call, for a single server."""
         lse, losses = join_scores(*zip(self.score(trainer, number, hidden, targets), strict=True))
         return float(losses.double().sum()), self.backward(trainer, number, lse, scale)
 
     def measure(self, trainer: int, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`score` without a backward to come."""
+        """Return the same as `score`, for an evaluation."""
         self.settle()
         scratch, chosen = self.shard.score(hidden.to(self._device), targets.to(self._device), self._scratch[trainer])
         self._scratch[trainer] = scratch
         return self._out(scratch.lse), self._out(chosen)
 
     def offer(self, trainer: int, number: int, ids: Tensor, rows: Tensor) -> float:
-        """Gradients of a batch's embedding rows that are to be clipped: the squared norm of all to be updated."""
+        """Take gradients of embedding rows for clipping; return the squared norm of all gradients of this update."""
         key = self._key(trainer)
 
         def measure(joined: Joined) -> None:
@@ -128,7 +128,7 @@ class VocabularyServer:
             self._squared_norm[key] = sum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
             self._offered[key] = joined
 
-        with self._changed:
+        with self._condition:
             self._collect(trainer, number, ids, rows, measure)
             return self._squared_norm[key]
 
@@ -142,16 +142,16 @@ class VocabularyServer:
         lr: float,
         next_ids: Tensor,
     ) -> Tensor:
-        """Update with these gradients, or `scale` times those that were offered; returns the next batch's rows."""
-        with self._changed:
+        """Update with these gradients, or with `scale` times the offered ones; return the rows of the next batch."""
+        with self._condition:
             if ids is not None and rows is not None:
                 self._collect(trainer, number, ids, rows, lambda joined: self._update(joined, 1.0, lr))
             elif (offered := self._offered.pop(self._key(trainer), None)) is not None:
-                self._update(offered, scale, lr)  # the first trainer to say so: all of them say the same
+                self._update(offered, scale, lr)  # the first trainer updates: all send the same scale
             return self._lookup(next_ids)
 
     def weights(self) -> dict[str, Tensor]:
-        """The shard's rows, on the host, for the final model."""
+        """Return the rows on the host, for the final model."""
         self.settle()
         return {name: tensor.detach().cpu() for name, tensor in self.shard.named_rows.items()}
 
@@ -165,7 +165,7 @@ class VocabularyServer:
         return slots[number % len(slots)]
 
     def _collect(self, trainer: int, number: int, ids: Tensor, rows: Tensor, then: Callable[[Joined], None]) -> None:
-        """Do `then` with what all trainers have pushed, or in `async` with this one's; in `sync` all wait for it."""
+        """Call `then` with the gradients of all trainers, who wait for it; in async mode with this trainer's."""
         self._pushed[trainer] = self._slot(trainer, number), ids.to(self._device), rows.to(self._device)
         if self._is_async:
             then(self._join([trainer]))
@@ -173,10 +173,10 @@ class VocabularyServer:
         if len(self._pushed) == self._num_trainers:
             then(self._join(range(self._num_trainers)))
             self._round += 1
-            self._changed.notify_all()
+            self._condition.notify_all()
             return
         before = self._round
-        if not self._changed.wait_for(lambda: self._round > before, CALL_TIMEOUT_S):
+        if not self._condition.wait_for(lambda: self._round > before, CALL_TIMEOUT_S):
             missing = sorted(set(range(self._num_trainers)) - set(self._pushed))
             raise PeerLost(f"trainer:{missing[0]} has pushed no gradients for {CALL_TIMEOUT_S:g} s")
 
@@ -188,12 +188,12 @@ class VocabularyServer:
             torch.cat(rows),
             self.shard.encoder.shape,
             check_invariants=False,
-            is_coalesced=len(ids) == 1,  # a trainer's ids are different and sorted; those of several are not
+            is_coalesced=len(ids) == 1,  # the ids of one trainer are different and sorted
         )
         return Joined(joined.coalesce(), list(slots))
 
     def _decoder_gradients(self, joined: Joined) -> tuple[Tensor, ...]:
-        """Summed over the trainers, by index, in the first one's buffers; with those of the embedding where tied."""
+        """Return the gradients summed over the trainers in order; if tied, including those of the embedding."""
         if not joined.summed:
             first, *others = [slot.gradients.result() for slot in joined.slots if slot.gradients is not None]
             for other in others:
@@ -204,7 +204,7 @@ class VocabularyServer:
         return joined.summed
 
     def _update(self, joined: Joined, scale: float, lr: float) -> None:
-        """Step the embedding now, since its rows are waited for, and the decoder once its gradients are there."""
+        """Update the embedding now, since trainers wait for its rows, and the decoder once its gradients are there."""
         if self.row_optimizer is not None:
             gradient = joined.rows if scale == 1.0 else joined.rows * scale
             self.shard.encoder.grad = gradient if self._is_lazy else gradient.to_dense()
@@ -218,8 +218,8 @@ class VocabularyServer:
             update.result()
 
     def _run(self, space: Space | None, task: Callable[..., T], *arguments: Any) -> Future[T]:
-        """In the background, unless the batch is so small that to wake a thread is more work."""
-        if space is not None and space.odds.numel() >= SMALL:
+        """Run a task in the background, unless the batch is so small that waking a thread costs more."""
+        if space is not None and space.probs.numel() >= MIN_BACKGROUND_SIZE:
             return self._pool.submit(task, *arguments)
         done: Future[T] = Future()
         done.set_result(task(*arguments))
@@ -248,22 +248,22 @@ class VocabularyServer:
         return tensor.to(self._wire)
 
     def _synchronize(self) -> None:
-        # Calls and updates run in threads, each on a stream of its own: what one leaves, another finds finished.
+        # Calls and updates run in threads with their own streams; each completes its work before others use it.
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def settle(self) -> None:
-        """Wait until everything that was pushed is in the weights."""
+        """Wait until all pushed gradients are applied."""
         for slot in itertools.chain.from_iterable(self._slots):
             if slot.used is not None:
                 slot.used.result()
 
 
 def build_row_optimizer(encoder: nn.Parameter, cfg: OptimConfig) -> tuple[torch.optim.Optimizer, bool]:
-    """The embedding's optimizer, and whether it takes sparse gradients, at the cost of the touched rows alone.
+    """Return the optimizer of the embedding, and whether it takes sparse gradients, which cost only their rows.
 
-    Plain SGD gives the same either way; Adam then leaves the moments of untouched rows as they are (SparseAdam).
-    Momentum of SGD and decay move every row in every step, so they take dense gradients.
+    Plain SGD gives the same result with both; sparse Adam does not update the moments of other rows (SparseAdam).
+    Momentum of SGD and weight decay change every row in every step, so they take dense gradients.
     """
     if cfg.weight_decay == 0 and cfg.name == "adam":
         return torch.optim.SparseAdam([encoder], lr=cfg.lr), True

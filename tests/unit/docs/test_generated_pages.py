@@ -88,7 +88,7 @@ def test_messages_come_from_raise_statements_and_validation(
     )
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     monkeypatch.setattr(hooks, "PACKAGE", tmp_path / "hpcdist")
-    assert [(message.error, message.text) for message in hooks.messages()] == [
+    assert {(message.error, message.text) for message in hooks.messages()} == {
         ("DataError", "{path} cannot be read: fetch it again"),
         ("ConfigError", "optim.lr must be > 0, got {lr}"),
-    ]
+    }

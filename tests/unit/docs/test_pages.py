@@ -115,7 +115,7 @@ LOOKUPS = [
     ("stop agreement", "stop_agreement"),
     ("straggler rule", "supervisor/stragglers"),
     ("PPO update", "rl/ppo"),
-    ("parameter-server exchange", "hybrid/exchange"),
+    ("parameter-server exchange", "hybrid/table_server"),
 ]
 
 
@@ -134,3 +134,10 @@ def test_pictures_are_small() -> None:
     pictures = sorted((ROOT / "docs" / "images").iterdir())
     assert {picture.suffix for picture in pictures} <= {".svg", ".png"}
     assert [picture.name for picture in pictures if picture.stat().st_size > 200_000] == []
+
+
+def test_python_blocks_are_valid() -> None:
+    for page in pages():
+        for block in blocks(page):
+            if block.language == "python":
+                compile(block.text, str(page.relative_to(ROOT)), "exec")

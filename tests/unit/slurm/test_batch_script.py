@@ -24,7 +24,7 @@ supervise() {{
   for left in 3 2 1 0; do
     code=0; {sys.executable} -u -m hpcdist.slurm.job.submitit_entry "$@" || code=$?
     [ $code -gt 128 ] && [ $code -ne 143 ] && [ $left -gt 0 ] || return $code
-    echo "the supervisor was killed (exit code $code) and is started again"
+    echo "the supervisor was killed (exit code $code): restarting it"
   done
 }}"""
 SMALL: dict[str, Any] = {
@@ -235,7 +235,7 @@ def test_a_supervisor_that_is_killed_is_started_again(
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert (tmp_path / "starts").read_text() == "argument\n" * starts
-    assert done.stdout.count(" and is started again\n") == starts - 1
+    assert done.stdout.count(": restarting it\n") == starts - 1
 
 
 def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_no_secret_is_in_the_script_or_the_step() -> None:
     )
     script, step = batch_script.render(config, RUN)
     assert "s3cret" not in script + step
-    assert "# WANDB_API_KEY is set by the supervisor, which reads it from secrets.json in the run folder" in script
+    assert "# The supervisor sets WANDB_API_KEY from secrets.json in the run folder" in script
     assert "export PLAIN=visible" in script
     assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
 

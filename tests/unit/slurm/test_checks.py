@@ -10,7 +10,7 @@ import pytest
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.run.folder import write_json
-from hpcdist.slurm.submit.checks import check, check_config, longest_save
+from hpcdist.slurm.submit.checks import check_config, check_submission, longest_save
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
 SCRIPTS = {
@@ -53,7 +53,7 @@ def ask(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config
     """What a check says; the runs folder counts as shared unless the test says otherwise."""
     cluster = ClusterConfig(**{"shared_runs": True, **config.pop("cluster", {})})
     config = {"experiment": "exp", "name": "first", "runs_dir": str(tmp_path / "runs"), **config}
-    return check(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
+    return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
 
 
 def test_a_request_that_fits_costs_three_calls(slurm: Slurm, tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_all_mistakes_at_once(slurm: Slurm, tmp_path: Path) -> None:
         )
     nodes, qos, folder, lead, data = caught.value.problems
     assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
-    assert qos == "cluster.qos=long: no such QOS: there are normal"
-    assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has a /tmp of its own")
+    assert qos == "cluster.qos=long: no such QOS, the cluster has normal"
+    assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has its own /tmp")
     assert lead == (
-        "cluster.signal_lead_s=60: the run would be asked to save at its start, as cluster.time_limit_min=1 is 60 s:"
-        " lower one or raise the other"
+        "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_limit_min=1 is 60 s:"
+        " lower the first or raise the second"
     )
     assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
 
@@ -97,7 +97,7 @@ def test_an_account_that_slurm_refuses_is_told_with_those_there_are(slurm: Slurm
     said = "Slurm rejects this job: Invalid account"
     with pytest.raises(ConfigError) as caught:
         ask(tmp_path, cluster={"account": "eve", "nodes": 9})
-    assert caught.value.problems[1] == f"cluster.account=eve: {said}; yours are ada, bob"
+    assert caught.value.problems[1] == f"cluster.account=eve: {said}; your accounts are ada, bob"
     (slurm.folder / "sacctmgr").unlink()
     with pytest.raises(ConfigError) as caught:
         ask(tmp_path)
@@ -121,7 +121,7 @@ def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm,
         check_config(config, tmp_path)
     check_config(Config(), tmp_path)
     config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
-    assert check(config, {}, None, missing_data="", force=False)[0] == [], "a run that has its code already"
+    assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "a run that has its code already"
 
 
 def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,10 @@ def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_json(save / "manifest.json", {"write_s": 70.4})
     doubts, _ = ask(tmp_path, missing_data="mnist was not found in /data")
     assert doubts == [
-        "cluster.signal_lead_s=120: a save of run before took 70 s: give it twice that, cluster.signal_lead_s=141",
-        "mnist was not found in /data: the nodes will download it, if they reach the internet",
-        "SBATCH_PARTITION in your environment wins over the batch script: unset what is not meant",
+        "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
+        " cluster.signal_lead_s=141",
+        "mnist was not found in /data: the nodes will download it if they have internet access",
+        "SBATCH_PARTITION in your environment overrides the batch script: unset what you do not need",
     ]
 
 
@@ -151,7 +152,9 @@ def test_a_slurm_that_tells_nothing_leaves_it_to_sbatch(slurm: Slurm, tmp_path: 
 
 def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserMistake, match=r"^no sbatch here: submit from a login node, or look at .* --dry-run$"):
+    with pytest.raises(
+        UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
+    ):
         ask(tmp_path)
 
 
@@ -172,8 +175,8 @@ def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         ask(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
     assert caught.value.problems[1:3] == (
-        "cluster.partition=mian: no such partition, did you mean 'main'? there are main",
-        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs on a node: lower it or choose another",
+        "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has main",
+        "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
     )
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
 
@@ -197,7 +200,7 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
     ]
     assert "s3cret" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
-        check(config, {}, tmp_path, missing_data="", force=True)
+        check_submission(config, {}, tmp_path, missing_data="", force=True)
     assert len(caught.value.problems) == 3
     assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
     assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

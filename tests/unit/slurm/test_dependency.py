@@ -47,14 +47,18 @@ def test_names_become_jobs(runs: Path, text: str, resolved: str) -> None:
 
 @pytest.mark.parametrize("text", ["12", "afterko:12", "afterok", "afterok:", "singleton:12", "afterok:12,", ""])
 def test_what_is_no_dependency(runs: Path, text: str) -> None:
-    with pytest.raises(UserMistake, match=r"^--dependency .* is none: write afterok:RUN or afterok:JOB \(or after, "):
+    with pytest.raises(
+        UserMistake, match=r"^--dependency .* is not a dependency: write afterok:RUN or afterok:JOB \(or after, "
+    ):
         resolve(text, runs)
 
 
 def test_what_would_never_start(runs: Path) -> None:
-    with pytest.raises(UserMistake, match=r"^--dependency afterok:third: run third is failed: this would never start$"):
+    with pytest.raises(
+        UserMistake, match=r"^--dependency afterok:third: run third is failed: the job would never start$"
+    ):
         resolve("afterok:third", runs)
-    with pytest.raises(UserMistake, match=r"run second is finished: this would never start$"):
+    with pytest.raises(UserMistake, match=r"run second is finished: the job would never start$"):
         resolve("afternotok:second", runs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.slurm.job.het_watchdog import is_torn
+from hpcdist.slurm.job.het_watchdog import is_partly_requeued
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from hpcdist.slurm.job.het_watchdog import is_torn
         (["COMPLETING", "RUNNING"], False),
     ],
 )
-def test_a_job_is_torn_when_its_leader_waits_and_others_run(states: list[str], torn: bool) -> None:
-    assert is_torn([{"JobId": str(index), "JobState": state} for index, state in enumerate(states)]) == torn
+def test_a_job_is_partly_requeued_when_its_leader_waits_and_others_run(states: list[str], torn: bool) -> None:
+    assert is_partly_requeued([{"JobId": str(index), "JobState": state} for index, state in enumerate(states)]) == torn

@@ -13,7 +13,7 @@ from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.run.folder import RunDir, State, read_json
 from hpcdist.slurm.job import in_job
-from hpcdist.slurm.job.in_job import cluster_of, run_in_job
+from hpcdist.slurm.job.in_job import cluster_from_job, run_in_job
 
 JOB = {
     "SLURM_JOB_ID": "41",
@@ -127,16 +127,16 @@ def test_outside_of_a_job(config: Config, supervised: list[RunDir], tmp_path: Pa
 )
 def test_what_the_job_has(env: dict[str, str], changes: dict[str, Any]) -> None:
     expected = replace(ClusterConfig(nodes=2, max_requeues=3), **changes)
-    assert cluster_of(ClusterConfig(max_requeues=3), {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
+    assert cluster_from_job(ClusterConfig(max_requeues=3), {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
 
 
 def test_nodes_with_different_numbers_of_tasks() -> None:
     with pytest.raises(ConfigError, match=r"^2,1 tasks per node: ask for as many on each, with `#SBATCH --ntasks-per-"):
-        cluster_of(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
+        cluster_from_job(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
 
 
 @pytest.mark.parametrize(("size", "het"), [("", False), ("2", True)])
 def test_roles_share_what_the_script_has_asked_for(size: str, het: bool) -> None:
     """Components are the script's to make: with one allocation the ranks are placed in it."""
     asked = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
-    assert cluster_of(asked, JOB | {"SLURM_HET_SIZE": size}, 90).het is het
+    assert cluster_from_job(asked, JOB | {"SLURM_HET_SIZE": size}, 90).het is het

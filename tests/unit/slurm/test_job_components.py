@@ -12,12 +12,12 @@ from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.slurm.job_components import (
     JobComponent,
     allocations,
+    assign_nodes,
     components,
     hosts_by_rank,
     is_het,
     merged,
-    place,
-    table,
+    rank_table_lines,
 )
 
 
@@ -105,7 +105,7 @@ def test_what_is_not_said_follows_from_the_count(request_: dict[str, int], shape
             {},
             {"nodes": 2, "tasks_per_node": 2},
             "roles add up to 5 ranks (server 1, worker 4), but cluster.nodes=2 × cluster.tasks_per_node=2 is 4: change"
-            " one of them, or give roles nodes of their own under cluster.roles",
+            " one of them, or request nodes for single roles under cluster.roles",
         ),
         (
             {"server": 1, "worker": 4},
@@ -117,20 +117,20 @@ def test_what_is_not_said_follows_from_the_count(request_: dict[str, int], shape
             {"server": 1, "worker": 4},
             {"worker": {"nodes": 3}},
             {},
-            "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be shared out evenly over them",
+            "cluster.roles.worker.nodes=3: roles.worker=4 ranks cannot be distributed evenly over these nodes",
         ),
         (
             {"server": 1, "worker": 5},
             {"worker": {"tasks_per_node": 2}},
             {},
-            "cluster.roles.worker.tasks_per_node=2: roles.worker is 5 ranks, which fill no whole number of nodes; set"
+            "cluster.roles.worker.tasks_per_node=2: roles.worker is 5 ranks, not a multiple of that; set"
             " cluster.roles.worker.nodes",
         ),
         (
             {"master": 1, "server": 4, "worker": 1},
             {"worker": {"gpus_per_node": 1}},
             {"tasks_per_node": 2},
-            "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, which fill no whole number of nodes; set"
+            "cluster.tasks_per_node=2: roles.master + roles.server is 5 ranks, not a multiple of that; set"
             " cluster.roles.master.nodes",
         ),
     ],
@@ -207,15 +207,15 @@ def test_kinds_of_nodes_are_counted() -> None:
     [
         (
             {"partition": "gpu"},
-            "cluster.roles: partition differs between roles, which only a heterogeneous job can give (cluster.het)",
+            "cluster.roles: partition differs between roles, which needs a heterogeneous job (cluster.het)",
         ),
         (
             {"sbatch": {"gres": "x"}},
-            "cluster.roles: sbatch differs between roles, which only a heterogeneous job can give (cluster.het)",
+            "cluster.roles: sbatch differs between roles, which needs a heterogeneous job (cluster.het)",
         ),
         (
             {"constraint": "a|b"},
-            "cluster.roles: constraint 'a|b' needs a heterogeneous job; without one name one feature",
+            "cluster.roles: constraint 'a|b' needs a heterogeneous job (cluster.het)",
         ),
         ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
     ],
@@ -226,7 +226,7 @@ def test_what_one_allocation_cannot_give(request_: dict[str, Any], message: str)
 
 
 def test_memory_that_slurm_would_hand_on_must_be_said() -> None:
-    with pytest.raises(ConfigError, match=r"^cluster\.roles\.worker\.mem must be set, since server sets it, too$"):
+    with pytest.raises(ConfigError, match=r"^cluster\.roles\.worker\.mem must be set because server sets it$"):
         allocations(config({"server": 1, "worker": 2}, {"server": {"mem": "64G"}, "worker": {}}))
 
 
@@ -235,16 +235,16 @@ KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "
 
 
 def test_nodes_are_shared_out_in_their_order() -> None:
-    assert place(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
+    assert assign_nodes(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
     alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
-    assert place(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
+    assert assign_nodes(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
 
 
 def test_features_come_before_the_order() -> None:
     wants = [part("server"), part("worker", constraint="b", nodes=2)]
-    assert place(wants, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
-    assert place(wants[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
-    assert place(
+    assert assign_nodes(wants, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
+    assert assign_nodes(wants[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
+    assert assign_nodes(
         [part("server", constraint="b"), part("worker", constraint="a", nodes=2)], ["n1", "n2", "n3"], KINDS
     ) == [
         ("n3",),
@@ -255,7 +255,7 @@ def test_features_come_before_the_order() -> None:
 def test_too_few_nodes_of_a_kind() -> None:
     wants = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
     with pytest.raises(HpcdistError) as caught:
-        place(wants, ["n1", "n2"], KINDS)
+        assign_nodes(wants, ["n1", "n2"], KINDS)
     assert str(caught.value) == "worker and helper need 2 nodes × 1, b but of n1, n2 only 1 are left for that"
 
 
@@ -273,17 +273,17 @@ ASKED = config(
 
 
 def test_the_table_before_the_nodes_are_known() -> None:
-    assert table(ASKED) == [
+    assert rank_table_lines(ASKED) == [
         "rank  role        device  place",
         "0     server:0    cpu     component 0: 1 node × 1, partition main",
         "1-4   worker:0-3  cuda    component 1: 2 nodes × 2, 2 GPUs each, partition main, a100",
     ]
     placed = Config(roles=ASKED.roles, cluster=ClusterConfig(roles={"worker": RoleRequest(nodes=2)}))
-    assert [line.split("cpu")[1].strip() for line in table(placed)[1:]] == ["1 node × 1", "2 nodes × 2"]
+    assert [line.split("cpu")[1].strip() for line in rank_table_lines(placed)[1:]] == ["1 node × 1", "2 nodes × 2"]
 
 
 def test_the_table_with_hosts() -> None:
-    assert table(ASKED, [("n3",), ("n1", "n2")]) == [
+    assert rank_table_lines(ASKED, [("n3",), ("n1", "n2")]) == [
         "rank  role        device  place",
         "0     server:0    cpu     n3",
         "1-2   worker:0-1  cuda    n1",
@@ -293,7 +293,7 @@ def test_the_table_with_hosts() -> None:
 
 def test_the_table_of_a_large_world() -> None:
     asked = config({"server": 1, "worker": 4096}, {"worker": {"nodes": 512, "gpus_per_node": 8}})
-    assert table(asked, [("n1",), tuple(f"n{number}" for number in range(2, 514))])[1:] == [
+    assert rank_table_lines(asked, [("n1",), tuple(f"n{number}" for number in range(2, 514))])[1:] == [
         "0       server:0       cpu     n1",
         "1-4096  worker:0-4095  cuda    n2 … n513 (512 nodes × 8, 8 GPUs each)",
     ]
@@ -301,4 +301,4 @@ def test_the_table_of_a_large_world() -> None:
 
 def test_a_config_that_names_devices_has_the_last_word_in_the_table() -> None:
     asked = Config(cluster=ClusterConfig(gpus_per_node=4), launch=LaunchConfig(device="cpu"))
-    assert table(asked)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]
+    assert rank_table_lines(asked)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]

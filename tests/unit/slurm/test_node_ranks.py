@@ -27,8 +27,8 @@ def test_ranks_are_found_and_killed_with_what_they_have_started(
     with still_ranks(attempt, tmp_path, 2) as ranks:
         started = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
         assert len(started) == 3, "two ranks, and a process that rank 1 has forked"
-        main([str(run), "look"])
-        main([str(run.parent), "look"])
+        main([str(run), "list"])
+        main([str(run.parent), "list"])
         assert capsys.readouterr().out == "n1 0 1\nn1\n"
         assert ranks.running == [0, 1], "nothing was killed"
         monkeypatch.setattr(node_ranks, "KILL_S", 30.0)

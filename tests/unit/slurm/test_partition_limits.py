@@ -11,7 +11,7 @@ import pytest
 from hpcdist.config.schema import ClusterConfig
 from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 from hpcdist.slurm.submit import partition_limits
-from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, chosen_of
+from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, requested_partitions
 
 BIG = NodeGroup(partition="gpu", num_nodes=2, cpus=64, memory_mb=256000, gpus=4, usable=True, names="n[1-2]")
 SMALL = NodeGroup(partition="gpu", num_nodes=2, cpus=16, memory_mb=64000, gpus=0, usable=True, names="n[3-4]")
@@ -41,74 +41,74 @@ def test_a_request_that_fits() -> None:
         (
             {"MaxNodes": "2"},
             {"nodes": 3},
-            "cluster.nodes=3: partition gpu allows 2 to a job: lower it or choose another",
+            "cluster.nodes=3: partition gpu allows 2 per job: lower it or choose another",
         ),
-        ({"MinNodes": "2"}, {}, "cluster.nodes=1: partition gpu wants at least 2: raise it or choose another"),
+        ({"MinNodes": "2"}, {}, "cluster.nodes=1: partition gpu requires at least 2: raise it or choose another"),
         (
             {"MaxTime": "00:30:00"},
             {},
-            "cluster.time_limit_min=60: partition gpu allows 30: lower it; a run that needs longer saves, requeues"
-            " itself and goes on",
+            "cluster.time_limit_min=60: partition gpu allows 30: lower it; a longer run saves, requeues"
+            " itself and continues",
         ),
         (
             {},
             {"tasks_per_node": 13, "cpus_per_task": 5},
-            "cluster.tasks_per_node=13 × cluster.cpus_per_task=5: partition gpu offers at most 64 cores on a node:"
+            "cluster.tasks_per_node=13 × cluster.cpus_per_task=5: partition gpu offers at most 64 cores per node:"
             " lower it or choose another",
         ),
         (
             {"MaxCPUsPerNode": "8"},
             {"cpus_per_task": 9},
-            "cluster.tasks_per_node=1 × cluster.cpus_per_task=9: partition gpu offers at most 8 cores on a node:"
+            "cluster.tasks_per_node=1 × cluster.cpus_per_task=9: partition gpu offers at most 8 cores per node:"
             " lower it or choose another",
         ),
         (
             {},
             {"gpus_per_node": 5},
-            "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs on a node: lower it or choose another",
+            "cluster.gpus_per_node=5: partition gpu offers at most 4 GPUs per node: lower it or choose another",
         ),
         (
             {"MaxMemPerNode": "1000"},
             {"mem": "2G"},
-            "cluster.mem=2G: partition gpu offers at most 1000 MiB on a node: lower it or choose another",
+            "cluster.mem=2G: partition gpu offers at most 1000 MiB per node: lower it or choose another",
         ),
-        ({}, {"mem": "lots"}, "cluster.mem=lots is no memory size: write 64G, or MiB without a unit"),
+        ({}, {"mem": "lots"}, "cluster.mem=lots is not a memory size: write 64G, or MiB without a unit"),
         (
             {},
             {"nodes": 3, "gpus_per_node": 1},
-            "cluster.nodes=3: 2 nodes of partition gpu have what is asked of each: lower one",
+            "cluster.nodes=3: 2 nodes of partition gpu have the requested hardware: lower the number or the request",
         ),
-        ({"State": "DRAIN"}, {}, "cluster.partition=gpu takes no jobs at present (state DRAIN): choose another"),
-        ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: it takes ada"),
+        ({"State": "DRAIN"}, {}, "cluster.partition=gpu accepts no jobs (state DRAIN): choose another"),
+        ({"AllowAccounts": "ada"}, {"account": "eve"}, "cluster.account=eve may not use partition gpu: use ada"),
         ({"DenyQos": "long"}, {"qos": "long"}, "cluster.qos=long may not use partition gpu: choose another"),
     ],
 )
 def test_a_mistake_is_one_line(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
-    assert found(of(**facts), **cluster) == Findings(wrong=[line])
+    assert found(of(**facts), **cluster) == Findings(errors=[line])
 
 
 @pytest.mark.parametrize(
     ("partition", "cluster", "line"),
     [
-        (of(State="DOWN"), {}, "cluster.partition=gpu starts no jobs at present (state DOWN): the run will wait"),
+        (of(State="DOWN"), {}, "cluster.partition=gpu starts no jobs (state DOWN): the run will wait"),
         (
             replace(GPU, nodes=(replace(BIG, usable=False), SMALL)),
             {"nodes": 3},
-            "only 2 of the 4 nodes of gpu that fit are up at present: the run will wait",
+            "only 2 of the 4 matching nodes of gpu are up: the run will wait",
         ),
         (
             of(DefMemPerCPU="100"),
             {"cpus_per_task": 2},
-            "cluster.mem is not set, and partition gpu then gives 200 MiB a node: that is little",
+            "cluster.mem is not set, and the default of partition gpu is only 200 MiB per node",
         ),
     ],
 )
 def test_a_doubt_is_one_line(partition: Partition, cluster: dict[str, Any], line: str) -> None:
-    assert found(partition, **cluster) == Findings(doubts=[line])
+    assert found(partition, **cluster) == Findings(warnings=[line])
 
 
 def test_all_mistakes_at_once() -> None:
-    assert len(found(of(MaxTime="00:30:00"), nodes=9, gpus_per_node=9, mem="900G", cpus_per_task=99).wrong) == 5
+    assert len(found(of(MaxTime="00:30:00"), nodes=9, gpus_per_node=9, mem="900G", cpus_per_task=99).errors) == 5
 
 
 def test_a_partition_without_nodes_that_sinfo_shows_is_left_to_slurm() -> None:
@@ -119,9 +119,9 @@ def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(partition_limits, "_own_groups", lambda: ["users"])
     assert found(of(AllowGroups="users,staff")) == Findings()
-    (line,) = found(of(AllowGroups="staff")).wrong
-    assert line == "cluster.partition=gpu is for groups staff, and you are in none of them: choose another"
-    assert found(of(RootOnly="YES")).wrong == ["cluster.partition=gpu is for root alone: choose another"]
+    (line,) = found(of(AllowGroups="staff")).errors
+    assert line == "cluster.partition=gpu is reserved for groups staff, and you are in none of them: choose another"
+    assert found(of(RootOnly="YES")).errors == ["cluster.partition=gpu is reserved for root: choose another"]
     monkeypatch.setattr(os, "getuid", lambda: 0)
     assert found(of(AllowGroups="staff", RootOnly="YES")) == Findings()
 
@@ -133,14 +133,14 @@ def test_the_groups_of_whoever_runs_this_are_found() -> None:
 def test_the_partitions_that_are_meant() -> None:
     findings = Findings()
     other = replace(GPU, name="other", facts={})
-    assert chosen_of(ClusterConfig(), [other, GPU], findings) == [GPU]
-    assert chosen_of(ClusterConfig(partition="other,gpu"), [other, GPU], findings) == [other, GPU]
+    assert requested_partitions(ClusterConfig(), [other, GPU], findings) == [GPU]
+    assert requested_partitions(ClusterConfig(partition="other,gpu"), [other, GPU], findings) == [other, GPU]
     assert findings == Findings()
-    assert chosen_of(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
-    assert chosen_of(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
-    assert findings.wrong == [
-        "cluster.partition=ohter: no such partition, did you mean 'other'? there are gpu, other",
-        "cluster.partition=cpu-long: no such partition, there are gpu, other",
+    assert requested_partitions(ClusterConfig(partition="ohter"), [other, GPU], findings) == []
+    assert requested_partitions(ClusterConfig(partition="cpu-long"), [other, GPU], findings) == []
+    assert findings.errors == [
+        "cluster.partition=ohter: no such partition, did you mean 'other'? the cluster has gpu, other",
+        "cluster.partition=cpu-long: no such partition, the cluster has gpu, other",
     ]
 
 
@@ -150,4 +150,4 @@ def test_one_of_several_partitions_is_enough() -> None:
     check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)
     assert findings == Findings()
     check_partitions(ClusterConfig(nodes=2), [tight, of(MaxNodes="1")], findings)
-    assert findings.wrong == ["cluster.nodes=2: partition gpu allows 1 to a job: lower it or choose another"]
+    assert findings.errors == ["cluster.nodes=2: partition gpu allows 1 per job: lower it or choose another"]

@@ -17,8 +17,10 @@ from hpcdist.slurm.submit import submission
 
 def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserMistake, match=r"^no sbatch here: submit from a login node, or look at .* --dry-run$"):
-        submission.check(Config())
+    with pytest.raises(
+        UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
+    ):
+        submission.estimate_start(Config())
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserMistake) as caught:
-        submission.check(Config(name="probe"))
+        submission.estimate_start(Config(name="probe"))
     assert str(caught.value) == told
 
 
@@ -59,7 +61,7 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(
     sbatch("exec sleep 1000")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
     with pytest.raises(UserMistake, match=r"^Slurm does not answer \(sbatch did not answer within 0\.2 s\): check"):
-        submission.check(Config(name="probe"))
+        submission.estimate_start(Config(name="probe"))
 
 
 def test_a_submitted_run_knows_its_job(sbatch: Callable[[str], None], runs_dir: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_refused_run_is_left_as_it_was(sbatch: Callable[[str], None], runs_dir
     run.write_state(state)
     write_json(run.path / "slurm.json", {"job_id": "40"})
     sbatch("echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
-    with pytest.raises(UserMistake, match=r"^Slurm refused the job: .*Invalid qos"):
+    with pytest.raises(UserMistake, match=r"^Slurm rejected the job: .*Invalid qos"):
         submission.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
     assert read_json(run.path / "slurm.json") == {"job_id": "40"}
@@ -97,20 +99,20 @@ def test_where_there_are_no_heterogeneous_jobs_one_allocation_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_scontrol(tmp_path, monkeypatch, "sched/builtin")
-    settled, note = submission.settle_het(HET)
+    settled, note = submission.resolve_het(HET)
     assert settled == replace(HET, cluster=replace(HET.cluster, het=False))
     assert note == (
-        "this cluster runs no heterogeneous jobs (SchedulerType=sched/builtin): the roles share one allocation"
+        "this cluster does not support heterogeneous jobs (SchedulerType=sched/builtin): the roles share one allocation"
     )
     partitions = {"server": RoleRequest(), "worker": RoleRequest(partition="gpu")}
-    with pytest.raises(UserMistake, match=r"^cluster\.roles: partition differs between roles, which only a hetero"):
-        submission.settle_het(replace(HET, cluster=ClusterConfig(roles=partitions)))
+    with pytest.raises(UserMistake, match=r"^cluster\.roles: partition differs between roles, which needs a hetero"):
+        submission.resolve_het(replace(HET, cluster=ClusterConfig(roles=partitions)))
     for config in (Config(), settled, replace(HET, cluster=replace(HET.cluster, het=True))):
-        assert submission.settle_het(config) == (config, "")
+        assert submission.resolve_het(config) == (config, "")
 
 
 def test_where_there_are_some_or_nobody_knows_the_config_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_scontrol(tmp_path, monkeypatch, "sched/backfill")
-    assert submission.settle_het(HET) == (HET, "")
+    assert submission.resolve_het(HET) == (HET, "")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert submission.settle_het(HET) == (HET, "")
+    assert submission.resolve_het(HET) == (HET, "")

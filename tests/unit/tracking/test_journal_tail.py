@@ -160,12 +160,12 @@ def test_attempts_that_are_long_over_are_not_asked_again_until_the_end(
     while chunks := live.next_chunks(2, over=False):
         live.new_points(chunks)
         progress.offsets |= {name: chunk.offset for name, chunk in chunks.items()}
-    before = live.num_looks
+    before = live.num_polls
     assert live.next_chunks(2, over=False) == {}
-    assert live.num_looks - before == 2, "a network file system may show lines late"
+    assert live.num_polls - before == 2, "a network file system may show lines late"
     monkeypatch.setattr(journal_tail, "LATE_S", -1.0)
     assert live.next_chunks(2, over=False) == {}
-    assert live.num_looks - before == 3
+    assert live.num_polls - before == 3
     write(tmp_path, 1, [11])
     assert live.next_chunks(2, over=False) == {}
     assert list(live.next_chunks(2, over=True)) == ["attempt-001.rank-00000.jsonl"]

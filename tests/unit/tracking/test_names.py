@@ -81,5 +81,5 @@ def test_originals_are_kept_and_told_once(tmp_path: Path, caplog: pytest.LogCapt
     ]
     assert '"acc%"' in path.read_text()
     assert len(path.read_text()) < 1500
-    with pytest.raises(TrackingError, match=r"names\.json cannot be written .No such file.*: make room there"):
+    with pytest.raises(TrackingError, match=r"names\.json cannot be written .No such file.*: free space there"):
         ChangedNames(tmp_path / "missing" / "names.json").note(pairs)

@@ -58,8 +58,8 @@ def test_sync_closes_a_run_whose_supervisor_died(scene: Scene) -> None:
         num_points=6, num_repeated=1, num_broken=1, num_artifacts=2, closed="its supervisor died"
     )
     assert str(report) == (
-        "6 points and 2 artifacts shipped, 1 points left out that an earlier attempt had logged,"
-        " 1 broken lines skipped; closed: its supervisor died"
+        "6 points and 2 artifacts uploaded, 1 points omitted that an earlier attempt had logged,"
+        " 1 damaged lines skipped; closed: its supervisor died"
     )
     state = scene.run.read_state()
     assert (state.status, state.reason, state.ended) == ("failed", "its supervisor died", renewed)
@@ -76,7 +76,7 @@ def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         report = sync(scene.run, scene.uri)
     assert report == SyncReport(busy=True)
-    assert str(report) == "another process ships it at this moment"
+    assert str(report) == "another process uploads it at the moment"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_dead_supervisor_is_told_to_mlflow(scene: Scene) -> None:
     assert ship_forever(scene.run, scene.uri, GONE)
     run = scene.entity
     assert run.info.status == "FAILED"
-    assert run.data.tags["hpcdist.reason"].startswith("the supervisor died without ending the run; `hpcdist resume")
+    assert run.data.tags["hpcdist.reason"].startswith("the supervisor died before the end of the run: `hpcdist resume")
     assert scene.steps() == [1, 2]
     assert scene.run.read_state().status == "running", "the truth about a run is its supervisor's to write"
 
@@ -157,7 +157,7 @@ def test_a_second_shipper_says_so_and_goes_with_its_parent(scene: Scene, caplog:
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert not ship_forever(scene.run, scene.uri, GONE)
-    assert "another shipper is at work on first" in caplog.text
+    assert "another shipper uploads first" in caplog.text
 
 
 def test_a_file_system_without_locks_is_told_and_used(
@@ -184,7 +184,7 @@ def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) ->
         taken.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert not ship_forever(scene.run, uri, os.getppid())
-    assert "`hpcdist sync first` ships the rest" in caplog.text
+    assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
 def test_mistakes_of_the_command_end_it_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -259,5 +259,5 @@ def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(scene: Scene, t
         assert scene.entity.data.metrics["up"] > 1e308
         assert "logs/attempt-001/rank-00000.log" in scene.artifacts()
     told = (tmp_path / "shipper.log").read_text()
-    assert told.count("records wait in the journal") == 1
-    assert told.count("takes records again") == 1
+    assert told.count("records stay in the journal") == 1
+    assert told.count("is available again") == 1

@@ -125,15 +125,11 @@ def test_a_file_is_read_share_by_share(tmp_path: Path, kind: str) -> None:
     ("changed", "options", "message"),
     [
         ({}, {"tables": {"users": 6}, "hashed_tables": []}, r"has no column 'users'"),
-        ({"user": [3, 1, 4, 1, 9, 0]}, {}, r"'user' holds ids 0 to 9, but hybrid.tables.user=6: raise it to 10"),
+        ({"user": [3, 1, 4, 1, 9, 0]}, {}, r"'user' has ids 0 to 9, but hybrid.tables.user=6: raise it to 10"),
         ({"label": [0, 1, 2, 0, 1, 0]}, {}, r"column 'label' must be 0 or 1"),
-        ({"age": [1.0, None, 2, 3, 4, 5]}, {}, r"column 'age' must hold numbers without gaps"),
-        (
-            {},
-            {"hashed_tables": []},
-            r"column 'city' holds ids that are no whole numbers: add it to hybrid.hashed_tables",
-        ),
-        ({"user": [3, None, 4, 1, 5, 0]}, {}, r"column 'user' has ids that are missing"),
+        ({"age": [1.0, None, 2, 3, 4, 5]}, {}, r"column 'age' must have numbers without nulls"),
+        ({}, {"hashed_tables": []}, r"column 'city' has ids that are not integers: add it to hybrid.hashed_tables"),
+        ({"user": [3, None, 4, 1, 5, 0]}, {}, r"column 'user' has null ids"),
         ({}, {"data": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
     ],
 )

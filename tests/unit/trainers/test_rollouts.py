@@ -131,7 +131,7 @@ def test_a_vectorised_form_with_hidden_state_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(environments, "_is_plain", lambda value: isinstance(value, int))
+    monkeypatch.setattr(environments, "_is_array_or_number", lambda value: isinstance(value, int))
     envs = make_environments(Problem.of("CartPole-v1", {}), 2, np.random.default_rng(0))
     assert isinstance(envs, Separate)
     assert "stepped in a loop, not in its vectorised form: its state has more than arrays and numbers" in caplog.text

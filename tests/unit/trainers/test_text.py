@@ -43,7 +43,7 @@ def test_files_by_globs(tmp_path: Path) -> None:
     for name in ("a.txt", "sub/b.txt", "c.md"):
         (tmp_path / name).write_text(name)
     assert sorted(read_texts([f"{tmp_path}/**/*.txt", f"{tmp_path}/a.txt"], 1, 0)) == ["a.txt", "sub/b.txt"]
-    with pytest.raises(ConfigError, match=r"rnn.files: '.*\*\.rst' finds no file"):
+    with pytest.raises(ConfigError, match=r"rnn.files: '.*\*\.rst' matches no file"):
         read_texts([f"{tmp_path}/*.rst"], 1, 0)
 
 
@@ -60,14 +60,14 @@ def test_whole_files_are_held_out_or_the_end_of_few(tmp_path: Path) -> None:
 def test_columns_go_on_where_they_ended() -> None:
     columns = Columns(torch.arange(50, 150), num_columns=4, bptt=7)
     assert len(columns) == 4, "24 targets a column: 7, 7, 7 and 3"
-    inputs = torch.cat([batch.ids[batch.where] for batch in columns])
+    inputs = torch.cat([batch.ids[batch.inverse] for batch in columns])
     targets = torch.cat([batch.targets.view(-1, 4) for batch in columns])
     assert torch.equal(inputs[:, 1], torch.arange(75, 99))
     assert torch.equal(targets, inputs + 1)
     assert columns.num_targets == targets.numel()
     with pytest.raises(IndexError):
         columns[4]
-    with pytest.raises(ConfigError, match="the text has 5 tokens, too few for 4 columns: give more of it"):
+    with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn.max_corpus_mb"):
         Columns(torch.arange(5), num_columns=4, bptt=7)
 
 
@@ -75,11 +75,11 @@ def test_ranks_share_the_columns_of_one() -> None:
     stream = torch.arange(1000)
     whole, parts = Columns(stream, 4, 5), [Columns(stream, 2, 5, (index, 2)) for index in range(2)]
     for number in range(len(whole)):
-        joined = torch.cat([part[number].ids[part[number].where] for part in parts], dim=1)
-        assert torch.equal(joined, whole[number].ids[whole[number].where])
+        joined = torch.cat([part[number].ids[part[number].inverse] for part in parts], dim=1)
+        assert torch.equal(joined, whole[number].ids[whole[number].inverse])
 
 
 def test_a_token_that_stands_there_twice_is_looked_up_once() -> None:
     batch = Columns(torch.tensor([5, 5, 3, 5, 3, 3, 5, 5]), 2, 3)[0]
     assert batch.ids.tolist() == [3, 5]
-    assert batch.ids[batch.where].tolist() == [[5, 3], [5, 3], [3, 5]]
+    assert batch.ids[batch.inverse].tolist() == [[5, 3], [5, 3], [3, 5]]

@@ -86,7 +86,7 @@ def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
 
 
 def test_what_fails_in_the_background_is_told_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary_server.SMALL", 0)
+    monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary_server.MIN_BACKGROUND_SIZE", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])
     server.decode(0, 0, hidden, targets, 1.0)
