@@ -1,8 +1,8 @@
-"""Every key of a config: its type, its default and its meaning, each in exactly one place.
+"""All keys of a config with type, default and documentation, each defined in one place.
 
-Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this package to know what it was asked for.
-`config/loading.py` fills them from YAML and the command line. The line under a field is its documentation
-(`hpcdist config --schema`).
+The sections are frozen dataclasses that need only the standard library; those of single trainers are in the packages
+of the trainers. `config/loading.py` fills them from YAML and the command line. The string under a field is its
+documentation (`hpcdist config --schema`).
 """
 
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest

@@ -91,6 +91,6 @@ class ClusterConfig:
             + one_line(self, "partition", "account", "qos", "mem", "constraint", "exclude", "sbatch", "srun")
             + flags(self, "sbatch", "srun")
             + variables(self, "env")
-            + ["setup must not hold a NUL character" for line in self.setup if "\0" in line]
+            + ["setup must not contain a NUL character" for line in self.setup if "\0" in line]
             + [f"roles.{role}.{line}" for role, request in self.roles.items() for line in request.problems()]
         )

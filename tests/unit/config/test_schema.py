@@ -324,7 +324,7 @@ def test_documents_that_overflow_a_parser(write: Write) -> None:
         ("params: {1.0: a, '1.0': b}", "the key '1.0' occurs twice, as text and as a number"),
         ("params: {true: a}", "the key True is a bool: put it in quotes"),
         ("params: {a: !!bool x}", "line 1: explicit tags are not supported: put a value"),
-        ('params: {a: "x\\0y"}', "params.a must not hold a NUL character, got 'x\\x00y'"),
+        ('params: {a: "x\\0y"}', "params.a must not contain a NUL character, got 'x\\x00y'"),
         ("params: {a: '${'}", "params.a: malformed interpolation"),
         ("roles: {a: {b: 1}}", "roles.a must be int, got {'b': 1}"),
         ("hybrid: {hidden_sizes: [[1]]}", "hybrid.hidden_sizes.0 must be int, got [1]"),
