@@ -29,9 +29,10 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.preflight import PreflightConfig
+from hpcdist.files.atomic import write_json
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.run.polling import system_interval_s, times_interval_s
 from hpcdist.slurm.current_job import CurrentJob

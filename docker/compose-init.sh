@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make what docker/compose.yaml reads: random secrets in files that are yours alone, and who you are. Existing ones stay.
+# Create the inputs of docker/compose.yaml: random secrets in private files, and your user id. Existing secrets are kept.
 set -euo pipefail
 cd "$(dirname "$0")"
 umask 077
@@ -8,7 +8,7 @@ random() { head -c 24 /dev/urandom | base64 | tr '+/' '-_'; }
 for name in db_password admin_password train_password flask_key; do
   [ -s "secrets/$name" ] || printf %s "$(random)" > "secrets/$name"
 done
-# What training gets, in the form that MLflow's clients read: a user of its own, which docker/mlflow-users.py creates.
+# Credentials of training in the format of MLflow's clients; docker/mlflow-users.py creates the user.
 printf '[mlflow]\nmlflow_tracking_username = hpcdist\nmlflow_tracking_password = %s\n' "$(cat secrets/train_password)" \
   > secrets/mlflow_credentials
 printf 'HPCDIST_UID=%s\nHPCDIST_GID=%s\n' "$(id -u)" "$(id -g)" > .env

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pin every package of the images, with hashes, for Python 3.11 and newer: docker/lock.sh [uv's options]
-# With --upgrade the newest versions are taken; without, what is pinned stays unless pyproject.toml asks for more.
+# With --upgrade the newest versions are used; without it, pins are kept unless pyproject.toml requires newer ones.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=${UV:-uv}

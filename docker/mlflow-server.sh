@@ -1,6 +1,6 @@
 #!/bin/sh
-# Start MLflow's server. Its secrets are files: db_password, admin_password and flask_key in $MLFLOW_SECRETS_DIR. They
-# reach MLflow by its environment, which others cannot see, never by an argument, which everybody can.
+# Start MLflow's server. Its secrets are files: db_password, admin_password and flask_key in $MLFLOW_SECRETS_DIR. MLflow
+# gets them by its environment, because other users can read arguments.
 set -eu
 folder=${MLFLOW_SECRETS_DIR:-/run/secrets}
 
@@ -24,6 +24,6 @@ admin_username = ${MLFLOW_AUTH_ADMIN_USERNAME:-admin}
 authorization_function = mlflow.server.auth:authenticate_request_basic_auth
 INI
 export MLFLOW_BACKEND_STORE_URI="$DB_URI"
-# What is read and what is written by runs: the artifacts go through the server, so that clients need no share of it.
+# The server stores and serves artifacts, so that clients need no access to its storage.
 exec mlflow server --app-name basic-auth --workers "${MLFLOW_WORKERS:-2}" \
   --serve-artifacts --artifacts-destination /artifacts "$@"

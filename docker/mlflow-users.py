@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Create the MLflow user that training containers report as; a later call sets its password again.
+"""Create the MLflow user of training containers, or set its password again.
 
 Reads the secrets admin_password and train_password in $MLFLOW_SECRETS_DIR, and MLFLOW_TRACKING_URI. The user is no
-administrator: it creates experiments and runs, which are its own, and reads those of others.
+administrator: it can create experiments and runs, and read those of others.
 """
 
 import base64
@@ -24,17 +24,17 @@ def secret(name: str) -> str:
         sys.exit(f"mlflow-users: the secret {path} cannot be read by uid {os.getuid()} ({error.strerror})")
 
 
-def ask(method: str, path: str, user: str, password: str, body: dict[str, str] | None = None) -> str:
-    """Send a request to MLflow's users API as a user; returns what went wrong, empty on success."""
+def request(method: str, path: str, user: str, password: str, body: dict[str, str] | None = None) -> str:
+    """Send a request to MLflow's users API and return the error, empty on success."""
     credentials = base64.b64encode(f"{user}:{password}".encode()).decode()
-    request = urllib.request.Request(  # noqa: S310 - the address is the administrator's own setting
+    message = urllib.request.Request(  # noqa: S310 - the address is the administrator's own setting
         f"{os.environ['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/users/{path}",
         json.dumps(body).encode() if body else None,
         {"Content-Type": "application/json", "Authorization": f"Basic {credentials}"},
         method=method,
     )
     try:
-        with urllib.request.urlopen(request, timeout=60):  # noqa: S310
+        with urllib.request.urlopen(message, timeout=60):  # noqa: S310
             return ""
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
@@ -44,12 +44,12 @@ def ask(method: str, path: str, user: str, password: str, body: dict[str, str] |
 
 
 own = (NAME, secret("train_password"))
-if ask("GET", f"get?username={NAME}", *own):
+if request("GET", f"get?username={NAME}", *own):
     admin = (os.environ.get("MLFLOW_AUTH_ADMIN_USERNAME", "admin"), secret("admin_password"))
     body = {"username": own[0], "password": own[1]}
-    failure = ask("POST", "create", *admin, body)
+    failure = request("POST", "create", *admin, body)
     if failure == "exists":
-        failure = ask("PATCH", "update-password", *admin, body)
+        failure = request("PATCH", "update-password", *admin, body)
     if failure:
         sys.exit(f"mlflow-users: user {NAME} cannot be created as {admin[0]}: {failure}")
 print(f"mlflow-users: user {NAME} has the password in train_password")

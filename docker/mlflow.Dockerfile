@@ -57,7 +57,7 @@ RUN if name=$(getent passwd "$UID" | cut -d: -f1) && [ -n "$name" ]; then userde
     chmod 1777 /home/mlflow /artifacts
 COPY --chmod=755 docker/mlflow-server.sh /usr/local/bin/mlflow-server
 COPY --chmod=755 docker/mlflow-users.py /usr/local/bin/mlflow-users
-# 127.0.0.1 is what nobody reaches by accident; compose opens the container's own network, and publishes locally.
+# 127.0.0.1 avoids accidental access; compose listens on the container's network and publishes locally.
 ENV PATH=/opt/mlflow/bin:$PATH \
     HOME=/home/mlflow \
     MLFLOW_HOST=127.0.0.1 \

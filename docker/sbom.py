@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Print the software bill of materials of an image in CycloneDX's JSON: its Debian packages and those of one Python.
+"""Print an image's software bill of materials as CycloneDX JSON: its Debian packages and those of one Python.
 
     /opt/sbom/bin/python sbom.py IMAGE VERSION PYTHON
 
-Runs in a build stage on top of the image's own content, so the tools (cyclonedx-bom, debsbom) stay out of the image.
+It runs in a build stage on top of the image's content, so that the image does not contain its tools.
 """
 
 import json
@@ -15,7 +15,7 @@ SCHEMA = "1.6"
 
 
 def output(tool: str, *options: str) -> dict[str, list[dict[str, object]]]:
-    """The bill of materials that a tool prints."""
+    """Return the bill of materials that a tool prints."""
     program = Path(sys.prefix, "bin", tool)
     done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
     if done.returncode:

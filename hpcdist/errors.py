@@ -1,7 +1,7 @@
-"""Every error that hpcdist raises on purpose, in one tree.
+"""Exceptions of hpcdist, with one base class.
 
-`exit_code` is what the process ends with: 1 for a failure that a retry may cure, 2 for the user's mistake,
-which no retry cures (the rank's outcome is then `rejected`).
+`exit_code` is the exit code of the process: 1 for a failure that a retry may fix, 2 for a user error, which no retry
+fixes (the outcome of the rank is then `rejected`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import reprlib
 import traceback
 from collections.abc import Sequence
 
-#: Bounds of a UserMistake's message: characters in a line, and problems that are listed.
+#: Limits of a UserMistake's message: characters per line, and listed problems.
 MAX_LINE = 500
 MAX_PROBLEMS = 20
-#: How much of a value a message shows.
+#: Limit of the characters of a value in a message.
 MAX_SHOWN = 60
 
 
 class _Short(reprlib.Repr):
-    """`repr` whose length, depth and cost are bounded."""
+    """`repr` with bounded length, depth and cost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 3, 3, 4, MAX_SHOWN, MAX_SHOWN
 
     def repr_str(self, value: str, _level: int) -> str:
-        # Nothing of a long one: `redaction.hide_values` would not find a secret of which a part is shown.
+        # No part of a long string: `redaction.hide_values` cannot find a partial secret.
         return repr(value) if len(value) <= MAX_SHOWN else f"'...' ({len(value):,} characters)"
 
     def repr_int(self, value: int, _level: int) -> str:
@@ -39,7 +39,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value for a message; of a long one the beginning, and its size."""
+    """Return the repr of a value for a message; for a long value its beginning and size."""
     if isinstance(value, str) and len(value) > MAX_SHOWN:
         return f"{shortened(repr(value[:MAX_SHOWN]), MAX_SHOWN)} ({len(value):,} characters)"
     text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
@@ -50,15 +50,15 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, limit: int = 120) -> str:
-    """Return `text` with its middle left out where it is longer than `limit` characters."""
+    """Return `text` with its middle replaced by `...` if it is longer than `limit` characters."""
     end = limit // 5
     return text if len(text) <= limit else f"{text[: limit - end - 3]}...{text[-end:]}"
 
 
 def _printable(text: str) -> str:
-    """Lines without control characters and lone surrogates, each at most MAX_LINE characters long."""
+    """Return text without control characters and lone surrogates, and lines of at most MAX_LINE characters."""
     lines = text.encode("utf-8", "backslashreplace").decode().split("\n")
-    # Escapes, since names and values of a file must not steer the terminal.
+    # Escaped, because names and values from a file must not control the terminal.
     clean = (
         "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in line) for line in lines
     )
@@ -66,15 +66,15 @@ def _printable(text: str) -> str:
 
 
 class HpcdistError(Exception):
-    """Base of all errors of this package. Its message is shown to the user without a traceback."""
+    """Base of all errors of this package. Commands show its message without a traceback."""
 
     exit_code = 1
 
 
 class UserMistake(HpcdistError):
-    """Something that only the user can put right; never retried.
+    """Error that only the user can fix; never retried.
 
-    The lines of its message are at most MAX_LINE characters long and free of control characters.
+    The lines of its message have at most MAX_LINE characters and no control characters.
     """
 
     exit_code = 2
@@ -84,7 +84,7 @@ class UserMistake(HpcdistError):
 
 
 class ConfigError(UserMistake):
-    """One or more mistakes in a config; `problems` holds one line for each. The message lists MAX_PROBLEMS of them."""
+    """One or more errors in a config, one line each in `problems`. The message lists at most MAX_PROBLEMS."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
         self.problems = tuple(problems)
@@ -100,7 +100,7 @@ class ConfigError(UserMistake):
 
 
 class TopologyError(UserMistake):
-    """The environment's variables do not say, or contradict each other about, which rank this is."""
+    """The environment variables that define the rank are missing or contradict each other."""
 
 
 class TrainerError(UserMistake):
@@ -108,21 +108,21 @@ class TrainerError(UserMistake):
 
 
 class DataError(UserMistake):
-    """A dataset is missing, unreadable, or not what its name says."""
+    """A dataset is missing, unreadable, or has other content than expected."""
 
 
 class RunFolderError(UserMistake):
-    """No such run, an ambiguous prefix, a folder that cannot be written, or one that another process holds."""
+    """A run does not exist, has an ambiguous name, or its folder is damaged, not writable or held by a process."""
 
 
 class LeaseLostError(HpcdistError):
-    """Another process has taken over a run that this one held: whatever it does from here on is not to be written."""
+    """Another process has taken over a run that this process held, so this process must not write to it."""
 
 
 class CheckpointError(HpcdistError):
-    """A checkpoint could not be written, or none that is asked for can be read.
+    """A checkpoint could not be written or read.
 
-    `may_pass`: its file system was away, so that the next save may succeed.
+    `may_pass`: the file system was unavailable, so the next save may succeed.
     """
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
@@ -131,26 +131,26 @@ class CheckpointError(HpcdistError):
 
 
 class RendezvousError(HpcdistError):
-    """The ranks did not find each other in time, or a stranger answered in the master's place."""
+    """The ranks did not connect in time, or another program answered at the master's address."""
 
 
 class PreflightError(HpcdistError):
-    """Nodes are not fit for a run; another start in the same place would find the same."""
+    """The preflight check rejected nodes; a restart on the same nodes would fail again."""
 
 
 class PeerLost(HpcdistError):
-    """Another rank does not answer any more. The cause stands in that rank's log."""
+    """Another rank does not respond. The cause is in that rank's log."""
 
 
 class RemoteError(HpcdistError):
-    """A function failed on another rank. Its message names role, rank and host, and ends with the remote traceback.
+    """A function failed on another rank. The message names role, rank and host, and ends with the remote traceback.
 
-    RPC carries an exception as one string, wrapped in its own report; in there the message travels encoded, so that
-    it can be found again and is read once.
+    RPC transfers an exception as a string inside its own report. The message is encoded in it, so that the receiver
+    can extract it exactly once.
     """
 
     _ENCODED = re.compile(r"<hpcdist:([A-Za-z0-9+/=]+)>")
-    #: What is raised from C++ is a RuntimeError with the message in it.
+    #: Exceptions raised from C++ are RuntimeErrors that contain the message.
     _RAISED = re.compile(r"RemoteError: (.*?)(?:\n\nAt:\n|\Z)", re.DOTALL)
 
     def __init__(self, text: str) -> None:
@@ -164,7 +164,7 @@ class RemoteError(HpcdistError):
 
     @classmethod
     def received(cls, error: BaseException) -> RemoteError | None:
-        """The remote failure that a call's exception tells of, or None where it is another one."""
+        """Return the remote failure in the exception of a call, or None if it is another exception."""
         found = cls._RAISED.search(str(error))
         return cls(found[1]) if found else None
 
@@ -175,16 +175,16 @@ class RemoteError(HpcdistError):
 
 
 class CommError(HpcdistError):
-    """A communication operation gave a wrong result; names rank, node, index, what was expected and what came."""
+    """A communication operation returned a wrong result; names rank, node, index, expected and actual value."""
 
 
 class TrackingError(HpcdistError):
-    """The tracking server refused or did not answer. Never raised in a training process."""
+    """The tracking server refused a request or did not answer. Never raised in a training process."""
 
 
 class DevClusterError(UserMistake):
-    """The dev cluster cannot be made, changed or reached here; says what it needs."""
+    """The dev cluster cannot be created, changed or reached on this machine."""
 
 
 class ImageError(UserMistake):
-    """An image is missing, made for another machine, or not what it must be."""
+    """An image is missing, incompatible with this machine, or lacks required software."""

@@ -1,4 +1,4 @@
-"""Logging, configured in one function: rank and host in each line, never the environment."""
+"""Configuration of logging: rank and host in each line, never values of the environment."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 
 def configure(*, rank: int | None = None, level: int = logging.INFO) -> None:
-    """Send hpcdist's log (and warnings) to stderr; in a rank every line says which one on which host."""
-    where = f" rank {rank} on {socket.gethostname()}:" if rank is not None else ""
+    """Send log records and warnings to stderr; the lines of a rank name the rank and its host."""
+    origin = f" rank {rank} on {socket.gethostname()}:" if rank is not None else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{where} %(message)s", "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{origin} %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

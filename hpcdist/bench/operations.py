@@ -9,6 +9,7 @@ from hpcdist.bench.data_movement import AllGather, AllToAll, Barrier, Broadcast,
 from hpcdist.bench.operation import Operation, Works, wait_for
 from hpcdist.bench.patterns import contribution, message, reduced
 from hpcdist.bench.ring import Ring
+from hpcdist.network import all_reduce_bus_factor
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -95,7 +96,7 @@ class AllReduce(Operation):
 
     @staticmethod
     def bus_factor(n: int) -> float | None:
-        return 2 * (n - 1) / n
+        return all_reduce_bus_factor(n)
 
     def prepare(self) -> None:
         self.data = self.empty(self.count)

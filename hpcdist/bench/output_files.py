@@ -9,7 +9,7 @@ from hpcdist.bench import plots
 from hpcdist.bench.bottleneck import bottleneck
 from hpcdist.bench.report import as_csv, as_text
 from hpcdist.bench.results import Results
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hpcdist.bench.groups import Team
 from hpcdist.bench.measurement import quantile
 from hpcdist.bench.results import Pair
+from hpcdist.network import tournament
 
 #: With so many ranks or fewer all pairs are measured, one after the other.
 FEW = 16
@@ -39,26 +40,21 @@ def rounds(nodes: Sequence[str]) -> list[list[Way]]:
         return [[way] for way in _ways(range(len(nodes)))]
     firsts = [nodes.index(name) for name in dict.fromkeys(nodes)]
     within = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:SAMPLE]
-    return tournament(firsts) + [[way] for way in _ways(within)]
+    return tournament_links(firsts) + [[way] for way in _ways(within)]
 
 
 def _ways(ranks: Sequence[int]) -> list[Way]:
     return [(source, target) for source in ranks for target in ranks if source != target]
 
 
-def tournament(players: Sequence[int]) -> list[list[Way]]:
-    """Rounds in which each meets each, once in each direction, by the circle method of round-robin tournaments."""
-    circle: list[int | None] = [*players, *([None] * (len(players) % 2))]
+def tournament_links(ranks: Sequence[int]) -> list[list[Way]]:
+    """Return rounds in which each rank sends to each other rank once and takes part in one transfer at a time."""
     found = []
-    for _ in range(len(circle) - 1):
-        half = len(circle) // 2
+    for partners in tournament(len(ranks)):
         meetings = [
-            (one, other)
-            for one, other in zip(circle[:half], reversed(circle[half:]), strict=True)
-            if one is not None and other is not None
+            (ranks[one], ranks[other]) for one, other in enumerate(partners) if other is not None and one < other
         ]
         found += [meetings, [(other, one) for one, other in meetings]]
-        circle = [circle[0], circle[-1], *circle[1:-1]]
     return [meetings for meetings in found if meetings]
 
 

@@ -17,7 +17,7 @@ from hpcdist.bench.bottleneck import Places, bottleneck, link_speeds
 from hpcdist.bench.report import heading, is_ring, main_rows
 from hpcdist.bench.results import Results, Row
 from hpcdist.bench.units import amount, rate, seconds
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,10 +29,10 @@ from typing import IO, Any, cast
 import torch
 
 from hpcdist.errors import CheckpointError, RunFolderError
+from hpcdist.files.atomic import write_atomic
 from hpcdist.files.bounded_json import read_json_value
 from hpcdist.files.formats import stamped, unstamped
 from hpcdist.files.retry import retry
-from hpcdist.run.folder import write_atomic
 
 MODEL_FILE = "model.pt"
 TRAINER_FILE = "trainer.pt"

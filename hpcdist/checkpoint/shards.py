@@ -25,8 +25,8 @@ from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.checkpoint.checkpoint_folder import FileRecord
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry
+from hpcdist.files.atomic import fsync_folder
 from hpcdist.files.bounded_json import parse_json
-from hpcdist.run.folder import sync_folder
 
 POLL_INTERVAL_S = 0.02
 
@@ -96,7 +96,7 @@ class ShardExchange:
                 retry.rename(staging / checkpoint_folder.shard_name(rank), into / checkpoint_folder.shard_name(rank))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        retry.retry(lambda: sync_folder(into), into)
+        retry.retry(lambda: fsync_folder(into), into)
         return {checkpoint_folder.shard_name(rank): record for rank, record in reports.items()}
 
     def _report(self, step: int, rank: int) -> FileRecord:

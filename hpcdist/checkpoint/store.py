@@ -21,8 +21,8 @@ from torch import Tensor
 from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry as file_retry
+from hpcdist.files.atomic import fsync_folder
 from hpcdist.files.retry import retry
-from hpcdist.run.folder import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class CheckpointStore:
             if file_retry.exists(final):  # an invalid checkpoint
                 self._remove(final)
             file_retry.rename(temp, final)
-            retry(lambda: sync_folder(self.folder), self.folder)
+            retry(lambda: fsync_folder(self.folder), self.folder)
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)  # the next restore removes the remaining files
             raise

@@ -74,11 +74,11 @@ def comm(
     """
     from hpcdist.bench.results import ARTIFACT
     from hpcdist.config.loading import load_config
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
 
     on_slurm = on_slurm or cluster is not None
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
-    config = start.with_name(load_config(CONFIG, words, cluster=cluster))
+    config = create.with_name(load_config(CONFIG, words, cluster=cluster))
     if compare and not follow:
         raise UserMistake(
             "--compare and --detach exclude each other: use `hpcdist bench show RUN --compare OTHER` later"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
+    from hpcdist.diagnostics.doctor.machine_report import Request
     from hpcdist.diagnostics.doctor.section import Section
-    from hpcdist.diagnostics.doctor.sections import Request
     from hpcdist.machine.check import Check
     from hpcdist.run.folder import RunDir
 
@@ -97,7 +97,7 @@ def doctor(
 
 
 def _machine_sections(runs_dir: Path) -> list[Section]:
-    from hpcdist.diagnostics.doctor.sections import machine_sections
+    from hpcdist.diagnostics.doctor.machine_report import machine_sections
 
     return machine_sections(_request(runs_dir, os.environ.get("MLFLOW_TRACKING_URI", ""), runs_dir))
 
@@ -105,10 +105,10 @@ def _machine_sections(runs_dir: Path) -> list[Section]:
 def _run_sections(run: RunDir) -> list[Section]:
     """Return the sections on a run and its nodes, and for a local run those on this machine."""
     from hpcdist.config.loading import load_run_config
+    from hpcdist.diagnostics.doctor.machine_report import machine_sections
     from hpcdist.diagnostics.doctor.run_report import run_sections
-    from hpcdist.diagnostics.doctor.sections import machine_sections
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
 
     config = load_run_config(run.config, [], {**kept(run), **os.environ}, require_secrets=False)
     sections = run_sections(run, config)
@@ -119,8 +119,8 @@ def _run_sections(run: RunDir) -> list[Section]:
 
 def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
     """Return the environment, folder and MLflow store that a run would use; `folder` is the one written to."""
-    from hpcdist.diagnostics.doctor.mlflow_store import Store
-    from hpcdist.diagnostics.doctor.sections import Request
+    from hpcdist.diagnostics.doctor.machine_report import Request
+    from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore
     from hpcdist.errors import TrackingError
     from hpcdist.tracking.uri import choose_uri, redact_uri, sqlite_path
 
@@ -128,14 +128,14 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
         chosen = choose_uri(os.environ, uri, runs_dir)
     except TrackingError as error:
         return Request(env=os.environ, folder=folder, store=None, store_problem=str(error))
-    store = Store(uri=chosen, shown=redact_uri(chosen), database=sqlite_path(chosen))
+    store = MlflowStore(uri=chosen, shown=redact_uri(chosen), database=sqlite_path(chosen))
     return Request(env=os.environ, folder=folder, store=store)
 
 
 def _examine(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
-    from hpcdist.diagnostics.doctor.section import examine
+    from hpcdist.diagnostics.doctor.section import execute
 
-    return [_redacted(*section) for section in examine(sections)]
+    return [_redacted(*section) for section in execute(sections)]
 
 
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
@@ -150,14 +150,14 @@ def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
 def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> list[tuple[str, list[Check]]]:
     """Print the report section by section as the checks complete, and return it."""
     from hpcdist.diagnostics.doctor.page import section_lines, summary_lines
-    from hpcdist.diagnostics.doctor.section import examine
+    from hpcdist.diagnostics.doctor.section import execute
 
     out = console()
     width = min(out.width, _MAX_WIDTH)
     _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
     page = []
     with _spinner(out) as status:
-        for section in examine(sections, lambda titles: _show_pending(status, titles)):
+        for section in execute(sections, lambda titles: _show_pending(status, titles)):
             title, checks = _redacted(*section)
             page.append((title, checks))
             if lines := list(section_lines(title, checks, width)):

@@ -19,8 +19,8 @@ from hpcdist.files import retry
 from hpcdist.files.log_text import PIECE_BYTES
 from hpcdist.files.ownership import is_mine, stays_inside
 from hpcdist.run.folder import RunDir, State
-from hpcdist.run.status import Standing, close_if_dead, job_of, stand
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch
+from hpcdist.run.slurm_job import job_of
+from hpcdist.run.status import RunStatus, StatusWatch, close_if_lost
 
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
@@ -34,10 +34,10 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
     A run of another user is only shown.
     """
     from hpcdist.cli.render import show_end
-    from hpcdist.supervisor import start
+    from hpcdist.supervisor import shipper_process
 
     uploads = job_of(run) is not None and is_mine(run.path)
-    uploading = start.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
+    uploading = shipper_process.shipping_from_here(run, config, os.environ) if uploads else nullcontext()
     try:
         with uploading:
             state = follow(console(), run, progress=progress)
@@ -46,31 +46,6 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
         return 130
     show_end(console(), run, state, config)
     return exit_code(state)
-
-
-class RunWatch:
-    """The status of a run, polled without a call of Slurm's commands each time."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._job: JobRef | None = None
-        self._watch: JobWatch | None = None
-        self._first_lost: JobSnapshot | None = None
-
-    def now(self) -> Standing:
-        """Return the current status. A Slurm run counts as lost after two different answers of Slurm that agree."""
-        job = job_of(self._run)
-        if job != self._job:  # the run was submitted again
-            self._job, self._watch = job, JobWatch(job) if job is not None else None
-        look = self._watch.snapshot() if self._watch is not None else None
-        found = stand(self._run, look)
-        if found.name != "lost" or look is None:
-            self._first_lost = None
-            return found
-        self._first_lost = self._first_lost or look
-        if self._first_lost is not look:
-            return found
-        return Standing(name=found.state.status, state=found.state, over=False, reason=found.reason, facts=found.facts)
 
 
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
@@ -87,10 +62,10 @@ def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> 
     position = 0
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     waiting = Event()
-    watch = RunWatch(run) if follow else None
+    watch = StatusWatch() if follow else None
     while True:
         # The status is read before the log: lines written in between are read in the next round.
-        ended = watch is None or watch.now().over
+        ended = watch is None or watch.poll([run])[0].final
         state = run.read_state()
         if retry.retry(path.is_file, path) and stays_inside(path, run.path):
             with retry.retry(lambda path=path: open(path, "rb", buffering=0), path) as file:  # type: ignore[misc]
@@ -116,35 +91,35 @@ def follow(console: Console, run: RunDir, *, progress: bool = True) -> State:
 
     If the supervisor or the job died without recording a status, the run is closed with the reason that Slurm gives.
     """
-    watch = RunWatch(run)
+    watch = StatusWatch()
     waiting = Event()
     shown_line, shown_error, num_shown = "", "", 0
     with RunView(console) as view, retry.patient(retry.UNATTENDED_S):
         while True:
-            found = watch.now()
-            if found.over:
+            (found,) = watch.poll([run])
+            if found.final:
                 break
             if (line := _status_line(found)) != shown_line:
                 view.note(line + _expected_start(found))
                 shown_line = line
-            if found.away != shown_error and (shown_error := found.away):
+            if found.slurm_error != shown_error and (shown_error := found.slurm_error):
                 view.note(f"Slurm does not report the state of the job ({shown_error})")
             if progress and found.state.attempt and found.name == "running":
-                beat = run.attempt(found.state.attempt).last_beat(0)
+                beat = run.attempt(found.state.attempt).read_beat(0)
                 if beat is not None:
                     view.progress(beat)
-            stragglers = run.attempt(found.state.attempt).straggler_lines() if found.state.attempt else []
+            stragglers = run.attempt(found.state.attempt).straggler_events() if found.state.attempt else []
             for new in stragglers[num_shown:]:
                 view.note(new["text"])
             num_shown = len(stragglers)
             waiting.wait(POLL_S)
     if found.name == "lost" and is_mine(run.path):
-        close_if_dead(run)
+        close_if_lost(run)
         return run.read_state()
     return found.state
 
 
-def _status_line(found: Standing) -> str:
+def _status_line(found: RunStatus) -> str:
     """Return the status line; a new one is printed when it changes."""
     facts = found.facts
     parts = [found.reason] if found.reason else []
@@ -155,7 +130,7 @@ def _status_line(found: Standing) -> str:
     return f"{found.name}: {'; '.join(parts)}" if parts else found.name
 
 
-def _expected_start(found: Standing) -> str:
+def _expected_start(found: RunStatus) -> str:
     """Return Slurm's estimate of the start, which changes too often to print a new line for it."""
     facts = found.facts
     if facts is None or not facts.waiting or facts.started is None or facts.started <= time.time():

@@ -101,15 +101,15 @@ def check(image: Image = "hpcdist", engine: EngineOption = None) -> int:
 
     Example:  hpcdist image check hpcdist:slim
     """
-    from hpcdist.containers.images.check import check as look
     from hpcdist.containers.images.engine import RUNNERS, find_engine
+    from hpcdist.containers.images.image_check import check_image
 
     failed = 0
-    for finding in look(find_engine(engine, RUNNERS), image):
-        failed += not finding.good
-        mark = "[green]ok[/]    " if finding.good else "[red]FAILED[/]"
-        console().print(f"{mark} [bold]{finding.what}[/]: ", end="", highlight=False)
-        console().print(finding.said, markup=False, highlight=False, soft_wrap=True)
+    for found in check_image(find_engine(engine, RUNNERS), image):
+        failed += found.level == "failure"
+        mark = "[green]ok[/]    " if found.level == "ok" else "[red]FAILED[/]"
+        console().print(f"{mark} [bold]{found.name}[/]: ", end="", highlight=False)
+        console().print(found.text, markup=False, highlight=False, soft_wrap=True)
     return 1 if failed else 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from hpcdist.cli.options import ConfigName, Overrides
-from hpcdist.cli.run import supervise_here
+from hpcdist.cli.run import resolve_start, supervise_here
 from hpcdist.cli.terminal import exit_code
 
 app = typer.Typer()
@@ -33,7 +33,7 @@ def supervise(run_dir: Path) -> int:
     found = RunDir.open(run_dir)
     require_trusted(found.path, "supervise")
     config = load_run_config(found.effective_config, [], {**os.environ, **kept(found)})
-    return supervise_here(found, config, follow=True)
+    return supervise_here(found, config, *resolve_start(config), follow=True)
 
 
 @app.command("in-job", hidden=True)

@@ -21,7 +21,8 @@ from rich.table import Table
 from hpcdist.config.schema import Config, find_trainer
 from hpcdist.config.written import redacted
 from hpcdist.rank.roles import rank_table
-from hpcdist.run.folder import Attempt, RunDir, State
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.plan import Plan, rank_command
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.tracking.uri import redact_uri
@@ -175,7 +176,7 @@ def show_end(console: Console, run: RunDir, state: State, config: Config) -> Non
             table.add_row(escape(key), f"{value:.6g}")
         console.print(table)
     program = _program()
-    for text in run.attempt(state.attempt).straggling() if state.attempt else []:
+    for text in run.attempt(state.attempt).current_stragglers() if state.attempt else []:
         console.print(f"[yellow]straggler:[/] {escape(text)}", highlight=False, soft_wrap=True)
     lines = [f"review in MLflow: {program} ui --runs-dir {escape(shlex.quote(config.runs_dir))}"]
     if config.tracking.uri:
@@ -201,4 +202,4 @@ def _program() -> str:
 
 def last_beat(run: RunDir, state: State) -> dict[str, Any]:
     """Return rank 0's last heartbeat in the last attempt; empty if there is none or it is damaged."""
-    return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+    return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}

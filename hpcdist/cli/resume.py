@@ -21,7 +21,7 @@ from hpcdist.cli.options import (
     Wait,
     with_options,
 )
-from hpcdist.cli.run import check_plan, supervise_here
+from hpcdist.cli.run import resolve_start, supervise_here
 from hpcdist.cli.submit import check_submission, enqueue, submission_flags
 from hpcdist.errors import UserMistake
 
@@ -55,18 +55,18 @@ def resume(
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.files.ownership import require_trusted
-    from hpcdist.run import snapshot
+    from hpcdist.run import pending_config, snapshot
     from hpcdist.run.lease import hold
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
-    from hpcdist.supervisor import pending_config
+    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.status import status_of
 
     words = with_options(overrides, tracking_uri=tracking_uri)
     found = resolve_run(run, runs_dir)
     require_trusted(found.path, "resume")
     config = load_run_config(found.effective_config, words, {**kept(found), **os.environ})
-    if (job := look_now(found)) is not None and not (now := stand(found, job)).over:
+    if job_of(found) is not None and not (now := status_of(found)).final:
         raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
     if found.read_state().status == "finished" and not words:
         raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
@@ -77,12 +77,11 @@ def resume(
     pending_config.check(found, config)
     if on_slurm:
         check_submission(config, flags, None, force=force)
-    else:
-        check_plan(config)
+    start = None if on_slurm else resolve_start(config)
     with hold(found):
         pending_config.propose(found, config)
         if with_current_code:
             snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
-    if on_slurm:
+    if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
-    return supervise_here(found, config, follow=follow)
+    return supervise_here(found, config, *start, follow=follow)

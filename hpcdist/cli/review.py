@@ -60,7 +60,7 @@ def ui(
 
 def experiment_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
     """Return a link to the runs of each experiment in the UI at `address`, whose start page shows no training runs."""
-    from hpcdist.run.folder import read_json
+    from hpcdist.files.atomic import read_json
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking.uri import redact_uri
 
@@ -99,9 +99,9 @@ def sync(
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import list_runs, resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import job_of
+    from hpcdist.run.slurm_job import job_of
     from hpcdist.tracking.shipper import sync as ship
-    from hpcdist.tracking.uri import choose_uri, is_server
+    from hpcdist.tracking.uri import is_server, resolve_uri
 
     del tracking_uri  # its callback has set HPCDIST_TRACKING_URI
     if runs:
@@ -118,7 +118,7 @@ def sync(
         try:
             require_trusted(found.path, "sync")
             config = load_run_config(found.config, [], {**kept(found), **os.environ}, require_secrets=False)
-            uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+            uri = resolve_uri(config, os.environ)
             # A Slurm job uploads to a server only; a database is filled from the host of the database.
             uploads_itself = job_of(found) is None or is_server(uri)
             if uploads_itself and (busy := holder(found)) is not None:

@@ -26,6 +26,7 @@ from hpcdist.errors import UserMistake
 if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
+    from hpcdist.supervisor.plan import Plan
 
 app = typer.Typer()
 
@@ -69,8 +70,8 @@ def run(
         hpcdist run ddp_mnist --in docker
     """
     from hpcdist.config.loading import load_config
-    from hpcdist.run.find_by_config import unfinished
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
+    from hpcdist.run.find_by_config import find_unfinished
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     if sweep:
@@ -81,15 +82,15 @@ def run(
         sweeps.check_options(sweep, None, detach=not follow)
         return sweeps.run_sweep(sweeps.read_sweep(config, words, sweep), dry_run=dry_run)
     unnamed = load_config(config, words)
-    start.check_trainer(unnamed, Path.cwd())
+    create.check_trainer(unnamed, Path.cwd())
     if engine is not None:
         from hpcdist.cli.run_in_container import run_in_container
 
         if not follow:
             raise UserMistake("--detach and --in exclude each other: the container runs in the foreground")
         return run_in_container(config, words, unnamed, engine=engine, image=image, resume=resume, dry_run=dry_run)
-    found = unfinished(unnamed) if resume and not dry_run else None
-    named = start.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
+    found = find_unfinished(unnamed) if resume and not dry_run else None
+    named = create.with_name(unnamed) if found is None else replace(unnamed, name=found.name)
     return run_here(named, found, follow=follow, dry_run=dry_run)
 
 
@@ -101,16 +102,13 @@ def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_r
         found: An unfinished run of this config to continue.
     """
     from hpcdist.cli.render import show_plan
-    from hpcdist.machine import compiler
+    from hpcdist.machine.compiler import require_compiler
     from hpcdist.machine.own_image import image_facts
-    from hpcdist.supervisor import start
-    from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.run import create
 
-    plan = make_plan(config, Machine.inspect(os.environ))
+    plan, uri = resolve_start(config)
     if config.model.compile and not config.trainer.script:
-        compiler.check(plan.device, {**os.environ, **config.launch.env})
-    uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
+        require_compiler(plan.device, {**os.environ, **config.launch.env})
     path = Path(config.runs_dir) / config.experiment / config.name
     show_plan(console(), config, plan, path, uri, verbose=dry_run)
     if plan.device == "cpu" and config.launch.device == "auto":
@@ -120,31 +118,30 @@ def run_here(config: Config, found: RunDir | None = None, *, follow: bool, dry_r
         return 0
     if found is not None:
         print(f"continuing run {found.name}, which has the same config; `--new` starts another run")
-    return supervise_here(found or start.create_run(config, Path.cwd()), config, follow=follow)
+    return supervise_here(found or create.create_run(config, Path.cwd()), config, plan, uri, follow=follow)
 
 
-def check_plan(config: Config) -> None:
-    """Raise UserMistake for a config whose ranks cannot be started on this machine."""
+def resolve_start(config: Config) -> tuple[Plan, str]:
+    """Return the plan of a run on this machine, and its tracking URI. Raises UserMistake if it cannot run here."""
     from hpcdist.supervisor.plan import Machine, make_plan
+    from hpcdist.tracking.uri import resolve_uri
 
-    make_plan(config, Machine.inspect(os.environ))
+    return make_plan(config, Machine.inspect(os.environ)), resolve_uri(config, os.environ)
 
 
-def supervise_here(run: RunDir, config: Config, *, follow: bool) -> int:
+def supervise_here(run: RunDir, config: Config, plan: Plan, tracking_uri: str, *, follow: bool) -> int:
     """Supervise a run in this process, or without `follow` in a background process. Returns the exit code."""
     from hpcdist import logs
     from hpcdist.cli.render import RunView, show_end
-    from hpcdist.supervisor import start
-    from hpcdist.supervisor.plan import Machine, make_plan
+    from hpcdist.supervisor import local_run
 
     if not follow:
-        pid = start.detach(run, os.environ)
+        pid = local_run.detach(run, os.environ)
         print(f"{run.name} runs in the background (process {pid}): `hpcdist follow {run.name}` shows its progress")
         return 0
     logs.configure()
-    plan = make_plan(config, Machine.inspect(os.environ))
     terminal = console()
     with RunView(terminal) as view:
-        state = start.supervise(run, config, plan, view, os.environ)
+        state = local_run.supervise(run, config, plan, view, os.environ, tracking_uri=tracking_uri)
     show_end(terminal, run, state, config)
     return exit_code(state)

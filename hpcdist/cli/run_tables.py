@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from rich.table import Column, Table
 
 from hpcdist.cli.render import COLOURS, format_metrics, last_beat, print_rows
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import ENDED, RunDir, read_record
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.lookup import Listing
-from hpcdist.run.status import job_of, look_now, stand
-from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.client import SlurmError
-from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.run.status import query_job, query_jobs, status_from
 
 #: Ranks that `status` shows in a line each.
 MAX_SHOWN_RANKS = 32
@@ -42,11 +38,11 @@ class RunRow:
 def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[RunRow], list[str]]:
     """Return a row for each run, the newest last, and notes on runs that cannot be read."""
     runs = [run for run in listing.runs if experiment in (None, run.experiment)]
-    snapshots, problem = _job_snapshots(runs)
+    snapshots = query_jobs(runs, skip_ended=True)
     rows, notes = [], []
     for run in runs:
         try:
-            now = stand(run, snapshots.get(run.path))
+            now = status_from(run, snapshots.get(run.path))
             row = RunRow(
                 run=f"{run.experiment}/{run.name}",
                 folder=str(run.path),
@@ -54,12 +50,12 @@ def read_rows(listing: Listing, experiment: str | None = None) -> tuple[list[Run
                 step=last_beat(run, now.state).get("step"),
                 attempts=now.state.attempt,
                 created=now.state.created,
-                reason=now.reason or (now.facts.sentence() if now.facts and not now.over else ""),
+                reason=now.reason or (now.facts.sentence() if now.facts and not now.final else ""),
             )
             rows.append(row)
         except (RunFolderError, OSError) as error:
             notes.append(f"{run.experiment}/{run.name} is not listed: {error}")
-    if problem:
+    if problem := next((snapshot.error for snapshot in snapshots.values() if snapshot.error), ""):
         notes.append(f"Slurm does not report the states of jobs ({problem})")
     return sorted(rows, key=lambda row: row.created), [*notes, *filter(None, [listing.note])]
 
@@ -71,7 +67,8 @@ def runs_document(rows: list[RunRow], notes: list[str]) -> dict[str, Any]:
 
 def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: Path) -> None:
     """Print a table of runs, then the notes."""
-    table = Table(Column("run", no_wrap=True), "status", "step", "attempts", "created", "reason")
+    names = (Column("run", no_wrap=True), Column("status", no_wrap=True), "step", "attempts")
+    table = Table(*names, Column("created", min_width=10), Column("reason", min_width=12))
     for row in rows:
         table.add_row(
             escape(row.run),
@@ -89,41 +86,20 @@ def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: 
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
-def _job_snapshots(runs: list[RunDir]) -> tuple[dict[Path, JobSnapshot], str]:
-    """Return the states of the runs' jobs by run folder, from one call of squeue, and why it failed if it did."""
-    jobs = {}
-    for run in runs:
-        with suppress(RunFolderError, OSError):  # reported where the run's state is read
-            if (job := job_of(run)) and run.read_state().status not in ENDED:
-                jobs[run.path] = job
-    try:
-        known = client.query_jobs([job.id for job in jobs.values()])
-    except SlurmError as error:
-        return {path: JobSnapshot(error=str(error), installed=error.installed) for path in jobs}, str(error)
-    snapshots = {}
-    for path, job in jobs.items():
-        facts = known.get(job.id)
-        # An unknown job may belong to another cluster, or have ended a while ago.
-        snapshots[path] = (
-            JobSnapshot(info=facts) if facts and job.name in ("", facts.name) else job_snapshot.take_snapshot(job)
-        )
-    return snapshots, ""
-
-
 def read_status(run: RunDir) -> dict[str, Any]:
     """Return the status of a run as a JSON document; facts that a run does not have are None."""
-    look = look_now(run)
-    now = stand(run, look)
+    snapshot = query_job(run)
+    now = status_from(run, snapshot)
     state = now.state
     slurm = None
-    if look is not None:
-        unknown = f"not available: {look.error}" if look.error else "the job is no longer known"
-        slurm = look.info.describe(time.time()) if look.info else unknown
+    if snapshot is not None:
+        unknown = f"not available: {snapshot.error}" if snapshot.error else "the job is no longer known"
+        slurm = snapshot.info.describe(time.time()) if snapshot.info else unknown
     held = holder(run)
     attempt = run.attempt(state.attempt) if state.attempt else None
     ranks = []
     for rank in range(min(state.world_size, MAX_SHOWN_RANKS) if attempt else 0):
-        if attempt and (beat := attempt.last_beat(rank)) is not None:
+        if attempt and (beat := attempt.read_beat(rank)) is not None:
             ranks.append({"rank": rank} | {key: beat[key] for key in ("step", "total_steps", "time", "metrics")})
     mlflow = read_record(run.mlflow) or {}
     return {
@@ -137,7 +113,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
         "slurm": slurm,
         "held_by": f"process {held['pid']} of {held['user']} on {held['host']}" if held is not None else None,
         "ranks": ranks,
-        "stragglers": attempt.straggling() if attempt else [],
+        "stragglers": attempt.current_stragglers() if attempt else [],
         "checkpoints": sorted(path.name for path in run.checkpoints.glob("step-*")),
         "mlflow_run_id": mlflow.get("run_id") or None,
     }

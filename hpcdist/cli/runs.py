@@ -128,10 +128,10 @@ def follow(run: RunName, wait: Wait = False, runs_dir: RunsDir = RUNS) -> int:
     from hpcdist.files.ownership import is_mine
     from hpcdist.run.lookup import resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.status import status_of
 
     found = resolve_run(run, runs_dir)
-    if stand(found, look_now(found)).name == "created":
+    if status_of(found).name == "created":
         raise UserMistake(f"run {found.name} was never started: `hpcdist resume {found.name}` starts it")
     # The config of another user must not receive the caller's secrets.
     env = {**kept(found), **os.environ} if is_mine(found.path) else {}

@@ -67,7 +67,7 @@ def submit(
     """
     from hpcdist.cli import sweep as sweeps
     from hpcdist.config.loading import load_config
-    from hpcdist.supervisor import start
+    from hpcdist.run import create
 
     words = with_options(overrides, experiment=experiment, runs_dir=runs_dir, tracking_uri=tracking_uri)
     sweeps.check_options(sweep, array_parallelism, detach=False)
@@ -81,7 +81,7 @@ def submit(
         return sweeps.submit_sweep(
             cells, flags, check, parallelism=array_parallelism, dry_run=dry_run, test=test, follow=follow or wait
         )
-    loaded = start.with_name(load_config(config, words, cluster=cluster))
+    loaded = create.with_name(load_config(config, words, cluster=cluster))
     flags = submission_flags(loaded, dependency, begin)
     return submit_run(loaded, flags, follow=follow, wait=wait, dry_run=dry_run, test=test, force=force)
 
@@ -102,11 +102,11 @@ def submit_run(
         config: The config, with the name of the run.
         flags: Flags of sbatch for this submission alone.
     """
+    from hpcdist.run import create
     from hpcdist.run.folder import RunDir
     from hpcdist.slurm.job_components import rank_table_lines
     from hpcdist.slurm.submit import checks, submission
     from hpcdist.slurm.submit.batch_script import render
-    from hpcdist.supervisor import start
 
     config, note = submission.resolve_het(config)
     components = [*filter(None, [note]), *rank_table_lines(config)]
@@ -119,7 +119,7 @@ def submit_run(
     print("\n".join(components))
     if test:
         return 0
-    run = start.create_run(config, Path.cwd(), launcher="slurm")
+    run = create.create_run(config, Path.cwd(), launcher="slurm")
     return enqueue(run, config, flags, follow=follow, wait=wait)
 
 
@@ -152,8 +152,9 @@ def submission_flags(config: Config, dependency: str | None, begin: str | None) 
 def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool, wait: bool = False) -> int:
     """Submit a run folder to Slurm and create its MLflow run; with `follow` or `wait`, stay until the run ends."""
     from hpcdist.cli.follow import follow_to_end
+    from hpcdist.run import pending_config
     from hpcdist.slurm.submit import submission
-    from hpcdist.supervisor import pending_config, start
+    from hpcdist.supervisor import shipper_process
 
     try:
         job_id = submission.submit(config, run, flags)
@@ -163,5 +164,5 @@ def enqueue(run: RunDir, config: Config, flags: dict[str, str], *, follow: bool,
     print(f"{run.name} is job {job_id}: `hpcdist follow {run.name}` shows its state and progress")
     if follow or wait:
         return follow_to_end(run, config, progress=not wait)
-    print(start.ship_now(run, config, os.environ))
+    print(shipper_process.ship_now(run, config, os.environ))
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     from hpcdist.config.schema import Config
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep import Sweep
+    from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
-    from hpcdist.supervisor.sweep_cells import Choice
 
 #: Authors of a stop request that a signal to this process causes, see supervisor/supervisor.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
 POLL_S = 0.5
-#: Interval between two calls of squeue, and between two uploads to MLflow.
-SLURM_POLL_S = 5.0
+#: Interval between two uploads to MLflow.
+UPLOAD_EVERY_S = 5.0
 
 
 def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detach: bool) -> None:
@@ -42,16 +41,16 @@ def check_options(sweep: Sequence[str] | None, parallelism: int | None, *, detac
 def read_sweep(config: str, overrides: Sequence[str], axes: Sequence[str], cluster: str | None = None) -> Sweep:
     """Return the sweep of a command line, with all its configs checked. Raises UserMistake."""
     from hpcdist.config.loading import load_config
+    from hpcdist.run import create
     from hpcdist.run.sweep import make_sweep, parse_axes
     from hpcdist.run.sweep_folder import match
-    from hpcdist.supervisor import start
 
     def load(more: Sequence[str]) -> Config:
         loaded = load_config(config, [*overrides, *more], cluster=cluster)
-        start.check_trainer(loaded, Path.cwd())
+        create.check_trainer(loaded, Path.cwd())
         return loaded
 
-    return match(make_sweep(parse_axes(axes, overrides), load, start.label_of))
+    return match(make_sweep(parse_axes(axes, overrides), load, create.label_of))
 
 
 # --- on this machine
@@ -64,14 +63,14 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     """
     from hpcdist import logs
     from hpcdist.cli.render import show_plan
-    from hpcdist.supervisor import sweep_cells
+    from hpcdist.run import sweep_cells
     from hpcdist.supervisor.plan import Machine, make_plan
-    from hpcdist.tracking.uri import choose_uri
+    from hpcdist.tracking.uri import resolve_uri
 
     machine = Machine.inspect(os.environ)
     plans = {cell.name: make_plan(cell.config, machine) for cell in sweep.cells}
     first = sweep.cells[0]
-    uri = choose_uri(os.environ, first.config.tracking.uri, Path(first.config.runs_dir))
+    uri = resolve_uri(first.config, os.environ)
     choices = sweep_cells.choose(sweep)
     show_plan(console(), first.config, plans[first.name], sweep.folder, uri, verbose=dry_run)
     show_choices(sweep, choices)
@@ -81,38 +80,38 @@ def run_sweep(sweep: Sweep, *, dry_run: bool) -> int:
     logs.configure()
     terminal = console()
     refused = False
-    with _caught_signals() as signals, sweep_cells.at_work(sweep) as folder:
+    with _caught_signals() as signals, sweep_cells.hold_sweep(sweep) as folder:
         folder.request.unlink(missing_ok=True)
-        sweep_cells.make_ready(to_run, folder, Path.cwd(), launcher="local")
+        sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="local")
         for number, choice in enumerate(to_run, 1):
             if signals or folder.request.exists():
                 break
             terminal.rule(f"cell {number} of {len(to_run)}: {choice.cell.label}", align="left", characters="-")
             try:
-                _run_cell(choice, plans[choice.cell.name])
+                _run_cell(choice, plans[choice.cell.name], uri)
             except HpcdistError as error:
                 refused = True
                 say(f"{choice.run.name}: {error}")
             if _ended_by_signal(choice.run):
                 break
     if any(choice.run.read_state().status == "created" for choice in to_run):
-        _close_parent_run(to_run[0])
+        _close_parent_run(to_run[0].run, uri)
     return show_end(sweep, choices) or int(refused)
 
 
-def _run_cell(choice: Choice, plan: Plan) -> None:
+def _run_cell(choice: Choice, plan: Plan, uri: str) -> None:
     from hpcdist.cli.render import RunView
-    from hpcdist.supervisor import start
+    from hpcdist.supervisor import local_run
 
     with RunView(console()) as view:
-        state = start.supervise(choice.run, choice.cell.config, plan, view, os.environ)
+        state = local_run.supervise(choice.run, choice.cell.config, plan, view, os.environ, tracking_uri=uri)
         view.note(f"{state.status}: {state.reason}")
 
 
 def _ended_by_signal(run: RunDir) -> bool:
     """Whether a signal to this process ended the cell, which ends the sweep; `hpcdist stop CELL` does not."""
     state = run.read_state()
-    request = run.attempt(state.attempt).asked() if state.attempt else None
+    request = run.attempt(state.attempt).read_request() if state.attempt else None
     return request is not None and request.by in _BY_SIGNAL
 
 
@@ -133,14 +132,12 @@ def _caught_signals() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _close_parent_run(choice: Choice) -> None:
+def _close_parent_run(run: RunDir, uri: str) -> None:
     """Record the end of an incomplete sweep in its MLflow parent run."""
     from hpcdist.tracking.parent_run import ParentRun
-    from hpcdist.tracking.uri import choose_uri
 
-    config = choice.cell.config
     try:
-        parent = ParentRun.of(choice.run, choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)))
+        parent = ParentRun.of(run, uri)
         if parent is not None:
             parent.refresh()
     except TrackingError as error:
@@ -166,9 +163,10 @@ def submit_sweep(
         flags: Flags of sbatch for this submission alone.
         check: Checks a submission of this config before anything is written; raises UserMistake.
     """
+    from hpcdist.run import sweep_cells
     from hpcdist.slurm.job_components import is_het
     from hpcdist.slurm.submit import submission
-    from hpcdist.supervisor import sweep_cells
+    from hpcdist.tracking.uri import resolve_uri
 
     if any(is_het(cell.config) for cell in sweep.cells):
         raise UserMistake(
@@ -187,17 +185,18 @@ def submit_sweep(
         check(one)
     if test:
         return 0
+    uri = resolve_uri(config, os.environ)
     if to_run:
-        with sweep_cells.at_work(sweep) as folder:
-            sweep_cells.make_ready(to_run, folder, Path.cwd(), launcher="slurm")
+        with sweep_cells.hold_sweep(sweep) as folder:
+            sweep_cells.prepare(to_run, folder, Path.cwd(), launcher="slurm")
             try:
                 jobs = submission.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
                 sweep_cells.discard([choice.run for choice in to_run if choice.is_new])
                 raise
         print(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
-        print(_upload([choice.run for choice in to_run], config))
-    return _follow(sweep, choices) if follow else 0
+        print(_upload([choice.run for choice in to_run], uri))
+    return _follow(sweep, choices, uri) if follow else 0
 
 
 def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str], parallelism: int | None) -> None:
@@ -214,65 +213,49 @@ def _show_script(sweep: Sweep, to_run: Sequence[Choice], flags: Mapping[str, str
     print(f"{script}\n# then, in the batch step of task 0 ({to_run[0].run.name}):\n{comment(step)}")
 
 
-def _upload(runs: Sequence[RunDir], config: Config, *, close_dead: bool = False) -> str:
+def _upload(runs: Sequence[RunDir], uri: str, *, close_lost: bool = False) -> str:
     """Upload the records of some cells to MLflow. Returns a sentence on the result."""
     from hpcdist.tracking.shipper import sync
-    from hpcdist.tracking.uri import choose_uri
 
     try:
-        uri = choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir))
         for run in runs:
-            sync(run, uri, close_dead=close_dead)
+            sync(run, uri, close_dead=close_lost)
     except TrackingError as error:
         return f"not in MLflow yet: {error}"
     return f"{len(runs)} cells uploaded to MLflow"
 
 
-def _follow(sweep: Sweep, choices: Sequence[Choice]) -> int:
-    """Show the states of the cells until all have ended, and upload them unless their jobs do."""
-    from hpcdist.run.folder import ENDED
-    from hpcdist.run.status import job_of
-    from hpcdist.supervisor.sweep_cells import queued_jobs
-    from hpcdist.tracking.uri import choose_uri
+def _follow(sweep: Sweep, choices: Sequence[Choice], uri: str) -> int:
+    """Show the statuses of the cells until all are final, and upload them unless their jobs do."""
+    from hpcdist.run.status import RunStatus, StatusWatch
+    from hpcdist.tracking.uri import is_server
 
-    config = sweep.cells[0].config
-    uploads = not choose_uri(os.environ, config.tracking.uri, Path(config.runs_dir)).startswith(("http://", "https://"))
-    jobs = {choice.run.name: job.id if (job := job_of(choice.run)) else None for choice in choices}
+    watch = StatusWatch()
+    statuses: dict[str, RunStatus] = {}
     shown: dict[str, str] = {}
     uploaded: dict[str, object] = {}
-    gone: Counter[str] = Counter()
-    last_poll = 0.0
+    next_upload = 0.0
     while True:
-        open_runs = []
-        for choice in choices:
-            state = choice.run.read_state()
-            if shown.get(choice.run.name) != (text := f"{state.status} {state.reason}".strip()):
+        pending = [c for c in choices if not (c.run.name in statuses and statuses[c.run.name].final)]
+        for choice, status in zip(pending, watch.poll([choice.run for choice in pending]), strict=True):
+            statuses[choice.run.name] = status
+            if shown.get(choice.run.name) != (text := f"{status.name} {status.reason}".strip()):
                 shown[choice.run.name] = text
                 say(f"{choice.cell.label}: {text}")
-            if state.status not in ENDED and gone[choice.run.name] < 2:
-                open_runs.append(choice.run)
-        if uploads:
+        has_ended = all(status.final for status in statuses.values())
+        if not is_server(uri) and (has_ended or time.monotonic() >= next_upload):
+            next_upload = time.monotonic() + UPLOAD_EVERY_S
             changed = [choice.run for choice in choices if uploaded.get(choice.run.name) != _version(choice.run)]
-            due = open_runs == [] or time.monotonic() - last_poll >= SLURM_POLL_S
-            if changed and due:
-                uploaded |= {run.name: _version(run) for run in changed}
-                if (sentence := _upload(changed, config)).startswith("not"):
-                    say(sentence)
-        if not open_runs:
+            uploaded |= {run.name: _version(run) for run in changed}
+            if changed and (sentence := _upload(changed, uri)).startswith("not"):
+                say(sentence)
+        if has_ended:
             break
-        if time.monotonic() - last_poll >= SLURM_POLL_S:
-            last_poll = time.monotonic()
-            ids = [job_id for run in open_runs if (job_id := jobs[run.name])]
-            queued = queued_jobs(ids)
-            for run in open_runs:
-                # Twice, since a job leaves the queue before a slow file system shows its last state.
-                lost = queued is not None and jobs[run.name] not in queued
-                gone[run.name] = gone[run.name] + 1 if lost else 0
         time.sleep(POLL_S)
-    if dead := [choice.run for choice in choices if choice.run.read_state().status not in ENDED]:
-        say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in dead)}")
-        say(_upload(dead, config, close_dead=True))
-    return show_end(sweep, choices) or int(bool(dead))
+    if lost := [choice.run for choice in choices if statuses[choice.run.name].name == "lost"]:
+        say(f"no longer in the queue, without a recorded end: {', '.join(run.name for run in lost)}")
+        say(_upload(lost, uri, close_lost=True))
+    return show_end(sweep, choices) or int(bool(lost))
 
 
 def _version(run: RunDir) -> object:

@@ -12,7 +12,7 @@ from hpcdist.cli.terminal import console, say
 if TYPE_CHECKING:
     from hpcdist.run.folder import RunDir
     from hpcdist.run.sweep import Sweep
-    from hpcdist.supervisor.sweep_cells import Choice
+    from hpcdist.run.sweep_cells import Choice
 
 #: Metrics to show if no cell has the one that selects the best checkpoint.
 _FALLBACKS = ("eval/accuracy", "eval/loss", "train/loss")
@@ -51,7 +51,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     from rich.table import Column, Table
 
     from hpcdist.errors import RunFolderError
-    from hpcdist.run.status import look_now, stand
+    from hpcdist.run.status import status_of
 
     beats = [_last_beat(run) for _, run in cells]
     shown = (best, *_FALLBACKS)
@@ -61,7 +61,7 @@ def show_cells(title: str, cells: Sequence[tuple[str, RunDir]], best: str) -> li
     for (label, run), beat in zip(cells, beats, strict=True):
         try:
             exists = os.path.lexists(run.path / "state.json")
-            name = stand(run, look_now(run)).name if exists else "missing"
+            name = status_of(run).name if exists else "missing"
             reason = run.read_state().reason if exists else "not started yet"
         except (RunFolderError, OSError) as error:
             name, reason = "unreadable", str(error)
@@ -83,6 +83,6 @@ def _last_beat(run: RunDir) -> dict[str, Any]:
         return {}
     try:
         state = run.read_state()
-        return (run.attempt(state.attempt).last_beat(0) or {}) if state.attempt else {}
+        return (run.attempt(state.attempt).read_beat(0) or {}) if state.attempt else {}
     except (RunFolderError, OSError):  # reported in the row of the cell
         return {}

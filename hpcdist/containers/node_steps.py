@@ -1,4 +1,4 @@
-"""What a job does about containers beside its ranks: look whether nodes can start them, remove what is left."""
+"""Slurm steps of a job that check the image on every node and remove leftover containers."""
 
 from __future__ import annotations
 
@@ -11,82 +11,93 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.containers.request import prepare_image
-from hpcdist.containers.runtimes import CONTAINERS_STEP, Box, remove_command
-from hpcdist.containers.trial_start import LOOK_S, digest, judge_nodes, look_command, look_env, own_failure
+from hpcdist.containers.image_probe import (
+    PROBE_TIMEOUT_S,
+    check_image_on_nodes,
+    image_digest,
+    image_probe_command,
+    image_probe_env,
+    start_failure,
+)
+from hpcdist.containers.rank_container import make_mount_points
+from hpcdist.containers.runtimes import CONTAINERS_STEP, remove_command
+from hpcdist.containers.spec import ContainerSpec
+from hpcdist.files.atomic import write_json
 from hpcdist.files.log_text import last_lines
 from hpcdist.machine.timed_command import run_within
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.nodelist import expand
 
 log = logging.getLogger(__name__)
 
-#: The end of a rank's log in which the messages of a container runtime are looked for.
+#: Number of lines at the end of a rank's log that are searched for messages of the container runtime.
 MAX_LINES = 20_000
 REMOVE_S = 30.0
-#: Slurm starts no step any more; it has killed those that there were, and their containers have ended with them.
+#: Slurm starts no more steps in this job; it has killed the running ones, and their containers ended with them.
 _JOB_IS_OVER = re.compile("job \\d+ has expired|Unable to confirm allocation|already complet")
 
 
 class ContainerSteps:
-    """The containers of one life of a job.
+    """The containers of a job from one start of its batch script to the next requeue.
 
     Args:
-        env: what ranks inherit.
-        het: whether the job has several components, each with nodes of its own.
+        env: the environment that ranks inherit.
+        het: whether the job is heterogeneous: several components, each with its own nodes.
     """
 
-    def __init__(self, box: Box, run: RunDir, env: Mapping[str, str], *, het: bool = False) -> None:
-        self._box = box
+    def __init__(self, spec: ContainerSpec, run: RunDir, env: Mapping[str, str], *, het: bool = False) -> None:
+        self._spec = spec
         self._run = run
         self._env = dict(env)
         self._het = het
-        self._looked = False
+        self._checked = False
 
     def prepare(self) -> None:
-        """Look at the image on every node, once in each life of a job, and remove what an earlier one has left.
+        """Remove leftover containers and, the first time, check the image on every node.
 
-        Raises UserMistake for what no retry cures: no such runtime or image on a node, an image of another version.
+        Raises:
+            UserMistake: a retry cannot help: a node lacks the runtime or the image, or the image has another version.
         """
-        self.remove_left()
-        if self._looked:
+        self.remove_containers()
+        if self._checked:
             return
-        prepare_image(self._box)
+        make_mount_points(self._spec)
         facts: dict[str, Any] = {}
         for group, nodes in self._nodes():
-            # Not every component need have GPUs to ask for; a driver shows without, where there is one.
-            look = look_command(replace(self._box, gpus=self._box.gpus and not self._het))
-            env = look_env(self._box, self._env)
-            done = self._on_nodes(nodes, group, look.words, env, LOOK_S, "--label", *look.srun)
-            facts = judge_nodes(self._box, nodes, done.stdout, done.stderr)
-        self._looked = True
+            # Some components of a heterogeneous job may have no GPUs; the driver's version is visible without them.
+            probe = image_probe_command(replace(self._spec, gpus="" if self._het else self._spec.gpus))
+            env = image_probe_env(self._spec, self._env)
+            done = self._on_nodes(nodes, group, probe.argv, env, PROBE_TIMEOUT_S, "--label", *probe.srun_flags)
+            facts = check_image_on_nodes(self._spec, nodes, done.stdout, done.stderr)
+        self._checked = True
         write_json(
             self._run.container,
             {
-                "runtime": self._box.runtime,
-                "image": self._box.image,
-                "image_digest": digest(self._box, self._env),
+                "runtime": self._spec.runtime,
+                "image": self._spec.image,
+                "image_digest": image_digest(self._spec, self._env),
                 **{key: facts[key] for key in ("hpcdist", "python", "torch", "cuda") if key in facts},
             },
         )
 
-    def remove_left(self) -> None:
-        """Remove the run's containers from every node; its lease says that nobody else uses them."""
-        if not self._box.outlives_step:
+    def remove_containers(self) -> None:
+        """Remove the run's containers from every node; the run's lease guarantees that no other job uses them."""
+        if not self._spec.outlives_step:
             return
         for group, nodes in self._nodes():
-            done = self._on_nodes(nodes, group, remove_command(self._box), self._env, REMOVE_S)
+            done = self._on_nodes(nodes, group, remove_command(self._spec), self._env, REMOVE_S)
             if done.returncode != 0 and not _JOB_IS_OVER.search(done.stderr):
-                log.warning("containers may be left on a node: %s", " ".join(done.stderr.split()))
+                log.warning("containers may remain on a node: %s", " ".join(done.stderr.split()))
 
-    def meaning(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
-        """A rank's exit code as if there were no container around it.
+    def exit_code(self, attempt: Attempt, rank: int, host: str, code: int) -> int:
+        """Return a rank's exit code as if it ran outside a container.
 
-        What the runtime could not start has no rank that could say so: it is reported in the rank's place.
+        If the runtime could not start the container, write the outcome file that the rank could not write.
         """
         path = attempt.log(rank)
         text = "\n".join(line for _, line in last_lines(path, MAX_LINES)) if path.exists() else ""
-        failed = own_failure(self._box.runtime, code, text)
+        failed = start_failure(self._spec.runtime, code, text)
         if failed is not None and not attempt.outcome(rank).exists():
             error, may_pass = failed
             write_json(
@@ -106,7 +117,7 @@ class ContainerSteps:
         return 128 - code if known else code
 
     def _nodes(self) -> list[tuple[list[str], list[str]]]:
-        """srun's flags and the nodes, in Slurm's own order, of each component of the job."""
+        """Return srun's flags and the nodes, in Slurm's order, of each component of the job."""
         if not self._het:
             return [([], expand(self._env["SLURM_JOB_NODELIST"]))]
         size = int(self._env["SLURM_HET_SIZE"])
@@ -124,7 +135,7 @@ class ContainerSteps:
         timeout_s: float,
         *flags: str,
     ) -> subprocess.CompletedProcess[str]:
-        """One task a node, beside whatever runs there; a node that does not answer counts as silent."""
+        """Run a step with one task per node, which shares the nodes with running steps."""
         step = ["srun", *group, "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
         options = ["--cpus-per-task=1", "--input=none", f"--job-name={CONTAINERS_STEP}", *flags]
         return run_within([*step, *options, *command], timeout_s, env=env)

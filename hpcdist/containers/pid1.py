@@ -2,11 +2,10 @@
 
     python -m hpcdist.containers.pid1 ATTEMPT COMMAND …
 
-What ties it to the step is a named pipe that `containers/contained.sh` made and holds open, `rank-RRRRR.line`
-in the attempt's folder. The names of signals come through it, for the rank. Its end means that the step is gone,
-however that came about; then this process ends, and the kernel ends all others in the container. The rank writes its
-log by itself, and its exit code is left in `rank-RRRRR.exit`: neither depends on podman's or docker's helpers, which
-Slurm may kill at any time.
+`node_wrapper.sh` on the node holds a named pipe open, `rank-RRRRR.line` in the attempt's folder, and writes the names
+of signals for the rank into it. End of file means that the step is gone, for whatever reason: this process ends, and
+the kernel ends all other processes of the container. The rank writes its own log, and its exit code is written to
+`rank-RRRRR.exit`, so neither depends on helper processes of podman or docker, which Slurm may kill at any time.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
-#: The step is gone: exit code of a container that ends for that.
+#: Exit code of a container whose step is gone.
 ABANDONED = 143
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str], env: dict[str, str]) -> int:
-    """Run a rank and return the exit code it ended with, 128 more than the signal that killed it."""
+    """Run a rank and return its exit code, or 128 + the signal that killed it."""
     folder, *command = argv
     base = Path(folder) / f"rank-{int(env['SLURM_PROCID']):05d}"
     log = os.open(f"{base}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    # Not waiting for a writer: there is one, or the step has gone already.
+    # Non-blocking: there is a writer, unless the step is already gone.
     line = os.open(f"{base}.line", os.O_RDONLY | os.O_NONBLOCK)
-    os.unlink(f"{base}.line")  # whoever copies the folder would wait at a pipe for ever
+    os.unlink(f"{base}.line")  # copying a folder with a pipe would block for ever
     code = _follow(command, line)
     if code is None:
         print("hpcdist: the Slurm step around this container is gone: ending it", file=sys.stderr, flush=True)
@@ -45,12 +44,12 @@ def main(argv: Sequence[str], env: dict[str, str]) -> int:
 
 
 def _follow(command: Sequence[str], line: int) -> int | None:
-    """Start the command, hand signals on, collect orphans; its exit code, or None once nobody holds the line."""
+    """Start the command, forward signals and reap orphans; return its exit code, or None when the pipe is closed."""
     wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     for number in (*_FORWARDED, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
-    # Until the rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
+    # Slurm sends SIGUSR2 ahead of the time limit; a rank that has no handler yet must not die of it.
     rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_ignore_usr2)
     poll = select.poll()
     for descriptor in (wake, line):
@@ -65,7 +64,7 @@ def _follow(command: Sequence[str], line: int) -> int | None:
             else:
                 numbers = [signal.Signals(number) for number in os.read(wake, 4096) if number in _FORWARDED]
             for number in numbers:
-                os.kill(rank.pid, number)  # not `send_signal`: it would collect the rank by itself
+                os.kill(rank.pid, number)  # `send_signal` would reap the rank
         if (code := _collect(rank.pid)) is not None:
             return code
 
@@ -75,7 +74,7 @@ def _ignore_usr2() -> None:
 
 
 def _collect(rank: int) -> int | None:
-    """Reap all that has ended; the rank's exit code when it is among them."""
+    """Reap all ended processes; return the rank's exit code if it is among them."""
     found = None
     while True:
         try:

@@ -1,10 +1,10 @@
-"""A container runtime as a pure function: what a rank's container is told → the words in front of its command.
+"""Container runtimes as pure functions: each returns the argv in front of the command that runs in the container.
 
-Runtimes that start processes of their own tree (apptainer, charliecloud, enroot) and Slurm's plugin (pyxis) give
-their containers Slurm's signals, and Slurm ends them. podman's and docker's containers are no children of the step;
-`contained.sh` and `hpcdist.containers.pid1` tie them to it.
+apptainer, charliecloud, enroot and pyxis (Slurm's plugin) start containers as child processes of the Slurm step, so
+Slurm signals and ends them. Containers of podman and docker are no children of the step; `node_wrapper.sh` and
+`hpcdist.containers.pid1` tie them to it.
 
-Run with podman 4.3 and charliecloud 0.31. The others are only written down, from their documentation:
+podman 4.3 and charliecloud 0.31 are tested. The others follow their documentation and have not been run:
 https://apptainer.org/docs/user/main/cli/apptainer_exec.html, https://docs.docker.com/reference/cli/docker/container/run,
 https://github.com/NVIDIA/enroot/blob/master/doc/cmd/start.md, https://github.com/NVIDIA/pyxis/wiki/Usage
 """
@@ -16,190 +16,132 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hpcdist.errors import UserMistake
-from hpcdist.run.folder import Attempt
+from hpcdist.containers.spec import WITHHELD, ContainerSpec, Mount
+from hpcdist.run.attempt import Attempt
 
-SCRIPT = Path(__file__).with_name("contained.sh")
-#: What a rank needs to know, by name. Whatever else stands in a job's environment stays outside.
-PASSED = (
-    "SLURM_*", "SLURMD_NODENAME", "PMI*", "CUDA_VISIBLE_DEVICES", "HPCDIST_*", "NCCL_*", "GLOO_*", "TP_*", "TORCH_*",
-    "UCX_*", "FI_*", "OMP_*", "MKL_*", "MALLOC_*", "PYTHONPATH", "PYTHONUNBUFFERED", "RES_OPTIONS", "TZ", "LANG",
-    "LC_*",
-)  # fmt: skip
-#: A password may stand in the first, which ranks do without; the second is a key to Slurm itself.
-WITHHELD = ("HPCDIST_TRACKING_URI", "SLURM_JWT")
-#: What a runtime, and srun, need on the host. Where a container inherits its environment, it sees these as well.
+SCRIPT = Path(__file__).with_name("node_wrapper.sh")
+#: Variables that runtimes and srun need on the host. Containers that inherit the environment see them as well.
 _HOST = (
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR", "APPTAINER_*", "SINGULARITY_*", "CH_*", "ENROOT_*",
     "NVIDIA_*", "MELLANOX_*",
 )  # fmt: skip
-#: Present on nodes with InfiniBand or RoCE cards.
+#: Exists on nodes with InfiniBand or RoCE adapters.
 INFINIBAND = Path("/dev/infiniband")
-#: Their containers outlive the step.
-DETACHED = ("podman", "docker")
-#: Their containers see the environment of the one who starts them.
+#: Runtimes whose containers inherit the environment of the process that starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
-#: How Slurm's steps are called that look at containers or remove them.
+#: Job name of the Slurm steps that inspect or remove containers.
 CONTAINERS_STEP = "hpcdist-containers"
 #: enroot's login shell reads /etc/profile, which resets PATH in Debian's images and so hides the image's own Python.
 _NO_LOGIN_SHELL = {"ENROOT_LOGIN_SHELL": "no"}
-#: Until a rank can hear SIGUSR2, which Slurm sends ahead of the time limit, it must not die of it.
-DEAF_TO_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
+#: Slurm sends SIGUSR2 ahead of the time limit; a rank that has no handler yet must not die of it.
+IGNORE_USR2 = ("sh", "-c", "trap '' USR2; exec \"$@\"", "sh")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mount:
-    """A folder or file of the host, and where it is seen in the container."""
+class ContainerCommand:
+    """A command in a container: its argv, and the flags that srun needs for it."""
 
-    source: str
-    target: str
-    read_only: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Mount:
-        """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, as the config's own check has let it pass."""
-        source, *rest = text.split(":")
-        read_only = "ro" in rest
-        target = next((word for word in rest if word not in ("ro", "rw")), source)
-        return cls(source=source, target=target, read_only=read_only)
-
-    def text(self, read_only: str = ":ro", read_write: str = "") -> str:
-        return f"{self.source}:{self.target}{read_only if self.read_only else read_write}"
-
-    def covers(self, other: Mount) -> bool:
-        """Whether the other is seen through this one already, at the same path."""
-        inside = Path(other.source).is_relative_to(self.source)
-        return (
-            inside
-            and Path(self.target) / Path(other.source).relative_to(self.source) == Path(other.target)
-            and other.read_only == self.read_only
-        )
+    argv: list[str]
+    srun_flags: list[str] = field(default_factory=list)
 
 
-def without_nested(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Mounts that no other one shows already: some runtimes cannot mount below a mount."""
-    kept: list[Mount] = []
-    for mount in sorted(mounts, key=lambda mount: (len(Path(mount.target).parts), mount.target)):
-        if any(set(":,") & set(path) for path in (mount.source, mount.target)):
-            raise UserMistake(f"container: {mount.source} cannot be mounted: no runtime takes ':' or ',' in a path")
-        if not any(other.covers(mount) for other in kept):
-            kept.append(mount)
-    return tuple(kept)
+def podman(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `podman run` up to and including the image."""
+    gpus = [f"--device=nvidia.com/gpu={gpu.strip()}" for gpu in spec.gpus.split(",") if gpu]
+    # Rootless podman would map the caller to another user.
+    userns = ["--userns=keep-id"] if spec.user and not spec.user.startswith("0:") else []
+    return _engine_run("podman", spec, ulimits=spec.ulimits or ("host",), flags=[*userns, *gpus])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    """What a container is told, whatever the runtime."""
-
-    runtime: str
-    image: str
-    run: Path  #: the run folder; labels containers, so that they can be found
-    mounts: tuple[Mount, ...]
-    workdir: Path
-    env: tuple[str, ...] = PASSED  #: names and patterns (`NCCL_*`) of variables that are passed
-    gpus: bool = False
-    python: str = "python3"
-    extra_args: tuple[str, ...] = ()
-    image_env: bool = False  #: charliecloud: whether the image's folder says which variables it sets
-
-    @property
-    def outlives_step(self) -> bool:
-        return self.runtime in DETACHED
+def docker(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `docker run` up to and including the image."""
+    # docker splits at commas before it interprets quotes.
+    gpus = ["--gpus=all" if spec.gpus == "all" else f'--gpus="device={spec.gpus}"'] if spec.gpus else []
+    return _engine_run("docker", spec, ulimits=spec.ulimits or ("memlock=-1", "stack=67108864"), flags=gpus)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contained:
-    """A command in a container: flags that srun is told, and what it executes."""
-
-    words: list[str]
-    srun: list[str] = field(default_factory=list)
-
-
-def podman(box: Box) -> list[str]:
-    """`podman run`, up to the image. Without a pull: a thousand ranks would ask a registry at once."""
+def _engine_run(engine: str, spec: ContainerSpec, *, ulimits: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the argv that podman and docker have in common; a rank's containers have a run folder."""
+    is_rank = spec.run is not None
     return [
-        "podman", "run", "--rm", "--pull=never",
-        "--network=host", "--uts=host", "--ipc=host", "--ulimit=host",
-        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
-        f"--label=hpcdist.run={box.run}",
-        *(f"--volume={mount.text()}" for mount in box.mounts),
-        f"--workdir={box.workdir}",
-        *(["--device=nvidia.com/gpu=all"] if box.gpus else []),
-        *box.extra_args,
-        "--entrypoint=",
-        box.image,
+        engine, "run", "--rm",
+        # A thousand ranks would query a registry at once.
+        *(["--pull=never"] if is_rank else []),
+        *(["--interactive", "--tty"] if spec.terminal else []),
+        *(["--network=host"] if spec.host_network else []),
+        *(["--uts=host"] if is_rank else []),
+        "--ipc=host", *(f"--ulimit={limit}" for limit in ulimits),
+        *(["--security-opt=label=disable", "--no-healthcheck", "--log-driver=none", f"--label=hpcdist.run={spec.run}"]
+          if is_rank else []),
+        *([f"--user={spec.user}"] if spec.user else []),
+        *([f"--stop-timeout={spec.stop_timeout_s}"] if spec.stop_timeout_s is not None else []),
+        *(f"--device={device}" for device in spec.devices),
+        *(f"--volume={mount.text()}" for mount in spec.mounts),
+        *([f"--workdir={spec.workdir}"] if spec.workdir is not None else []),
+        *flags,
+        *(f"--env={name}={value}" for name, value in spec.env_values.items()),
+        # For a rank, the script on the node expands the patterns to names.
+        *([] if is_rank else [f"--env={name}" for name in spec.env]),
+        *spec.extra_args,
+        *(["--entrypoint="] if is_rank else []),
+        spec.image,
     ]  # fmt: skip
 
 
-def docker(box: Box) -> list[str]:
-    """`docker run`, up to the image."""
-    return [
-        "docker", "run", "--rm", "--pull=never",
-        "--network=host", "--uts=host", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864",
-        "--security-opt=label=disable", "--no-healthcheck", "--log-driver=none",
-        f"--label=hpcdist.run={box.run}",
-        *(f"--volume={mount.text()}" for mount in box.mounts),
-        f"--workdir={box.workdir}",
-        *(["--gpus=all"] if box.gpus else []),
-        *box.extra_args,
-        "--entrypoint=",
-        box.image,
-    ]  # fmt: skip
-
-
-def apptainer(box: Box) -> list[str]:
-    """`apptainer exec`: shares the host's network, /dev, /dev/shm and limits as it is."""
+def apptainer(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `apptainer exec`, which shares the host's network, /dev, /dev/shm and limits by default."""
     return [
         "apptainer", "exec", "--no-home",
-        *(f"--bind={mount.text()}" for mount in box.mounts),
-        f"--pwd={box.workdir}",
-        *(["--nv"] if box.gpus else []),
-        *box.extra_args,
-        box.image,
+        *(f"--bind={mount.text()}" for mount in spec.mounts),
+        f"--pwd={spec.workdir}",
+        *(["--nv"] if spec.gpus else []),
+        *spec.extra_args,
+        spec.image,
     ]  # fmt: skip
 
 
-def charliecloud(box: Box) -> list[str]:
-    """`ch-run`: shares all but the file system. The host's /tmp is seen, so nothing can be mounted below it.
+def charliecloud(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `ch-run`, which shares everything but the file system.
 
-    GPU libraries come into the image once, by `ch-fromhost --nvidia IMAGE`.
+    ch-run shows the host's /tmp, so nothing can be mounted below it. `ch-fromhost --nvidia IMAGE` copies the GPU
+    libraries into the image once.
     """
     return [
         "ch-run",
-        *(["--set-env"] if box.image_env else []),
-        *(f"--bind={mount.text()}" for mount in box.mounts if not _is_shared_tmp(mount)),
-        f"--cd={box.workdir}",
-        *box.extra_args,
-        box.image,
+        *(["--set-env"] if spec.image_env else []),
+        *(f"--bind={mount.text()}" for mount in spec.mounts if not _is_shared_tmp(mount)),
+        f"--cd={spec.workdir}",
+        *spec.extra_args,
+        spec.image,
         "--",
     ]
 
 
-def enroot(box: Box) -> list[str]:
-    """`enroot start`. Its command script, which would start the image's entrypoint, is ours."""
+def enroot(spec: ContainerSpec) -> list[str]:
+    """Return the argv of `enroot start`; our script replaces the command script that starts the image's entrypoint."""
     return [
         "enroot", "start", f"--rc={SCRIPT}",
         *(f"--mount={mount.text(':none:x-create=auto,rbind,ro', ':none:x-create=auto,rbind,rw')}"
-          for mount in box.mounts),
-        *(f"--env={name}={value}" for name, value in _devices(box).items()),
-        *box.extra_args,
-        box.image, "in", str(box.workdir),
+          for mount in spec.mounts),
+        *(f"--env={name}={value}" for name, value in _device_variables(spec).items()),
+        *spec.extra_args,
+        spec.image, "in", str(spec.workdir),
     ]  # fmt: skip
 
 
-def pyxis(box: Box) -> list[str]:
-    """Flags of srun: pyxis is a plugin of Slurm."""
+def pyxis(spec: ContainerSpec) -> list[str]:
+    """Return srun's flags: pyxis is a plugin of Slurm."""
     return [
-        f"--container-image={box.image}",
+        f"--container-image={spec.image}",
         # srun refuses an empty list of mounts.
-        *([f"--container-mounts={','.join(mount.text() for mount in box.mounts)}"] if box.mounts else []),
-        f"--container-workdir={box.workdir}",
+        *([f"--container-mounts={','.join(mount.text() for mount in spec.mounts)}"] if spec.mounts else []),
+        f"--container-workdir={spec.workdir}",
         "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
-        *box.extra_args,
+        *spec.extra_args,
     ]  # fmt: skip
 
 
-_PREFIX: dict[str, Callable[[Box], list[str]]] = {
+RUNTIMES: dict[str, Callable[[ContainerSpec], list[str]]] = {
     "podman": podman,
     "docker": docker,
     "apptainer": apptainer,
@@ -208,38 +150,41 @@ _PREFIX: dict[str, Callable[[Box], list[str]]] = {
 }
 
 
-def contain(box: Box, command: Sequence[str], attempt: Attempt | None = None) -> Contained:
-    """A command in a container: a rank of an attempt, or something that ends by itself."""
-    if box.runtime == "pyxis":
-        return Contained(words=[*DEAF_TO_USR2, *command], srun=pyxis(box))
-    prefix, names = _PREFIX[box.runtime](box), "|".join(box.env)
-    if attempt is not None and box.outlives_step:
-        first = [box.python, "-P", "-m", "hpcdist.containers.pid1", str(attempt.path)]
-        return Contained(words=["sh", str(SCRIPT), "rank", str(attempt.path), names, *prefix, *first, *command])
-    if box.runtime in _INHERITING:
-        return Contained(words=["sh", str(SCRIPT), "plain", *prefix, *DEAF_TO_USR2, *command])
-    inside = [] if box.outlives_step else DEAF_TO_USR2
-    return Contained(words=["sh", str(SCRIPT), "once", names, *prefix, *inside, *command])
+def container_command(spec: ContainerSpec, command: Sequence[str], attempt: Attempt | None = None) -> ContainerCommand:
+    """Return the command of a Slurm task that runs `command` in a container.
+
+    Args:
+        attempt: the attempt that the rank belongs to; None for a command that is no rank.
+    """
+    if spec.runtime == "pyxis":
+        return ContainerCommand(argv=[*IGNORE_USR2, *command], srun_flags=pyxis(spec))
+    prefix, names = RUNTIMES[spec.runtime](spec), "|".join(spec.env)
+    if attempt is not None and spec.outlives_step:
+        pid1 = [spec.python, "-P", "-m", "hpcdist.containers.pid1", str(attempt.path)]
+        return ContainerCommand(argv=["sh", str(SCRIPT), "rank", str(attempt.path), names, *prefix, *pid1, *command])
+    if spec.runtime in _INHERITING:
+        return ContainerCommand(argv=["sh", str(SCRIPT), "plain", *prefix, *IGNORE_USR2, *command])
+    inside = [] if spec.outlives_step else IGNORE_USR2
+    return ContainerCommand(argv=["sh", str(SCRIPT), "once", names, *prefix, *inside, *command])
 
 
-def remove_command(box: Box) -> list[str]:
-    """Ends and removes what a run has left on a node, whichever job and attempt it was of."""
-    return ["sh", str(SCRIPT), "remove", box.runtime, f"hpcdist.run={box.run}"]
+def remove_command(spec: ContainerSpec) -> list[str]:
+    """Return the command that removes all containers of a run on a node, of any job and attempt."""
+    return ["sh", str(SCRIPT), "remove", spec.runtime, f"hpcdist.run={spec.run}"]
 
 
-def outer_env(box: Box, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment to start a container from: where it inherits all of it, only what it may see."""
-    if box.runtime == "enroot":
+def outer_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment to start a container from, reduced to allowed names where the container inherits it."""
+    if spec.runtime == "enroot":
         return {**_NO_LOGIN_SHELL, **env}
-    if box.runtime not in _INHERITING:
+    if spec.runtime not in _INHERITING:
         return dict(env)
-    seen = {name: value for name, value in env.items() if _matches(name, (*box.env, *_HOST)) and name not in WITHHELD}
-    # ch-run does not start without it.
+    seen = {name: value for name, value in env.items() if _matches(name, (*spec.env, *_HOST)) and name not in WITHHELD}
     return {
-        "USER": env.get("LOGNAME", ""),
-        **(_NO_LOGIN_SHELL if box.runtime == "pyxis" else {}),
+        "USER": env.get("LOGNAME", ""),  # ch-run does not start without it
+        **(_NO_LOGIN_SHELL if spec.runtime == "pyxis" else {}),
         **seen,
-        **_devices(box),
+        **_device_variables(spec),
     }
 
 
@@ -247,17 +192,17 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _devices(box: Box) -> dict[str, str]:
-    """Variables that enroot's hooks read, below pyxis as well: they add GPUs and InfiniBand devices.
+def _device_variables(spec: ContainerSpec) -> dict[str, str]:
+    """Return the variables by which enroot's hooks, also below pyxis, add GPUs and InfiniBand devices.
 
-    The InfiniBand hook fails the start on a node without such a card. `contained.sh` asks the node itself for enroot;
-    pyxis has no script on the node, so the host of the batch step stands for all nodes.
+    The InfiniBand hook fails on a node without an adapter. For enroot, `node_wrapper.sh` checks on the node itself.
+    pyxis runs no script on the node, so the host of the batch step is checked instead of each node.
     """
-    if box.runtime not in ("enroot", "pyxis"):
+    if spec.runtime not in ("enroot", "pyxis"):
         return {}
     gpus = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-    found = {"MELLANOX_VISIBLE_DEVICES": "all"} if box.runtime == "pyxis" and INFINIBAND.exists() else {}
-    return {**(gpus if box.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), **found}
+    found = {"MELLANOX_VISIBLE_DEVICES": "all"} if spec.runtime == "pyxis" and INFINIBAND.exists() else {}
+    return {**(gpus if spec.gpus else {"NVIDIA_VISIBLE_DEVICES": "void"}), **found}
 
 
 def _is_shared_tmp(mount: Mount) -> bool:

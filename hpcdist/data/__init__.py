@@ -1,7 +1,7 @@
-"""Image datasets: what is known of each by its name. This file is torch-free.
+"""Image datasets and their properties. This file imports without torch.
 
-`download.prepare` fetches, `loading.load_datasets` loads, `batches` hands out batches. Nothing here knows of
-process groups: the caller decides which rank prepares, and gives each rank its own indices.
+`download.prepare` downloads, `loading.load_datasets` loads, and a split of `batches` yields batches. The package does
+not use process groups: the caller selects the rank that downloads, and passes the indices of each rank.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """The facts of a dataset. Mean and std are per channel, of pixels scaled to [0, 1]."""
+    """Properties of a dataset. Mean and std are per channel, of pixels scaled to [0, 1]."""
 
     in_channels: int
     image_size: int
-    """Pixels a side where the config does not say otherwise."""
+    """Default height and width in pixels."""
     num_classes: int | None
-    """None where only the config or the folder knows."""
+    """None if it depends on the config or the folder."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     flip: bool
-    """Whether a mirrored image still shows the same class (a mirrored digit does not)."""
+    """Whether a mirrored image has the same class (a mirrored digit does not)."""
 
 
 DATASETS: Mapping[str, DatasetSpec] = {
@@ -40,7 +40,7 @@ DATASETS: Mapping[str, DatasetSpec] = {
         std=(0.2470, 0.2435, 0.2616),
         flip=True,
     ),
-    # ImageNet's, the custom of the field for natural images.
+    # Mean and std of ImageNet, the usual ones for natural images.
     "image_folder": DatasetSpec(
         in_channels=3,
         image_size=224,
@@ -58,7 +58,7 @@ DATASET_NAMES: tuple[str, ...] = tuple(DATASETS)
 
 
 class DataParams(Protocol):
-    """The part of the data section of a config that this package reads."""
+    """The fields of the config section `data` that this package reads."""
 
     @property
     def name(self) -> str: ...

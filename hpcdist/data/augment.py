@@ -1,7 +1,7 @@
-"""Random crops and flips that depend on (seed, epoch, sample index) alone.
+"""Random crops and flips that depend on (seed, epoch, sample index) only.
 
-No generator is kept and the process's own RNG is never touched, so an epoch that is resumed in the middle, or
-dealt to another number of ranks, shows each sample exactly as an undisturbed one would.
+torchvision's transforms draw from a global generator. Without one, an epoch that resumes in the middle, or on another
+number of ranks, has exactly the same samples as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
 
 def sample_hashes(seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """Return one well-mixed non-negative int64 for each sample index (int64 [N] -> int64 [N])."""
+    """Return a non-negative hash for each sample index (int64 [N] -> int64 [N])."""
     mask = (1 << 63) - 1
     state = _splitmix(torch.tensor(seed & mask))
     return _splitmix(_splitmix(state + epoch) + indices) & mask
 
 
 def _splitmix(x: Tensor) -> Tensor:
-    """SplitMix64 (Steele, Lea, Flood 2014) on int64, whose products wrap as uint64's do."""
-    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number, and so the two below
+    """Apply SplitMix64 (Steele, Lea, Flood 2014) to int64; products wrap as with uint64."""
+    x = x * -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number; the two below likewise
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)  # torch's own >> would carry the sign along
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)  # torch's >> keeps the sign
 
 
 def crop_params(sample_hash: IntOrTensor) -> tuple[IntOrTensor, IntOrTensor, IntOrTensor]:
-    """Return (top, left, flip) of a crop out of an image padded by CROP_PADDING, from sample_hashes' bits."""
+    """Return (top, left, flip) of a crop from an image padded by CROP_PADDING, from the bits of a sample's hash."""
     num_offsets = 2 * CROP_PADDING + 1
     top = (sample_hash & 0xFFFF) % num_offsets
     left = ((sample_hash >> 16) & 0xFFFF) % num_offsets
@@ -52,7 +52,7 @@ def pad(images: Tensor) -> Tensor:
 
 
 def crop_image(image: Tensor, sample_hash: int, *, flip: bool) -> Tensor:
-    """Return `image` [C, H, W] shifted by up to CROP_PADDING pixels and, if `flip` allows, maybe mirrored."""
+    """Return `image` [C, H, W] shifted by up to CROP_PADDING pixels and, with `flip`, mirrored at random."""
     top, left, mirror = crop_params(sample_hash)
     height, width = image.shape[-2:]
     crop = pad(image)[:, top : top + height, left : left + width]
@@ -72,12 +72,12 @@ def random_resized_box(width: int, height: int, sample_hash: int) -> tuple[int, 
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.randint(0, width - w), rng.randint(0, height - h)
             return left, top, left + w, top + h
-    # Only a very long image gets here: take the largest allowed box in its middle.
+    # For very long images: the largest allowed box in the centre.
     w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
 
 def random_flip(sample_hash: int) -> bool:
-    """Return whether to mirror; the same bit that crop_params reads."""
+    """Return whether to mirror, from the same bit as in crop_params."""
     return bool((sample_hash >> 32) & 1)

@@ -1,8 +1,8 @@
-"""Batches of one rank, from a tensor that holds the whole split or from a stream of single images.
+"""Batches of one rank, from a tensor that holds the whole split or from single images.
 
-Both kinds of split have the same `batches`: (images, labels) on the device, images float32 [B, C, H, W] and
-normalised, labels int64 [B], in the order of `indices`, the last batch as short as it comes. What it yields
-depends on its arguments alone, so `start_batch` continues an epoch exactly. No global RNG is drawn from.
+All splits have the same `batches`: (images, labels) on the device, images float32 [B, C, H, W] and normalised, labels
+int64 [B], in the order of `indices`; the last batch may be smaller. The result depends on the arguments only, so that
+`start_batch` continues an epoch exactly. The global generator is not used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hpcdist.data.images import ImageSource
 from hpcdist.errors import DataError
 
 FLOAT_TABLE_MAX_BYTES = 256 << 20
-"""Up to here a split is kept normalised as float32, so that a batch is one gather."""
+"""Up to this size a split is kept normalised as float32, so that a batch is one gather."""
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Split(Protocol):
-    """Images for training or testing, dealt out by index."""
+    """Images for training or testing."""
 
     labels: Tensor
     """int64 [N], on the CPU."""
@@ -44,22 +44,22 @@ class Split(Protocol):
     ) -> Iterator[Batch]:
         """Yield the batches of `indices` (int64 [n], on the CPU) from number `start_batch` on.
 
-        `epoch` varies the augmentation, where the split has one.
+        `epoch` changes the augmentation, if the split has one.
         """
         ...
 
 
 def eval_indices(num_samples: int, rank: int, world_size: int) -> Tensor:
-    """Return this rank's share of 0 … num_samples - 1, int64: each sample once over all ranks, no padding.
+    """Return this rank's share of 0 … num_samples - 1, int64: each sample once over all ranks, without padding.
 
-    Shares differ by one at most, and may be empty: reduce sums and counts over ranks, not means.
+    Sizes of shares differ by at most one, and a share may be empty: reduce sums and counts over ranks, not means.
     """
     assert 0 <= rank < world_size
     return torch.arange(num_samples)[rank::world_size]
 
 
 class Normalize:
-    """uint8 [B, C, H, W] to float32, (x / 255 - mean) / std for each channel, keeping the memory format."""
+    """Converts uint8 [B, C, H, W] to float32, (x / 255 - mean) / std per channel, with the same memory format."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
         def per_channel(values: list[float]) -> Tensor:
@@ -74,7 +74,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class _Table:
-    """A split as `batches` reads it: made once for a device and memory format."""
+    """A split on its device in one memory format, built once."""
 
     images: Tensor
     labels: Tensor
@@ -82,7 +82,7 @@ class _Table:
 
 
 class PreloadedSplit:
-    """A whole split in memory, on the device itself if it fits; a batch is gathered by index.
+    """A whole split in memory, on the device if it fits; a batch is gathered by index.
 
     `images` is uint8 [N, C, H, W], `labels` int64 [N].
     """
@@ -107,12 +107,12 @@ class PreloadedSplit:
         epoch: int = 0,
         channels_last: bool = False,
     ) -> Iterator[Batch]:
-        """See Split.batches. On a device that holds the split, a batch costs neither copy nor sync."""
+        """See Split.batches. If the device holds the split, a batch needs neither a copy nor a synchronisation."""
         rest = indices[start_batch * batch_size :]
-        if len(rest) == 0:  # torch.split would make one empty batch of it
+        if len(rest) == 0:  # torch.split returns one empty batch for it
             return
         table = self._table(device, channels_last)
-        # One gather for the labels of the whole epoch: a batch of them is then only a view.
+        # One gather for the labels of the whole epoch, so that those of a batch are a view.
         labels = torch.split(table.labels.index_select(0, rest.to(device)), batch_size)
         chunks = torch.split(rest.to(table.images.device), batch_size)
         is_ready = table.images.is_floating_point()
@@ -123,7 +123,7 @@ class PreloadedSplit:
             yield images if is_ready else table.normalize(images), batch_labels
 
     def _table(self, device: torch.device, channels_last: bool) -> _Table:
-        """Return images [N, C, H, W], or [N, H, W, C] for channels_last; normalised if not too many."""
+        """Return images [N, C, H, W], or [N, H, W, C] for channels_last; normalised if they are small enough."""
         key = (device, channels_last)
         if key not in self._tables:
             normalize = Normalize(self.mean, self.std, device)
@@ -137,7 +137,7 @@ class PreloadedSplit:
 
 
 class AugmentedSplit:
-    """A PreloadedSplit whose images are shifted at random and, if `flip`, mirrored; see augment.py."""
+    """A PreloadedSplit with images shifted and, with `flip`, mirrored at random; see augment.py."""
 
     def __init__(self, plain: PreloadedSplit, *, seed: int, flip: bool) -> None:
         self.plain = plain
@@ -159,7 +159,7 @@ class AugmentedSplit:
         epoch: int = 0,
         channels_last: bool = False,
     ) -> Iterator[Batch]:
-        """See Split.batches. A batch is one gather of pixels out of the padded images."""
+        """See Split.batches. A batch is one gather of pixels from the padded images."""
         rest = indices[start_batch * batch_size :]
         if len(rest) == 0:
             return
@@ -193,7 +193,7 @@ class AugmentedSplit:
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:
-    """Return where to keep `images`: on the device if half of its free memory suffices, else the CPU."""
+    """Return the device for `images`: the given one if half of its free memory is enough, else the CPU."""
     if device.type != "cuda":
         return device
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -201,14 +201,14 @@ def _place(images: Tensor, device: torch.device) -> torch.device:
 
 
 def _to_device(images: Tensor, device: torch.device) -> Tensor:
-    """Return a batch that was gathered on the CPU on the device; one that is there already as it is."""
+    """Copy a batch to the device unless it is there."""
     if images.device.type == device.type:
         return images
     return images.pin_memory().to(device, non_blocking=True)
 
 
 class StreamingSplit:
-    """A split too large for memory, read image by image by torch's DataLoader in `num_workers` processes."""
+    """A split too large for memory, read by torch's DataLoader in `num_workers` processes."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class StreamingSplit:
         epoch: int = 0,
         channels_last: bool = False,
     ) -> Iterator[Batch]:
-        """See Split.batches. Images cross to the device as bytes, a quarter of their floats' traffic."""
+        """See Split.batches. Images are copied to the device as bytes, a quarter of the size of floats."""
         normalize = Normalize(self.mean, self.std, device)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         loader = torch.utils.data.DataLoader(
@@ -248,20 +248,20 @@ class StreamingSplit:
             sampler=indices[start_batch * batch_size :].tolist(),
             num_workers=self.num_workers,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # without one the loader draws a seed from the global RNG
+            generator=torch.Generator(),  # without it the loader draws a seed from the global generator
         )
         try:
             for images, labels in loader:
                 on_device = images.to(device, non_blocking=True).contiguous(memory_format=memory_format)
                 yield normalize(on_device), labels.to(device, non_blocking=True)
         except DataError as error:
-            # From a worker process it comes with the worker's traceback in its text: keep its last line.
+            # An error from a worker process has the traceback in its text; only the message is kept.
             raise DataError(str(error).strip().rsplit("DataError: ", 1)[-1]) from None
 
 
 @dataclass(frozen=True)
 class _EpochImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """One epoch of a source as DataLoader takes it: item i is (uint8 [C, H, W], label)."""
+    """One epoch of a source as a torch Dataset: item i is (uint8 [C, H, W], label)."""
 
     source: ImageSource
     augment_seed: int | None

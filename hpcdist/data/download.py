@@ -1,4 +1,8 @@
-"""Find a dataset on disk, or download it: one process at a time, and nothing half-done left behind."""
+"""Find a dataset on disk, or download it with torchvision.
+
+torchvision downloads in place and without a lock. Here one process at a time downloads into a temporary folder, so
+that no rank reads a partial dataset. Finding a dataset works without torch, as on a login node.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +26,33 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = ".hpcdist-download.lock"
 TEMP_PREFIX = ".hpcdist-download-"
-SOCKET_TIMEOUT_S = 30.0  # urllib has none of its own: a firewall that drops packets would hang us for ever
+SOCKET_TIMEOUT_S = 30.0  # urllib has no default: with a firewall that drops packets it would hang
 
-IDX_FILES = {  # split -> images, labels; each may also be there as .gz
+IDX_FILES = {  # split -> images, labels; .gz files are accepted as well
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-# Below data.root, as torchvision lays them out.
+# Below data.root, as in torchvision.
 FOLDERS = {
     "mnist": "MNIST/raw",
     "fashion_mnist": "FashionMNIST/raw",
     "cifar10": "cifar-10-batches-py",
     "image_folder": "train",
 }
-# Where Debian's package dataset-fashion-mnist puts its files.
+# Folder of Debian's package dataset-fashion-mnist.
 SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
 
 _FIX = "put it there or point data.root (or HPCDIST_DATA_DIR) at it"
 
 
 def idx_file(folder: Path, name: str) -> Path | None:
-    """Return the IDX file `name` in `folder`, plain or .gz, or None."""
+    """Return the path of the IDX file `name` in `folder`, plain or .gz, or None."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def find(name: str, root: Path) -> Path | None:
-    """Return the folder with the dataset's files, or None if it is not on disk as a whole."""
+    """Return the folder of the dataset, or None unless it has all files."""
     folders = [root / FOLDERS[name]]
     if name in SYSTEM_FOLDERS:
         folders.append(SYSTEM_FOLDERS[name])
@@ -56,7 +60,7 @@ def find(name: str, root: Path) -> Path | None:
 
 
 def find_or_raise(name: str, root: Path) -> Path:
-    """Return the folder with the dataset's files. Raises DataError if it is not on disk as a whole."""
+    """Return the folder of the dataset. Raises DataError unless it has all files."""
     folder = find(name, root)
     if folder is None:
         advice = "" if name == "image_folder" else ", or set data.download=true"
@@ -73,7 +77,7 @@ def _is_complete(name: str, folder: Path) -> bool:
 
 
 def missing(data: DataParams) -> str:
-    """A sentence where the dataset's files are not on disk here, else empty."""
+    """Return a message if the dataset is not on disk, else an empty string."""
     if data.name not in FOLDERS or find(data.name, root := Path(data.root).expanduser()):
         return ""
     return _not_found(data.name, root)
@@ -84,15 +88,15 @@ def _not_found(name: str, root: Path) -> str:
 
 
 def prepare(data: DataParams) -> None:
-    """Return once the dataset is on disk; download it first if it is not and `data.download` allows it.
+    """Download the dataset if it is not on disk and `data.download` is true.
 
-    Meant for one rank of each node while the others wait; processes that come at once take turns.
-    Raises DataError where the dataset is missing and cannot be had.
+    Call it on one rank of each node while the others wait. Concurrent processes take turns.
+    Raises DataError if the dataset is missing and cannot be downloaded.
     """
     if data.name == "synthetic":
         return
     if data.name == "digits":
-        # Imported here: readers need torch, and a login node that asks what is on disk has none.
+        # Imported here because it needs torch.
         from hpcdist.data.readers import digits_path
 
         digits_path()
@@ -105,9 +109,9 @@ def prepare(data: DataParams) -> None:
         return
     try:
         with _exclusive_lock(root):
-            if not find(data.name, root):  # another process may have fetched it while we waited
+            if not find(data.name, root):  # another process may have downloaded it meanwhile
                 _download(data.name, root)
-    # torchvision raises RuntimeError where no mirror answers or a checksum is wrong.
+    # torchvision raises RuntimeError if no mirror answers or a checksum is wrong.
     except (OSError, RuntimeError, EOFError, zlib.error, http.client.HTTPException) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{_not_found(data.name, root)} and could not be downloaded ({reason}): {_FIX}") from error
@@ -126,12 +130,12 @@ def _exclusive_lock(root: Path) -> Iterator[None]:
             if error.errno not in NO_FLOCK:
                 raise
             flock_if_possible(file)  # warns
-        yield  # closing the file releases the lock, and so does the death of the process
+        yield  # the lock is released when the file is closed or the process ends
 
 
 def _download(name: str, root: Path) -> None:
-    """Fetch into a temporary folder, then move each finished file to its place. Call with the lock held."""
-    for stale in root.glob(f"{TEMP_PREFIX}*/"):  # left by a process that was killed
+    """Download into a temporary folder, then move each file to its place. The caller holds the lock."""
+    for stale in root.glob(f"{TEMP_PREFIX}*/"):  # of processes that were killed
         shutil.rmtree(stale)
     log.info("downloading %s into %s", name, root)
     target = root / FOLDERS[name]
@@ -139,12 +143,12 @@ def _download(name: str, root: Path) -> None:
         _fetch(name, Path(temp))
         target.mkdir(parents=True, exist_ok=True)
         for file in sorted((Path(temp) / FOLDERS[name]).iterdir()):
-            if file.suffix != ".gz":  # torchvision keeps both; the unpacked one suffices
+            if file.suffix != ".gz":  # torchvision keeps both; the unpacked file is enough
                 os.replace(file, target / file.name)
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """Download with torchvision, which knows the mirrors and checksums."""
+    """Download with torchvision, which has the mirrors and checksums."""
     from torchvision import datasets
 
     classes = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10"}

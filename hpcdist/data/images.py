@@ -1,7 +1,8 @@
-"""Where images come from: tensors in memory, folders of image files, or a made-up pattern.
+"""Image sources: tensors in memory, folders of image files, and synthetic patterns.
 
-All sources look alike: `image(index, crop_hash)` gives one, `all_images()` gives all, uint8 and at one size.
-A `crop_hash` (see augment.sample_hashes) asks for the random crop it stands for, None for the plain image.
+A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
+augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used, because its
+transforms do not get the index of the sample, and because an unreadable image raises an error without its path.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".ti
 
 
 class ImageSource(Protocol):
-    """A set of labelled images that can be had one by one or all at once."""
+    """Labelled images, available one by one or all at once."""
 
     labels: Tensor
     """int64 [N]"""
     shape: tuple[int, int, int]
-    """C, H, W of every image handed out."""
+    """C, H, W of every returned image."""
 
     def image(self, index: int, crop_hash: int | None) -> Tensor:
         """Return one image, uint8 [C, H, W]."""
@@ -48,14 +49,14 @@ def resize(images: Tensor, size: int) -> Tensor:
     resized = torch.empty(*images.shape[:2], size, size, dtype=torch.uint8)
     for part, out in zip(
         torch.split(images, 4096), torch.split(resized, 4096), strict=True
-    ):  # floats of 4096, not of all
+    ):  # limits the memory for floats
         floats = F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True)
         out.copy_(floats.round_())
     return resized
 
 
 class TensorImages:
-    """Images that are already in memory, resized when they are asked for."""
+    """Images in memory, resized on access."""
 
     def __init__(self, images: Tensor, labels: Tensor, *, image_size: int, flip: bool) -> None:
         self.images = images
@@ -72,10 +73,10 @@ class TensorImages:
 
 
 class SyntheticImages:
-    """A pattern for each class under noise: learnable, of any size, the same for the same seed.
+    """A pattern per class with noise: learnable, of any size, determined by the seed.
 
-    Image i is the pattern of class i mod num_classes plus two of 64 noise images, picked by i and `split`:
-    a sum of three lookups, so that even large images are made faster than any GPU takes them.
+    Image i is the pattern of class i mod num_classes plus two of 64 noise images, selected by i and `split`. A sum of
+    three lookups is fast enough for every GPU, also with large images.
     """
 
     NUM_NOISES = 64
@@ -86,7 +87,7 @@ class SyntheticImages:
         generator = torch.Generator().manual_seed(seed)
         self.shape = (in_channels, image_size, image_size)
         coarse = torch.rand(num_classes, in_channels, 4, 4, generator=generator)
-        # 127 + 63 + 63 <= 255: a sum of three never wraps around.
+        # 127 + 63 + 63 <= 255: the sum does not overflow.
         self.patterns = F.interpolate(coarse * 127, self.shape[1:], mode="nearest").to(torch.uint8)
         self.noises = torch.randint(0, 64, (self.NUM_NOISES, *self.shape), dtype=torch.uint8, generator=generator)
         self.labels = torch.arange(num_samples) % num_classes
@@ -100,7 +101,7 @@ class SyntheticImages:
 
     def all_images(self) -> Tensor:
         images = torch.empty(len(self.labels), *self.shape, dtype=torch.uint8)
-        # Image by image stays in the processor's cache: four times faster than all of them at once.
+        # A loop over images stays in the processor's cache: four times faster than one operation on all.
         picks = zip(self.labels.tolist(), self.first.tolist(), self.second.tolist(), strict=True)
         for out, (label, first, second) in zip(images, picks, strict=True):
             torch.add(self.noises[first], self.noises[second], out=out).add_(self.patterns[label])
@@ -108,10 +109,10 @@ class SyntheticImages:
 
 
 class FolderImages:
-    """Image files in one folder for each class, read with PIL as RGB.
+    """Image files in one folder per class, read with PIL as RGB.
 
-    Training crops are RandomResizedCrop and flip; otherwise the middle square of 224/256 of the shorter side
-    is scaled to `image_size`: resize and centre crop in one step.
+    Training crops are RandomResizedCrop and flip. Otherwise the centre square of 224/256 of the shorter side is scaled
+    to `image_size`: resize and centre crop in one step.
     """
 
     CENTER_FRACTION = 224 / 256
@@ -123,19 +124,19 @@ class FolderImages:
         self.num_threads = num_threads
 
     def image(self, index: int, crop_hash: int | None) -> Tensor:
-        from PIL import Image  # here, because the other sources need no PIL
+        from PIL import Image  # imported here because other sources do not need it
 
         path = self.files[index]
         size = self.shape[1]
         try:
             with Image.open(path) as opened:
                 rgb = opened.convert("RGB")
-        # PIL's decoders promise no particular exception for damaged content.
+        # PIL's decoders document no exceptions for damaged content.
         except (
             *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, zlib.error),
             *(EOFError, MemoryError, NotImplementedError, RuntimeError, Image.DecompressionBombError),
         ) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}): mend or remove it") from error
+            raise DataError(f"{path} cannot be read as an image ({error}): repair or remove it") from error
         if crop_hash is None:
             side = min(rgb.size) * self.CENTER_FRACTION
             left, top = (rgb.width - side) / 2, (rgb.height - side) / 2
@@ -150,7 +151,7 @@ class FolderImages:
 
     def all_images(self) -> Tensor:
         images = torch.empty(len(self.files), *self.shape, dtype=torch.uint8)
-        with ThreadPoolExecutor(max(1, self.num_threads)) as pool:  # PIL decodes outside of the GIL
+        with ThreadPoolExecutor(max(1, self.num_threads)) as pool:  # PIL decodes without holding the GIL
             decoded = pool.map(lambda index: self.image(index, None), range(len(self.files)))
             for out, image in zip(images, decoded, strict=True):
                 out.copy_(image)
@@ -158,29 +159,29 @@ class FolderImages:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the sorted names of the folders in `folder`, one for each class."""
+    """Return the sorted names of the folders in `folder`, one per class."""
     names = sorted(entry.name for entry in _scan(folder) if entry.is_dir())
     if not names:
-        raise DataError(f"{folder} has no folders: image_folder expects {folder}/CLASS/IMAGE.jpg")
+        raise DataError(f"{folder} has no class folders: image_folder expects {folder}/CLASS/IMAGE.jpg")
     return names
 
 
 def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tensor]:
     """Return the image files in `folder`/CLASS, sorted, and the label of each, int64 [N].
 
-    Raises DataError on a class folder that is not in `classes`, or holds no image.
+    Raises DataError for a class folder that is not in `classes` or has no images.
     """
     files: list[Path] = []
     labels: list[int] = []
     known = {name: label for label, name in enumerate(classes)}
     for name in class_names(folder):
         if name not in known:
-            raise DataError(f"{folder / name} is a class that the training images do not have")
+            raise DataError(f"{folder / name} is not a class of the training images")
         found = sorted(
             Path(entry.path) for entry in _scan(folder / name) if entry.name.lower().endswith(IMAGE_SUFFIXES)
         )
         if not found:
-            raise DataError(f"{folder / name} holds no images ({', '.join(IMAGE_SUFFIXES)} are looked for)")
+            raise DataError(f"{folder / name} has no images ({', '.join(IMAGE_SUFFIXES)})")
         files += found
         labels += [known[name]] * len(found)
     return files, torch.tensor(labels)

@@ -1,4 +1,4 @@
-"""Load a dataset by its name: both splits, preloaded where they are small, and the facts a model needs."""
+"""Load a dataset by its name: both splits, preloaded if they are small, and the properties that a model needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcdist.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 
 PRELOAD_MAX_BYTES = 1 << 30
-"""With preload=auto, a split is held in memory up to this size as uint8."""
+"""With preload=auto, a split up to this size as uint8 is kept in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class _Sources:
 
 
 def load_datasets(data: DataParams, seed: int) -> ImageData:
-    """Return the dataset `data.name` (one of DATASET_NAMES), read from disk; call download.prepare before.
+    """Read the dataset `data.name` (one of DATASET_NAMES) from disk; call download.prepare before.
 
-    `seed` is that of the augmentation and of synthetic images. Raises DataError on missing, unreadable or
-    truncated files, ConfigError on settings that exclude each other.
+    `seed` determines the augmentation and synthetic images. Raises DataError for missing, unreadable or truncated
+    files, ConfigError for settings that exclude each other.
     """
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
@@ -63,10 +63,10 @@ def load_datasets(data: DataParams, seed: int) -> ImageData:
 
 
 def _split(source: ImageSource, data: DataParams, spec: DatasetSpec, augment_seed: int | None) -> Split:
-    # Random crops of image files are cut from the originals, which a table of equal sizes no longer holds.
+    # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and augment_seed is not None
     if needs_files and data.preload == "always":
-        raise ConfigError(["data.preload=always and data.augment=true exclude each other for image_folder: drop one"])
+        raise ConfigError(["data.preload=always and data.augment=true exclude each other for image_folder: remove one"])
     num_bytes = len(source.labels) * torch.Size(source.shape).numel()
     small = num_bytes <= PRELOAD_MAX_BYTES
     if data.preload == "always" or (data.preload == "auto" and small and not needs_files):
@@ -95,7 +95,7 @@ _Arrays = tuple[Tensor, Tensor]  # images uint8 [N, C, H, W], labels int64 [N]
 
 
 def _digits_arrays() -> tuple[_Arrays, _Arrays]:
-    """Every fifth image of each class is for testing: a split that no generator can change."""
+    """Return both splits; every fifth image of each class is for testing, independent of random numbers."""
     images, labels = read_digits()
     pixels = (images.float() * (255 / 16)).round().to(torch.uint8)
     is_test = torch.zeros(len(labels), dtype=torch.bool)
@@ -108,7 +108,7 @@ def _idx_arrays(folder: Path) -> tuple[_Arrays, _Arrays]:
     def read(split: str) -> _Arrays:
         images, labels = (idx_file(folder, name) for name in IDX_FILES[split])
         assert images is not None
-        assert labels is not None  # find_or_raise has seen them
+        assert labels is not None  # find_or_raise has checked them
         return read_idx_pair(images, labels, num_classes=10)
 
     return read("train"), read("test")
@@ -123,7 +123,7 @@ def _folder_sources(train_folder: Path, size: int, num_threads: int) -> _Sources
     root = train_folder.parent
     test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if test_folder is None:
-        raise DataError(f"image_folder needs {root}/val or {root}/test beside {train_folder}: neither is there")
+        raise DataError(f"image_folder needs {root}/val or {root}/test beside {train_folder}, found neither")
     classes = class_names(train_folder)
     train, test = (
         FolderImages(*list_images(folder, classes), image_size=size, num_threads=num_threads)
@@ -133,7 +133,7 @@ def _folder_sources(train_folder: Path, size: int, num_threads: int) -> _Sources
 
 
 def _synthetic_sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sources:
-    """The test split is a fifth as large as the training split, and shows the same patterns."""
+    """Return both splits; the test split has a fifth of the size and the same patterns."""
 
     def make(num_samples: int, split: int) -> SyntheticImages:
         return SyntheticImages(

@@ -1,4 +1,4 @@
-"""Every command that a dev cluster runs, as pure functions: argument lists, and batches for `ip -batch -`."""
+"""The commands of a dev cluster as pure functions: argument lists, and input of `ip -batch -`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ COMMANDS = (
     *("mariadbd", "mariadb-install-db", "mariadb-admin", "ip", "tc"),
     *("nsenter", "unshare", "setsid", "setpriv", "hostname"),
 )
-"""What must be found before a cluster can be made."""
+"""Commands that a cluster needs."""
 
 BARE_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-"""What every command gets: a caller inside a Slurm job, or beside another Slurm, brings variables that mislead."""
+"""Environment of every command, because a caller inside a Slurm job has conflicting variables."""
 
 BRIDGE = "br0"
 HOST_PORT = "host"
@@ -33,34 +33,34 @@ class Daemon:
     """A process that lives as long as the cluster does."""
 
     name: str
-    """Unique; names its log and its pid file."""
+    """Unique; the name of its log and pid file."""
     node: str
-    """Whose network namespace and host name it has."""
+    """The node of its network namespace and host name."""
     argv: tuple[str, ...]
     own_mounts: bool = False
-    """Whether what is mounted where it runs is seen there alone."""
+    """Whether it has its own mount namespace."""
 
 
 def namespace(path: Path) -> list[str]:
-    """Make a network namespace and mount it on a file that exists."""
+    """Return the command that creates a network namespace and mounts it on an existing file."""
     return ["unshare", f"--net={path}", "true"]
 
 
 def inside(layout: Layout, name: str, argv: list[str]) -> list[str]:
-    """A command in the network namespace of a node or the head."""
+    """Wrap a command to run in the network namespace of a node or the head."""
     return ["nsenter", f"--net={layout.namespace(name)}", *argv]
 
 
 def on_node(layout: Layout, name: str, argv: list[str]) -> list[str]:
-    """A command that sees itself on a node: its network and its host name."""
+    """Wrap a command to run with the network and the host name of a node."""
     return inside(layout, name, ["unshare", "--uts", "sh", "-c", _ENTER, name, *argv])
 
 
-def daemon(layout: Layout, what: Daemon) -> list[str]:
-    """The command that leaves a daemon behind in a session of its own, with its process id in its pid file."""
-    shell = ["sh", "-c", _DAEMON, what.node, str(layout.pid_file(what.name)), *what.argv]
-    mounts = ["--mount", "--propagation=slave"] if what.own_mounts else []
-    return ["setsid", "--fork", *inside(layout, what.node, ["unshare", "--uts", *mounts, *shell])]
+def daemon(layout: Layout, spec: Daemon) -> list[str]:
+    """Return the command that starts a daemon in its own session and writes its pid file."""
+    shell = ["sh", "-c", _DAEMON, spec.node, str(layout.pid_file(spec.name)), *spec.argv]
+    mounts = ["--mount", "--propagation=slave"] if spec.own_mounts else []
+    return ["setsid", "--fork", *inside(layout, spec.node, ["unshare", "--uts", *mounts, *shell])]
 
 
 def munged(layout: Layout) -> Daemon:
@@ -73,7 +73,7 @@ def munged(layout: Layout) -> Daemon:
 
 
 def mariadbd(layout: Layout) -> Daemon:
-    """Small, and without syncs: a database that `down` deletes need not survive a power cut."""
+    """Return MariaDB with little memory and without syncs, because `down` deletes the database."""
     files = (
         f"--datadir={layout.database}",
         f"--socket={layout.database_socket}",
@@ -95,17 +95,17 @@ def slurmctld() -> Daemon:
 
 
 def slurmd(node: str, *, own_mounts: bool = False, rebooted: bool = False) -> Daemon:
-    """A node's slurmd; one of a node that has `rebooted` says so, since the machine's own boot time is another."""
+    """Return a node's slurmd. With `rebooted` it reports a reboot, because the machine's boot time does not change."""
     return Daemon(f"slurmd-{node}", node, ("slurmd", "-D", *["-b"] * rebooted, "-N", node), own_mounts)
 
 
 def daemons(settings: Settings, layout: Layout) -> list[Daemon]:
-    """All of a cluster's, in the order in which they start."""
+    """Return all daemons of a cluster in the order of their start."""
     return [munged(layout), mariadbd(layout), slurmdbd(), slurmctld(), *map(slurmd, settings.nodes)]
 
 
 def daemon_env(layout: Layout) -> dict[str, str]:
-    """All that daemons get: nothing of the caller's environment reaches them, or a job through them."""
+    """Return the whole environment of daemons, so that the caller's environment reaches neither them nor jobs."""
     return {
         **BARE_ENV,
         "SLURM_CONF": str(layout.slurm_conf),
@@ -115,16 +115,16 @@ def daemon_env(layout: Layout) -> dict[str, str]:
 
 
 def install_database(folder: Path) -> list[str]:
-    """Make the system tables of an empty MariaDB in a folder of user mysql."""
+    """Return the command that creates MariaDB's system tables in a folder of user mysql."""
     options = ["--auth-root-authentication-method=socket", "--skip-test-db", "--skip-name-resolve"]
     return ["mariadb-install-db", "--no-defaults", f"--datadir={folder}", "--user=mysql", *options]
 
 
 def head_batch(settings: Settings, layout: Layout) -> str:
-    """Links of the head: a bridge with its own address, and a port for this machine and for each node.
+    """Return the links of the head: a bridge with an address, and a port for this machine and each node.
 
-    The bridge stands in the head's namespace, not on the host, where a firewall for bridged packets
-    (Docker's, say) would drop what nodes send each other.
+    The bridge is in the head's namespace, because a firewall for bridged packets on the host (such as Docker's) would
+    drop packets between nodes.
     """
     ports = [
         line
@@ -145,7 +145,7 @@ def head_batch(settings: Settings, layout: Layout) -> str:
 
 
 def host_batch(settings: Settings, layout: Layout) -> str:
-    """The one link of this machine, into the head's bridge."""
+    """Return the link of this machine to the head's bridge."""
     return (
         f"link add {LINK} type veth peer name {HOST_PORT} netns {layout.namespace(HEAD)}\n"
         f"addr add {settings.with_prefix(HOST)} dev {LINK}\n"
@@ -154,14 +154,14 @@ def host_batch(settings: Settings, layout: Layout) -> str:
 
 
 def node_batch(settings: Settings, node: str) -> str:
-    """Addresses of a node. No default route: a name that only DNS knows fails at once instead of after seconds."""
+    """Return the addresses of a node. Without a default route, DNS lookups fail at once instead of after seconds."""
     return f"link set lo up\naddr add {settings.with_prefix(node)} dev eth0\nlink set eth0 up\n"
 
 
 def slow_link(rate_mbit: float | None, delay_ms: float | None) -> list[str]:
-    """Arguments of `tc qdisc replace dev … root` for one direction of a link.
+    """Return arguments of `tc qdisc replace dev … root` for one direction of a link.
 
-    A mere rate takes tbf, which more kernels have than netem.
+    A rate alone uses tbf, which more kernels have than netem.
     """
     if delay_ms is None:
         return ["tbf", "rate", f"{rate_mbit:g}mbit", "burst", "128kb", "latency", "400ms"]

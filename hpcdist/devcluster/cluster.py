@@ -1,4 +1,4 @@
-"""Bringing a dev cluster up and down, and telling how it stands."""
+"""Start, stop and status of a dev cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.devcluster.settings import ACCOUNT, NODE_PORT, Layout, Settings, op
 from hpcdist.devcluster.system import exclusive, run, start, succeeds, wait_until
 from hpcdist.errors import DevClusterError
 
-#: Generous: on two busy cores MariaDB's first start has taken 10 s.
+#: MariaDB's first start takes up to 10 s on two busy cores.
 READY_WITHIN_S = 60.0
 
 
@@ -24,19 +24,19 @@ class NodeStatus:
     name: str
     address: str
     state: str
-    """Slurm's word, such as `idle` or `down*` (the star: it does not answer)."""
+    """Slurm's state, such as `idle` or `down*` (the star: it does not answer)."""
     reason: str
-    """Why Slurm does not use it; `none` when it does."""
+    """Why Slurm does not use the node; `none` if it does."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a cluster stands; `settings` is None where there is none."""
+    """Status of a cluster; `settings` is None without one."""
 
     settings: Settings | None
     nodes: tuple[NodeStatus, ...] = ()
     dead: tuple[str, ...] = ()
-    """Daemons that do not run."""
+    """Daemons that are not running."""
     controller_answers: bool = False
 
     @property
@@ -52,11 +52,15 @@ def up(
     install: bool = False,
     env: Mapping[str, str],
 ) -> Settings:
-    """Bring a cluster up, or what is missing of it; returns its settings.
+    """Start a cluster, or its missing parts, and return its settings.
 
-    `changes` are the fields of Settings that were asked for; the others are the running cluster's, else defaults.
-    `users` may submit jobs besides root; `env` is what apt-get gets (proxies, say). Raises DevClusterError with what
-    is missing or in the way.
+    Args:
+        changes: the requested fields of Settings; the others are those of the running cluster, or defaults.
+        users: users besides root who may submit jobs.
+        env: environment of apt-get, such as proxies.
+
+    Raises:
+        DevClusterError: a requirement is missing, or something conflicts with the cluster.
     """
     host.require_root("up")
     with exclusive(), _readable_to_all():
@@ -80,7 +84,7 @@ def up(
 
 @contextmanager
 def _readable_to_all() -> Iterator[None]:
-    """Users and daemons read the configuration, also where root's umask is strict; secrets have modes of their own."""
+    """Set a umask that lets users and daemons read the configuration; secrets have stricter modes."""
     previous = os.umask(0o022)
     try:
         yield
@@ -89,21 +93,21 @@ def _readable_to_all() -> Iterator[None]:
 
 
 def _choose(layout: Layout, changes: Mapping[str, Any]) -> Settings:
-    """The settings to bring up. Raises DevClusterError when a cluster of another shape is up."""
+    """Return the settings to start. Raises DevClusterError if a cluster with other settings is running."""
     recorded = recorded_settings(layout)
-    wanted = dataclasses.replace(recorded or Settings(), **changes)
+    requested = dataclasses.replace(recorded or Settings(), **changes)
     up = recorded is not None and processes.members(processes.mounted_namespaces(layout).values())
-    if recorded is not None and up and recorded != wanted:
-        name = next(name for name in changes if getattr(recorded, name) != getattr(wanted, name))
+    if recorded is not None and up and recorded != requested:
+        name = next(name for name in changes if getattr(recorded, name) != getattr(requested, name))
         raise DevClusterError(
-            f"a dev cluster is up with {option(name)} {getattr(recorded, name)}, not {getattr(wanted, name)}:"
+            f"a dev cluster is running with {option(name)} {getattr(recorded, name)}, not {getattr(requested, name)}:"
             " `hpcdist devcluster down` first"
         )
-    return wanted
+    return requested
 
 
 def recorded_settings(layout: Layout) -> Settings | None:
-    """Settings of the cluster in a state folder; None where there is none, or where a crash has cut them short."""
+    """Return the settings in a state folder; None without a cluster, or if a crash truncated the file."""
     try:
         return Settings.from_json(layout.settings_file.read_text())
     except (FileNotFoundError, ValueError):
@@ -111,15 +115,15 @@ def recorded_settings(layout: Layout) -> Settings | None:
 
 
 def require_settings(layout: Layout) -> Settings:
-    """Settings of the cluster that is there. Raises DevClusterError where none is."""
+    """Return the settings of the cluster. Raises DevClusterError without one."""
     settings = recorded_settings(layout)
     if settings is None:
-        raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` makes one")
+        raise DevClusterError(f"no dev cluster in {layout.state}: `hpcdist devcluster up` creates one")
     return settings
 
 
 def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None:
-    """Start what does not run, each when what it needs answers."""
+    """Start the daemons that are not running, each after those that it depends on answer."""
     munged, mariadbd, slurmdbd, slurmctld, *slurmds = argv.daemons(settings, layout)
     start(layout, munged)
     start(layout, mariadbd)
@@ -142,7 +146,7 @@ def _start_daemons(settings: Settings, layout: Layout, users: list[str]) -> None
 
 
 def _add_accounts(layout: Layout, users: list[str]) -> None:
-    """Let users submit. Without it an account would not be checked, and a wrong one not told as on a real cluster."""
+    """Add accounts and users, so that Slurm rejects wrong accounts like a real cluster."""
     env = client_env(layout)
     rows = run(["sacctmgr", "-nP", "show", "associations", "format=cluster,account,user"], env=env).splitlines()
     known = {tuple(row.split("|")) for row in rows}
@@ -156,7 +160,7 @@ def _add_accounts(layout: Layout, users: list[str]) -> None:
 
 
 def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: argv.Daemon) -> None:
-    """Wait until a node's slurmd listens, and Slurm counts on it."""
+    """Wait until a node's slurmd listens and Slurm considers the node usable."""
 
     def answers() -> bool:
         try:
@@ -170,19 +174,19 @@ def wait_for_node(settings: Settings, layout: Layout, node: str, slurmd: argv.Da
 
 
 def client_env(layout: Layout) -> dict[str, str]:
-    """What a command needs to speak with the cluster."""
+    """Return the environment variables of the cluster's clients."""
     return {"SLURM_CONF": str(layout.slurm_conf)}
 
 
 def _nodes(settings: Settings, layout: Layout) -> tuple[NodeStatus, ...]:
-    """What Slurm thinks of its nodes."""
+    """Return the nodes' states in Slurm."""
     command = ["sinfo", "--noheader", "--Node", "--partition=main", "--format=%N|%T|%E"]
     rows = (line.split("|", 2) for line in run(command, env=client_env(layout)).splitlines())
     return tuple(NodeStatus(name, settings.addresses[name], state, reason) for name, state, reason in rows)
 
 
 def status(layout: Layout) -> Status:
-    """How the cluster stands; needs no root."""
+    """Return the status of the cluster; needs no root."""
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
@@ -192,14 +196,15 @@ def status(layout: Layout) -> Status:
 
 
 def set_grace_time(layout: Layout, seconds: int) -> None:
-    """Change how long a preempted job of `main` may live on, until the next `up`."""
+    """Set the grace time of preempted jobs in the partition `main` until the next `up`."""
     run(["scontrol", "update", "PartitionName=main", f"GraceTime={seconds}"], env=client_env(layout))
 
 
 def down(layout: Layout) -> int:
-    """Take a cluster away with all that it has made, whatever state it is in; returns how many processes were killed.
+    """Remove a cluster in any state with all its files; return the number of killed processes.
 
-    Raises DevClusterError where the state folder is not a dev cluster's.
+    Raises:
+        DevClusterError: the state folder is not one of a dev cluster.
     """
     host.require_root("down")
     with exclusive():

@@ -1,4 +1,4 @@
-"""What this machine must offer, and the few places of it that a dev cluster touches."""
+"""Requirements of a dev cluster, and its changes to this machine: packages and /etc/hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcdist.errors import DevClusterError
 HOSTS = Path("/etc/hosts")
 SITE_CONF = Path("/etc/slurm/slurm.conf")
 POLICY = Path("/usr/sbin/policy-rc.d")
-#: invoke-rc.d and systemd's helper ask this script before a package may start its service.
+#: invoke-rc.d and deb-systemd-invoke call this script before they start a package's service.
 DENY_STARTS = "#!/bin/sh\n# hpcdist devcluster: removed when its packages are installed\nexit 101\n"
 DENIED = 101
 INSTALL_ATTEMPTS = 3
@@ -29,24 +29,24 @@ INSTALL_WITHIN_S = 900.0
 
 
 def require_root(command: str) -> None:
-    """Raises DevClusterError unless this is root."""
+    """Raise DevClusterError if the user is not root."""
     if os.geteuid() != 0:
         raise DevClusterError(
-            f"`hpcdist devcluster {command}` needs root, to make network namespaces and to start daemons of several"
+            f"`hpcdist devcluster {command}` needs root to create network namespaces and to start daemons of several"
             f" users: sudo $(which hpcdist) devcluster {command}"
         )
 
 
 def missing_commands() -> list[str]:
-    return [name for name in COMMANDS if not _is_there(name)]
+    return [name for name in COMMANDS if not _is_installed(name)]
 
 
-def _is_there(command: str) -> bool:
+def _is_installed(command: str) -> bool:
     return shutil.which(command, path=BARE_ENV["PATH"]) is not None
 
 
 def require_commands() -> None:
-    """Raises DevClusterError, with the way to get them, where commands are missing."""
+    """Raise DevClusterError if commands are missing."""
     if missing := missing_commands():
         raise DevClusterError(
             f"{', '.join(missing)} not found: `hpcdist devcluster up --install` installs Debian's packages"
@@ -55,53 +55,54 @@ def require_commands() -> None:
 
 
 def refuse_beside_slurm(layout: Layout) -> None:
-    """Raises DevClusterError where a Slurm runs on this machine that is not ours."""
+    """Raise DevClusterError if another Slurm runs on this machine."""
     if found := processes.foreign_slurm(layout):
         pid, name = found[0]
         raise DevClusterError(
-            f"{name} (process {pid}) runs on this machine and is not of the dev cluster in {layout.state}:"
-            " a dev cluster never stands beside another Slurm"
+            f"{name} (process {pid}) runs on this machine and does not belong to the dev cluster in {layout.state}:"
+            " a dev cluster cannot run beside another Slurm"
         )
 
 
 def require_namespaces() -> None:
-    """Raises DevClusterError where the kernel, or the container this is, allows no namespaces."""
+    """Raise DevClusterError if the kernel or the surrounding container allows no namespaces."""
     if not succeeds(["unshare", "--net", "--uts", "true"]):
         raise DevClusterError(
-            "this machine does not allow root to make network namespaces: in a container, run that with --privileged"
+            "this machine does not allow root to create network namespaces: start the container with --privileged"
         )
 
 
 def require_folder(layout: Layout) -> None:
-    """Raises DevClusterError for a state folder that is somebody else's, or that other users cannot reach."""
+    """Raise DevClusterError for a state folder with other files, or one that other users cannot reach."""
     if layout.state.exists() and any(layout.state.iterdir()) and not layout.settings_file.exists():
-        raise DevClusterError(f"--state {layout.state} holds files that are not of a dev cluster: name another folder")
+        raise DevClusterError(
+            f"--state {layout.state} contains other files than a dev cluster's: choose another folder"
+        )
     if not layout.state.parent.is_dir():
-        raise DevClusterError(f"--state {layout.state}: there is no folder {layout.state.parent} to make it in")
+        raise DevClusterError(f"--state {layout.state}: its parent folder {layout.state.parent} does not exist")
     for folder in layout.state.parents:
         mode = folder.stat().st_mode
         if not mode & stat.S_IXOTH or (mode & stat.S_IWOTH and not mode & stat.S_ISVTX):
             raise DevClusterError(
-                f"--state {layout.state}: {folder} must be open to users munge and mysql, and writable by its owner"
-                " alone; the default under /var/lib is"
+                f"--state {layout.state}: {folder} must be accessible to users munge and mysql, and writable by its"
+                " owner only, like the default under /var/lib"
             )
 
 
 def require_free_network(settings: Settings, layout: Layout) -> None:
-    """Raises DevClusterError where names, network or interface of the cluster are somebody else's."""
+    """Raise DevClusterError if names, network or interface of the cluster are in use."""
     if taken := render.taken_names(HOSTS.read_text(), settings):
         raise DevClusterError(f"{HOSTS} already names {', '.join(taken)}: the dev cluster needs these names")
     if HEAD not in processes.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():
         raise DevClusterError(
-            f"interface {LINK} is there already: take the dev cluster it belongs to down, with its own --state,"
-            f" or `ip link delete {LINK}`"
+            f"interface {LINK} already exists: stop its dev cluster with its own --state, or `ip link delete {LINK}`"
         )
     if other := overlapping_route(run(["ip", "-json", "-4", "route", "show", "table", "all"]), settings):
         raise DevClusterError(f"--subnet {settings.subnet} overlaps {other} of this machine: choose another")
 
 
 def overlapping_route(routes: str, settings: Settings) -> str | None:
-    """The first of the machine's own routes (`ip -json route`) into the cluster's network, as network and device."""
+    """Return the first of this machine's routes (`ip -json route`) that overlaps the cluster's network."""
     for route in json.loads(routes):
         target, device = route["dst"], route.get("dev", "")
         if target != "default" and device != LINK:
@@ -112,7 +113,7 @@ def overlapping_route(routes: str, settings: Settings) -> str | None:
 
 
 def write_hosts(text: str) -> None:
-    """Write /etc/hosts in place: in a container it is a mount, which no rename replaces."""
+    """Write /etc/hosts in place, because it is a mount in a container and cannot be replaced by a rename."""
     if text == HOSTS.read_text():
         return
     with open(HOSTS, "r+") as file:
@@ -123,23 +124,26 @@ def write_hosts(text: str) -> None:
 
 
 def install(env: Mapping[str, str]) -> None:
-    """Install Debian's packages where commands are missing, without starting or enabling any of their services.
+    """Install Debian packages for missing commands without starting or enabling their services.
 
-    Raises DevClusterError where that may not be, or fails `INSTALL_ATTEMPTS` times.
+    Raises:
+        DevClusterError: the installation is not possible, or fails `INSTALL_ATTEMPTS` times.
     """
     if not missing_commands():
         return
     if SITE_CONF.exists():
-        raise DevClusterError(f"{SITE_CONF} shows a Slurm of this machine's own: packages are not installed over it")
-    if not _is_there("apt-get"):
-        raise DevClusterError(f"--install knows apt-get alone: install {' '.join(PACKAGES)} by this system's own means")
+        raise DevClusterError(
+            f"{SITE_CONF} belongs to another Slurm on this machine: packages are not installed over it"
+        )
+    if not _is_installed("apt-get"):
+        raise DevClusterError(f"--install supports apt-get only: install {' '.join(PACKAGES)} by the package manager")
     before = {name for name in SERVICES if _is_service(name)}
     with _services_stay_down():
         _apt(["update"], env)
         _apt(["install", "--yes", "--no-install-recommends", *PACKAGES], env)
     new = [name for name in SERVICES if name not in before and _is_service(name)]
-    if new and _is_there("systemctl"):
-        run(["systemctl", "disable", *new])  # nor do they start at the next boot
+    if new and _is_installed("systemctl"):
+        run(["systemctl", "disable", *new])  # they must not start at the next boot
     require_commands()
 
 
@@ -151,25 +155,25 @@ def _apt(arguments: list[str], env: Mapping[str, str]) -> None:
     options = ["-q", "-o", "Acquire::Retries=3", "-o", "DPkg::Lock::Timeout=120"]
     command = ["apt-get", *options, *arguments]
     full = {**env, **BARE_ENV, "DEBIAN_FRONTEND": "noninteractive"}
-    said = ""
+    error = ""
     for _ in range(INSTALL_ATTEMPTS):
         done = subprocess.run(
             command, env=full, capture_output=True, text=True, errors="replace", timeout=INSTALL_WITHIN_S, check=False
         )
         if done.returncode == 0:
             return
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    raise DevClusterError(f"`{' '.join(command)}` failed {INSTALL_ATTEMPTS} times: {said}")
+        error = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+    raise DevClusterError(f"`{' '.join(command)}` failed {INSTALL_ATTEMPTS} times: {error}")
 
 
 @contextmanager
 def _services_stay_down() -> Iterator[None]:
-    """Hold back the services of packages that are being installed."""
+    """Prevent packages from starting their services during installation."""
     if POLICY.exists() and POLICY.read_text() != DENY_STARTS:
         asked = subprocess.run([POLICY, "slurmctld", "start"], capture_output=True, check=False)
         if asked.returncode != DENIED:
             raise DevClusterError(
-                f"{POLICY} lets packages start their services: install {' '.join(PACKAGES)} yourself, and stop these"
+                f"{POLICY} lets packages start services: install {' '.join(PACKAGES)} yourself, and stop them"
             )
         yield
         return
@@ -182,6 +186,6 @@ def _services_stay_down() -> Iterator[None]:
 
 
 def remove_left_policy() -> None:
-    """Remove what an installation that was killed has left."""
+    """Remove the policy of a killed installation."""
     if POLICY.exists() and POLICY.read_text() == DENY_STARTS:
         POLICY.unlink()

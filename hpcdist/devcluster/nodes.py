@@ -1,4 +1,4 @@
-"""Faults on purpose: a node that dies, one that comes back, one whose link is slow."""
+"""Fault injection: kill a node, start it again, slow down its link."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpcdist.errors import DevClusterError
 
 
 def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
-    """End a node as a power cut does; returns how many processes were killed.
+    """Kill a node like a power failure and return the number of killed processes.
 
-    Its link goes first, so that peers see silence. With `keep_link` they see their connections closed, as when
-    only the processes of a node are killed.
+    Its link goes down first, so that peers receive nothing. With `keep_link` peers see closed connections, as when only
+    the processes of a node are killed.
     """
     require_root("node kill")
     with exclusive():
@@ -25,11 +25,11 @@ def kill_node(layout: Layout, node: str, *, keep_link: bool = False) -> int:
 
 
 def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
-    """Bring a node back, with its link at full speed; returns once Slurm counts on it.
+    """Start a node with its link at full speed; return when Slurm considers it usable.
 
-    With `own_mounts` a folder can be full, or another one, on this node alone: what is mounted among its processes is
-    seen there only, until it dies. Nor need it see what is mounted elsewhere later (podman's images, for one), so it
-    is not how nodes are as a rule.
+    Args:
+        own_mounts: give the node its own mount namespace, so that a folder can be full or another one on this node
+            alone. Nodes have none by default, because they would not see later mounts of the host (podman's images).
     """
     require_root("node start")
     with exclusive():
@@ -42,9 +42,10 @@ def start_node(layout: Layout, node: str, *, own_mounts: bool = False) -> None:
 
 
 def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
-    """Slow a node's link, each direction by itself: to `rate_mbit` (Mbit/s), by `delay_ms`. With neither: full speed.
+    """Slow down both directions of a node's link to `rate_mbit` (Mbit/s) and by `delay_ms`; full speed without both.
 
-    Raises DevClusterError for values below zero, and where the kernel cannot.
+    Raises:
+        DevClusterError: a value is not positive, or the kernel lacks the feature.
     """
     require_root("node slow")
     for name, value in {"--rate-mbit": rate_mbit, "--delay-ms": delay_ms}.items():
@@ -74,12 +75,12 @@ def _shape(command: list[str]) -> None:
 
 def _full_speed(layout: Layout, node: str) -> None:
     for name, device in _ends(node):
-        # Fails where there is nothing to delete, which is as good.
+        # Fails if there is nothing to delete.
         succeeds(argv.inside(layout, name, ["tc", "qdisc", "delete", "dev", device, "root"]))
 
 
 def _ends(node: str) -> list[tuple[str, str]]:
-    """Both ends of a node's link: namespace and device."""
+    """Return namespace and device of both ends of a node's link."""
     return [(node, "eth0"), (HEAD, node)]
 
 
@@ -88,10 +89,10 @@ def _set_link(layout: Layout, node: str, state: str) -> None:
 
 
 def _require_node(layout: Layout, node: str) -> Settings:
-    """Settings of the cluster. Raises DevClusterError where there is no such node."""
+    """Return the settings of the cluster. Raises DevClusterError if it has no such node."""
     settings = require_settings(layout)
     if node not in settings.nodes:
         raise DevClusterError(f"no node {node!r} in the dev cluster: it has {', '.join(settings.nodes)}")
     if node not in processes.mounted_namespaces(layout):
-        raise DevClusterError(f"the dev cluster in {layout.state} is not up: `hpcdist devcluster up`")
+        raise DevClusterError(f"the dev cluster in {layout.state} is not running: `hpcdist devcluster up`")
     return settings

@@ -1,6 +1,6 @@
-"""Which processes belong to a dev cluster: those in one of its network namespaces, whoever started them.
+"""The processes of a dev cluster: those in one of its network namespaces.
 
-That holds after any crash, needs no list of process ids that could be stale, and no child leaves it by itself.
+Membership survives crashes, needs no list of process ids, and child processes cannot leave it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcdist.devcluster.argv import Daemon
 from hpcdist.devcluster.settings import Layout, Settings
 from hpcdist.errors import DevClusterError
 
-#: Names under which a Slurm of the machine itself would run.
+#: Process names of Slurm's daemons.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "sackd")
 KILL_WITHIN_S = 20.0
 Namespace = tuple[int, int]
@@ -23,7 +23,7 @@ Namespace = tuple[int, int]
 
 
 def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
-    """The cluster's namespaces by name of node; empty where none is mounted."""
+    """Return the cluster's mounted namespaces by node."""
     folder = layout.namespaces
     found = {path.name: _identity(path) for path in folder.iterdir()} if folder.is_dir() else {}
     kind = os.stat("/proc/self/ns/net").st_dev
@@ -33,15 +33,15 @@ def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
 def _identity(path: Path) -> Namespace | None:
     try:
         found = os.stat(path)
-    except OSError:  # the process has just ended, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return None
     return found.st_dev, found.st_ino
 
 
 def members(namespaces: Iterable[Namespace]) -> list[int]:
-    """Ids of the processes in any of some namespaces; zombies are in none."""
-    wanted = set(namespaces)
-    return [pid for pid in _all() if _identity(Path(f"/proc/{pid}/ns/net")) in wanted]
+    """Return the ids of processes in the namespaces; zombies are in none."""
+    own = set(namespaces)
+    return [pid for pid in _all() if _identity(Path(f"/proc/{pid}/ns/net")) in own]
 
 
 def _all() -> Iterator[int]:
@@ -49,17 +49,18 @@ def _all() -> Iterator[int]:
 
 
 def kill_members(namespaces: Iterable[Namespace]) -> int:
-    """Kill all processes in some namespaces; returns how many there were.
+    """Kill all processes in the namespaces and return their number.
 
-    Raises DevClusterError when some are still there after `KILL_WITHIN_S`.
+    Raises:
+        DevClusterError: some are still alive after `KILL_WITHIN_S`.
     """
-    wanted = set(namespaces)
+    remaining = set(namespaces)
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_WITHIN_S
-    # Again until none is left: what is killed may have been forking.
-    while found := members(wanted):
+    # Repeat until none is left, because a process may fork before it is killed.
+    while found := members(remaining):
         if time.monotonic() > deadline:
-            raise DevClusterError(f"processes {', '.join(map(str, found))} do not end on SIGKILL: look at `ps -p`")
+            raise DevClusterError(f"processes {', '.join(map(str, found))} do not end after SIGKILL: see `ps -p`")
         for pid in found:
             _kill(pid)
         killed.update(found)
@@ -75,14 +76,14 @@ def _kill(pid: int) -> None:
 
 
 def foreign_slurm(layout: Layout) -> list[tuple[int, str]]:
-    """Slurm daemons on this machine that are not of the cluster in `layout`: process id and name."""
+    """Return process id and name of Slurm daemons outside the cluster in `layout`."""
     own = set(members(mounted_namespaces(layout).values()))
     named = ((pid, _name(pid)) for pid in _all() if pid not in own)
     return [(pid, name) for pid, name in named if name in SLURM_DAEMONS]
 
 
 def _name(pid: int) -> str:
-    """Name of a living process, else the empty string."""
+    """Return the name of a running process, else an empty string."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -92,7 +93,7 @@ def _name(pid: int) -> str:
 
 
 def is_running(layout: Layout, daemon: Daemon) -> bool:
-    """Whether a daemon of the cluster lives. An old pid file deceives nobody: the process must be in the namespace."""
+    """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
     pid = _read_pid(layout.pid_file(daemon.name))
     where = mounted_namespaces(layout).get(daemon.node)
     if pid is None or where is None:
@@ -103,12 +104,12 @@ def is_running(layout: Layout, daemon: Daemon) -> bool:
 
 
 def has_ended(layout: Layout, daemon: Daemon) -> bool:
-    """Whether a daemon was started and is gone; False while it is only on its way."""
+    """Return whether a daemon was started and has ended; False while it is starting."""
     return _read_pid(layout.pid_file(daemon.name)) is not None and not is_running(layout, daemon)
 
 
 def pid_of(layout: Layout, daemon: Daemon) -> int | None:
-    """Process id of a daemon of the cluster, None where it does not run."""
+    """Return the process id of a daemon, None if it is not running."""
     return _read_pid(layout.pid_file(daemon.name)) if is_running(layout, daemon) else None
 
 
@@ -124,6 +125,6 @@ def dead_daemons(layout: Layout, daemons: Iterable[Daemon]) -> list[str]:
 
 
 def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:
-    """Process ids by node: slurmd, its steps and all that runs in them."""
+    """Return process ids by node: slurmd, its steps and their processes."""
     namespaces = mounted_namespaces(layout)
     return {name: members([namespaces[name]]) for name in settings.nodes if name in namespaces}

@@ -1,4 +1,4 @@
-"""What a dev cluster consists of on this machine: files below its state folder, namespaces, links; made and removed."""
+"""Creation and removal of a dev cluster's files, network namespaces and links."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hpcdist.devcluster import argv, processes, render
 from hpcdist.devcluster.settings import HEAD, LINK, Layout, Settings
 from hpcdist.devcluster.system import run, succeeds
 from hpcdist.errors import DevClusterError
-from hpcdist.run.folder import write_atomic
+from hpcdist.files.atomic import write_atomic
 
-#: The kernel may hold a mount for a moment after the last process has gone.
+#: The kernel may hold a mount for a moment after its last process has ended.
 UNMOUNT_ATTEMPTS = 50
 
 
 def begin(settings: Settings, layout: Layout) -> None:
-    """Make the state folder and mark it as ours, after removing what a crash has left in it."""
+    """Create the state folder with its settings file, after removing the remains of a crash."""
     remove(layout)
     layout.state.mkdir()
     write_atomic(layout.settings_file, settings.to_json())
 
 
 def write_files(settings: Settings, layout: Layout) -> None:
-    """Make folders, configuration, keys and fake devices; what is there stays."""
+    """Create folders, configuration, keys and fake devices; existing ones are kept."""
     for folder in (layout.conf, layout.logs, layout.run, layout.gpus, layout.spool, layout.controller):
         folder.mkdir(exist_ok=True)
     for node in settings.nodes:
@@ -50,13 +50,15 @@ def write_files(settings: Settings, layout: Layout) -> None:
     for number in range(settings.gpus_per_node):
         device = layout.gpus / f"gpu{number}"
         if not device.exists():
-            os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # another /dev/null: Slurm wants a device
+            os.mknod(
+                device, stat.S_IFCHR | 0o666, os.makedev(1, 3)
+            )  # a copy of /dev/null, because Slurm requires a device
     if not layout.database.exists():
         fresh = layout.database.with_name("mariadb-new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         _give_to(fresh, "mysql")
-        run(argv.inside(layout, HEAD, argv.install_database(fresh)))  # where `down` finds what a killed `up` leaves
+        run(argv.inside(layout, HEAD, argv.install_database(fresh)))  # in the namespace, so that `down` also finds it
         fresh.rename(layout.database)
 
 
@@ -66,7 +68,7 @@ def _give_to(path: Path, user: str) -> None:
 
 
 def _write_secret(path: Path, content: bytes, owner: str) -> None:
-    """Write a file that its owner alone may read, at no moment anyone else."""
+    """Write a file that only its owner can read, from its creation on."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -76,13 +78,13 @@ def _write_secret(path: Path, content: bytes, owner: str) -> None:
 
 
 def network_is_ready(settings: Settings, layout: Layout) -> bool:
-    """Whether all namespaces and links are there: no crash has come between, and no reboot after."""
+    """Return whether all namespaces and links exist: no crash during creation, no reboot since."""
     mounted = processes.mounted_namespaces(layout)
     return layout.network_ready.exists() and all(name in mounted for name in (HEAD, *settings.nodes))
 
 
 def make_network(settings: Settings, layout: Layout) -> None:
-    """Make all namespaces and links, after taking apart what a crash or a reboot has left of them."""
+    """Create all namespaces and links, after removing the remains of a crash or reboot."""
     remove_network(layout)
     layout.namespaces.mkdir(exist_ok=True)
     for name in (HEAD, *settings.nodes):
@@ -96,7 +98,10 @@ def make_network(settings: Settings, layout: Layout) -> None:
 
 
 def remove(layout: Layout) -> int:
-    """Remove everything but the names in /etc/hosts; returns how many processes were killed. The mark goes last."""
+    """Remove everything except the names in /etc/hosts; return the number of killed processes.
+
+    The settings file, which identifies the folder, is removed last.
+    """
     killed = remove_network(layout)
     if layout.state.exists():
         for path in layout.state.iterdir():
@@ -110,7 +115,7 @@ def remove(layout: Layout) -> int:
 
 
 def remove_network(layout: Layout) -> int:
-    """Kill all that lives in the namespaces, then remove them and the link of this machine."""
+    """Kill all processes in the namespaces, then remove these and this machine's link."""
     layout.network_ready.unlink(missing_ok=True)
     killed = processes.kill_members(processes.mounted_namespaces(layout).values())
     if processes.mounted_namespaces(layout) and Path(f"/sys/class/net/{LINK}").exists():

@@ -1,4 +1,4 @@
-"""The texts of a dev cluster's configuration, as pure functions of its settings and layout."""
+"""The configuration files of a dev cluster, as pure functions of its settings and layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ END = "# <<< hpcdist devcluster"
 
 
 def slurm_conf(settings: Settings, layout: Layout) -> str:
-    """slurm.conf of the whole cluster: stock behaviour, but for short time-outs and a quick scheduler."""
+    """Return slurm.conf: default behaviour with short timeouts and a fast scheduler."""
     nodes = node_range(settings)
     head = settings.addresses[HEAD]
     gpus = f" Gres=gpu:{settings.gpus_per_node}" if settings.gpus_per_node else ""
@@ -60,7 +60,7 @@ PartitionName=high Nodes={nodes} PriorityTier=10 PreemptMode=OFF DefaultTime=01:
 
 
 def gres_conf(settings: Settings, layout: Layout) -> str:
-    """gres.conf: each GPU is a device file of our own. Empty without GPUs."""
+    """Return gres.conf, in which each GPU is a fake device file; empty without GPUs."""
     if not settings.gpus_per_node:
         return ""
     last = settings.gpus_per_node - 1
@@ -69,16 +69,16 @@ def gres_conf(settings: Settings, layout: Layout) -> str:
 
 
 def cgroup_conf() -> str:
-    """cgroup.conf: nothing here uses cgroups, and the plugin of v1 touches none until something does.
+    """Return cgroup.conf: the cluster uses no cgroups, and the v1 plugin touches none until they are used.
 
-    The default, autodetect, stops slurmd where no cgroup file system is mounted, and asks systemd over D-Bus
-    for a scope where it is of v2.
+    The default, autodetect, stops slurmd without a mounted cgroup file system, and requests a scope from systemd over
+    D-Bus for version 2.
     """
     return "CgroupPlugin=cgroup/v1\n"
 
 
 def slurmdbd_conf(settings: Settings, layout: Layout, password: str) -> str:
-    """slurmdbd.conf; holds the database's password (an empty one is a parse error)."""
+    """Return slurmdbd.conf with the database's password, which must not be empty."""
     return f"""\
 AuthType=auth/munge
 AuthInfo=socket={layout.munge_socket}
@@ -98,7 +98,7 @@ StorageLoc=slurm
 
 
 def database_sql(password: str) -> str:
-    """SQL that makes Slurm's database and its user where they are missing."""
+    """Return the SQL that creates Slurm's database and user if they do not exist."""
     return f"""\
 CREATE DATABASE IF NOT EXISTS slurm;
 CREATE USER IF NOT EXISTS slurm@localhost IDENTIFIED BY '{password}';
@@ -111,16 +111,16 @@ def node_range(settings: Settings) -> str:
 
 
 def with_hosts_block(text: str, settings: Settings) -> str:
-    """/etc/hosts with the cluster's names in a marked block at its end; a block that is there is replaced."""
+    """Return /etc/hosts with the cluster's names in a marked block at its end; an existing block is replaced."""
     lines = [BEGIN, *(f"{address} {name}" for name, address in settings.addresses.items()), END]
     return without_hosts_block(text) + "\n" + "\n".join(lines) + "\n"
 
 
 def without_hosts_block(text: str) -> str:
-    """/etc/hosts as it was before the block came, to the byte, also where its last line had no end."""
+    """Return /etc/hosts without the block, byte for byte, even if its last line had no line break."""
 
     def join(match: re.Match[str]) -> str:
-        # The first line break is ours, unless someone has appended to a file that needed it.
+        # The line break before the block belongs to it, unless text was appended that needs it.
         between = match.start() > 0 and match.end() < len(text) and text[match.start() - 1] != "\n"
         return "\n" if between else ""
 

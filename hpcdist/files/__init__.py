@@ -1,1 +1,1 @@
-"""Files on shared file systems: retries, locks, ownership, format numbers, bounded parsing."""
+"""Files on shared file systems: atomic writes, retries, locks, ownership, format numbers, bounded parsing."""

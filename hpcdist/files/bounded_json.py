@@ -1,7 +1,7 @@
-"""Read JSON that something else may have written: bounded in size, depth and digits, and every failure a ValueError.
+"""Parse untrusted JSON with limits on size, depth and digits; every failure is a ValueError.
 
-A whole number of 20,000 digits, 100,000 nested brackets or a file of 100 GB must not cost memory or raise what no
-caller expects.
+An integer of 20,000 digits, 100,000 nested brackets or a file of 100 GB must neither exhaust memory nor raise an
+unexpected exception.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: The largest documents of a run folder are a sweep's cells and a rank's last collectives: a few MB.
+#: The largest JSON files of a run folder, such as the cells of a sweep, have a few MB.
 MAX_JSON_BYTES = 64 << 20
-#: Of a whole number: 64 bits have 19, and every number with up to 300 digits has a float.
+#: Limit for integers: 64 bits have 19 digits, and every integer with up to 300 digits fits a float.
 _MAX_DIGITS = 300
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON document. Raises ValueError for anything else, whatever is wrong with it."""
+    """Return the value of a JSON document. Raises ValueError for every invalid document."""
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -26,7 +26,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json_value(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the value in a JSON file. Raises OSError, and ValueError for a file that is too large or not JSON."""
+    """Return the value in a JSON file. Raises ValueError if the file is too large or not JSON, and OSError."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(max_bytes + 1)

@@ -1,8 +1,7 @@
-"""The format number of the files that a run folder keeps, and typed reading of them.
+"""Format number of the JSON files in a run folder, and type-checked reading of them.
 
-Every such file holds `format`, a whole number; a file without it has format 0, which was written before the number
-existed and differs in nothing else. The number rises when an older hpcdist would misread a file. New keys do not raise
-it: a reader ignores keys that it does not know.
+Each file holds an integer `format`; a missing number means format 0, which is otherwise equal to format 1. The number
+rises when an older hpcdist would misread the file. New keys do not raise it, because readers ignore unknown keys.
 """
 
 from __future__ import annotations
@@ -18,36 +17,38 @@ from hpcdist.errors import RunFolderError
 
 FORMAT = 1
 KEY = "format"
-#: Larger numbers cannot be a count, a size or a time (in seconds since 1970: the year 33658).
+#: Limit for counts, sizes and times (in seconds since 1970: the year 33658).
 LARGEST = 10**12
 T = TypeVar("T")
 
 
 def stamped(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value` with the present format in it."""
+    """Return `value` with the current format number."""
     return {KEY: FORMAT, **value}
 
 
 def unstamped(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the content of a file without its format.
+    """Return the content of a file without its format number.
 
-    Raises RunFolderError when the format is newer than this hpcdist reads, or is no whole number.
+    Raises:
+        RunFolderError: the format is newer than this hpcdist supports, or not an integer.
     """
     number = value.get(KEY, 0)
     if type(number) is not int or number < 0:
-        raise RunFolderError(f"{path} is damaged: its format is {str(number)[:20]!r}, not a whole number")
+        raise RunFolderError(f"{path} is damaged: its format is {str(number)[:20]!r}, not an integer")
     if number > FORMAT:
         raise RunFolderError(
-            f"{path} was written by a newer hpcdist (format {str(number)[:20]}; this one reads up to {FORMAT}):"
+            f"{path} was written by a newer hpcdist (format {str(number)[:20]}; this version reads up to {FORMAT}):"
             " upgrade hpcdist"
         )
     return {key: item for key, item in value.items() if key != KEY}
 
 
 def fill(kind: type[T], raw: Mapping[str, Any], path: Path) -> T:
-    """Return a dataclass filled from the content of a file; unknown keys are ignored.
+    """Return a dataclass with the values of a file; unknown keys are ignored.
 
-    Raises RunFolderError, which names the file, the key and the value, when a key is missing or has another type.
+    Raises:
+        RunFolderError: a key is missing or its value has the wrong type; the message names file, key and value.
     """
     values = {}
     hints = _hints(cast(Hashable, kind))

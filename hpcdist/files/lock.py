@@ -1,9 +1,8 @@
-"""Locks between processes of several hosts that share a folder, also where its file system has no flock.
+"""Locks between processes of several hosts that share a folder, also on file systems without flock.
 
-Lustre without `-o flock` and some NFS servers refuse flock. `exclusive` then makes a second file that must not exist
-yet, which every network file system decides atomically. A process that is killed leaves that file behind: it is
-removed when its process is known to be dead, or when it has not changed for longer than the short work takes that
-is done under such a lock.
+Lustre without `-o flock` and some NFS servers refuse flock. `exclusive` then creates a lock file with O_EXCL, which
+is atomic on every network file system. A killed process leaves its lock file behind. Another process removes it if
+the owner is known to be dead, or if it has not changed for longer than any work under such a lock takes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from hpcdist.files import retry
 log = logging.getLogger(__name__)
 NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 WAIT_S = 30.0
-#: A lock file of another host that has not changed for so long was left by a process that was killed.
+#: A lock file of another host that is unchanged for this time was left by a killed process.
 LEFT_AFTER_S = 10.0
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 
 
 @contextmanager
@@ -38,9 +37,12 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
     """Hold a lock for work that takes milliseconds.
 
     Args:
-        path: made and left behind; `path.held` exists beside it while the lock is held without flock.
+        path: the lock file, which is created and stays. Without flock, `path.held` exists while the lock is held.
+        within_s: how long to wait for the lock.
 
-    Raises RunFolderError when the lock is not free within `within_s`, OSError when the folder is away.
+    Raises:
+        RunFolderError: the lock is not free within `within_s`.
+        OSError: the folder is not available.
     """
     until = time.monotonic() + within_s
     file = retry.retry(lambda: open(path, "a"), path)  # noqa: SIM115  # closed below
@@ -49,7 +51,7 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
             yield
             return
     finally:
-        # This releases the lock; an error would be about data, and nothing is written to this file.
+        # Closing releases the lock; errors concern written data, and this file has none.
         with suppress(OSError):
             file.close()
     held = path.with_name(f"{path.name}.held")
@@ -61,17 +63,19 @@ def exclusive(path: Path, *, within_s: float = WAIT_S) -> Iterator[None]:
 
 
 def flock_if_possible(file: IO[Any]) -> None:
-    """Wait for a lock that is held for long; where the file system has none, warn and go on without."""
+    """Wait for a long-held lock; on a file system without flock, warn and continue without a lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        log.warning("no lock on %s (%s): do not start another process that writes there", file.name, error.strerror)
+        log.warning(
+            "%s cannot be locked (%s): do not start another process that writes there", file.name, error.strerror
+        )
 
 
 def _flock(file: IO[str], path: Path, until: float, within_s: float) -> bool:
-    """Whether the lock is held now; False where the file system has no flock."""
+    """Return whether the lock is held; False if the file system has no flock."""
 
     def try_now() -> bool | None:
         try:
@@ -90,7 +94,7 @@ def _flock(file: IO[str], path: Path, until: float, within_s: float) -> bool:
 
 
 def _make(held: Path, until: float, within_s: float) -> None:
-    """Make the lock file, after removing one that a killed process has left."""
+    """Create the lock file, after removing one that a killed process left behind."""
     mine = f"{socket.gethostname()} {os.getpid()} {psutil.Process().create_time()} {secrets.token_hex(4)}"
     seen, since = "", time.monotonic()
     while not retry.retry(lambda: _create(held, mine), held):
@@ -109,7 +113,7 @@ def _create(held: Path, content: str) -> bool:
     try:
         descriptor = os.open(held, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        # A server that has made the file may have answered with an error before.
+        # The server may have created the file in an earlier try and answered with an error.
         return _content(held) == content
     try:
         os.write(descriptor, content.encode())
@@ -126,7 +130,7 @@ def _content(held: Path) -> str | None:
 
 
 def _is_dead(content: str) -> bool:
-    """Whether a lock file names a process of this host that has ended."""
+    """Return whether a lock file names a process of this host that has ended."""
     host, _, rest = content.partition(" ")
     pid, _, rest = rest.partition(" ")
     started = rest.partition(" ")[0]
@@ -139,7 +143,7 @@ def _is_dead(content: str) -> bool:
 
 
 def _remove_left(held: Path, content: str) -> None:
-    """Remove a lock file that was left behind, and no other one that has come in its place meanwhile."""
+    """Remove a lock file that was left behind, but not a new one that has replaced it."""
     aside = held.with_name(f".{held.name}.{secrets.token_hex(4)}")
     try:
         os.rename(held, aside)
@@ -154,7 +158,7 @@ def _remove_left(held: Path, content: str) -> None:
 def _wait(path: Path, until: float, within_s: float) -> None:
     if time.monotonic() >= until:
         raise RunFolderError(
-            f"{path} is locked by another process for more than {within_s:g} s: `fuser -v {path}` shows it on this"
-            " host; end it, or remove the file when no process uses it"
+            f"{path} has been locked by another process for more than {within_s:g} s: `fuser -v {path}` shows it on"
+            " this host; end it, or remove the file if no process uses it"
         )
-    time.sleep(_LOOK_EVERY_S)
+    time.sleep(_POLL_S)

@@ -1,10 +1,9 @@
-"""A limit on the size of the log that a process writes as its standard output and error.
+"""Size limit of the log file that a process writes as its standard output and error.
 
-Ranks, supervisor and shipper write into files of the run folder, without a pipe in between. Each of them looks at the
-size of its own file once a second. Beyond the limit the middle of the file is taken out: the head says how it began,
-the tail what happened last. This needs a file that is open for appending, so that whoever writes goes on at its new
-end, and nothing of the file system: holes in files, which some network file systems lack, are not used. Lines that
-other processes write to the file in that moment may be lost.
+Ranks, supervisor and shipper write directly to files in the run folder, without a pipe. Each process checks the size
+of its own log once a second. Beyond the limit the middle of the log is removed; the beginning and the end stay. The
+file must be open for appending, so that writers continue at its new end. Sparse files are not used, because some
+network file systems do not support them. Lines that other processes write during the removal may be lost.
 """
 
 from __future__ import annotations
@@ -16,18 +15,21 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 _COPY_BYTES = 1 << 20
-#: This part of the limit is kept of the head and of the tail each: a log grows by six times as much as is copied.
+#: Head and tail keep 1/8 of the limit each, so that the log grows by six times the copied size between copies.
 _KEPT = 8
 
 
 def limit_log(run: Path, max_mb: float) -> bool:
-    """Keep standard output, where it is a log in a run's folder, below a size; return whether it is one.
+    """Limit the size of standard output if it is a log in a run folder.
 
     Args:
-        run: the run folder; files elsewhere belong to the user and are left alone.
+        run: the run folder; files elsewhere belong to the user and are not changed.
         max_mb: the limit in units of 10^6 bytes; 0 means none.
+
+    Returns:
+        Whether standard output is such a log.
     """
     if max_mb <= 0 or not is_log_of(run, 1):
         return False
@@ -48,26 +50,29 @@ def is_log_of(run: Path, descriptor: int) -> bool:
 
 def _keep_below(max_bytes: int) -> None:
     waiting = threading.Event()
-    while not waiting.wait(LOOK_EVERY_S):
-        with suppress(OSError):  # a disk that is away or full: the next look tries again
+    while not waiting.wait(CHECK_EVERY_S):
+        with suppress(OSError):  # the disk is full or not available: the next check tries again
             shorten(1, max_bytes)
 
 
 def shorten(descriptor: int, max_bytes: int) -> int:
-    """Take the middle out of a file of more than `max_bytes` that is open for appending; return how much.
+    """Remove the middle of a file that is open for appending and longer than `max_bytes`.
 
-    What is left is an eighth of `max_bytes` from its head, a line that says so, and as much from its tail.
+    The first and the last eighth of `max_bytes` stay, with a note in between.
+
+    Returns:
+        The number of removed bytes.
     """
     size = os.fstat(descriptor).st_size
     if size <= max_bytes:
         return 0
     kept = max_bytes // _KEPT
-    # Appending ignores every position: a second descriptor of the same file writes where it is told to.
+    # A descriptor opened for appending ignores positions, so a second one writes in the middle.
     with open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
         begin = size - kept
         note = f"\n[hpcdist: {begin - kept:,} bytes of this log were removed here, see launch.log_max_mb]\n".encode()
         place = os.pwrite(file.fileno(), note, kept) + kept
-        # To the end as it is by then: meanwhile the file has grown.
+        # Up to the current end: the file may have grown since.
         while data := os.pread(file.fileno(), _COPY_BYTES, begin):
             place += os.pwrite(file.fileno(), data, place)
             begin += len(data)

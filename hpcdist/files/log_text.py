@@ -1,4 +1,4 @@
-"""Read logs of any size, with lines of any length, in bounded memory."""
+"""Read logs of any size and line length in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-#: What is read at once. A longer line is shown cut.
+#: Bytes per read. A longer line is shown truncated.
 PIECE_BYTES = 1 << 16
-#: How much of a line that is longer than a piece is shown.
+#: Shown part of a line that is longer than a piece.
 SHOWN_BYTES = 2000
-#: When more than this is new, only the last piece of it is shown.
+#: Of more new text than this, only the last piece is shown.
 MAX_NEWS_BYTES = 1 << 20
-#: How much of the end of a log `last_lines` looks at, and how much of one line.
+#: Limits of `last_lines`: bytes at the end of the log, and characters of one line.
 TAIL_BYTES = 8 << 20
 MAX_LINE_CHARS = 4096
-#: Lines are numbered by counting those before them, unless that means to read more than this.
+#: Lines are numbered only if the log before the tail is not longer than this.
 COUNT_BYTES = 256 << 20
 _READ_BYTES = 1 << 20
 
 
 class LogTail:
-    """What a log file has got since the last look, by whole lines."""
+    """New lines of a log file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        #: Whether the position is inside of a line that is not shown to its end.
+        #: Whether the position is inside a truncated line.
         self._in_line = False
 
     def news(self) -> Iterator[str]:
-        """Yield the text that is new, in pieces; a line without its end waits for the next call."""
+        """Yield the new text in pieces; an incomplete line waits for the next call."""
         with open(self._path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size < self._position:  # shortened by `log_limit`
                 self._position, self._in_line = size, True
             if size - self._position > MAX_NEWS_BYTES:
                 self._position, before, self._in_line = size - PIECE_BYTES, self._position, True
-                yield f"[{self._position - before:,} bytes are not shown here: see {self._path}]\n"
+                yield f"[{self._position - before:,} bytes not shown, see {self._path}]\n"
             file.seek(self._position)
             while data := file.read(PIECE_BYTES):
                 text, used = self._take(data)
@@ -51,7 +51,7 @@ class LogTail:
                 file.seek(self._position)
 
     def _take(self, data: bytes) -> tuple[bytes, int]:
-        """Return what is to be shown of a piece, and how many bytes of it are done with."""
+        """Return the text of a piece to show, and the number of consumed bytes."""
         begin = 0
         if self._in_line:
             ends = [end for mark in (b"\n", b"\r") if (end := data.find(mark)) >= 0]
@@ -61,14 +61,14 @@ class LogTail:
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if end == 0 and len(data) == PIECE_BYTES:
             self._in_line = True
-            return data[:SHOWN_BYTES] + b" [a line of more than %d bytes, cut]\n" % PIECE_BYTES, len(data)
+            return data[:SHOWN_BYTES] + b" [line of more than %d bytes, truncated]\n" % PIECE_BYTES, len(data)
         return data[begin:end], end
 
 
 def last_lines(path: Path, max_lines: int) -> list[tuple[int, str]]:
-    """Return the last lines of a log with their numbers from 1, or 0 where the log is too long to count.
+    """Return the last lines of a log with their numbers, from 1; the number is 0 if the log is too long to count.
 
-    What a carriage return separates counts as a line with the same number. Long lines are cut.
+    Carriage returns separate lines, too, which share a number. Long lines are truncated.
     """
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

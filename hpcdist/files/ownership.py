@@ -1,8 +1,8 @@
-"""Whose a run folder is, and what in it may be followed.
+"""Ownership and permission checks of run folders.
 
-Several users may share a `runs_dir`. The config of a run chooses a server, its `slurm.json` a job, its code is
-executed: a command acts on a run folder only when it belongs to the caller and nobody else may write to it. The user of
-a command is its effective user; root is no exception, since a folder of somebody else would act with root's rights.
+Several users may share a `runs_dir`. A run's config selects a server, its `slurm.json` a job, and its code is executed.
+Therefore commands act only on run folders that belong to the effective user and that no other user can write to. Root
+is no exception: the code of another user's run would execute with root's rights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENTERABLE = stat.S_IXGRP | stat.S_IXOTH
 
 
 def is_mine(folder: Path) -> bool:
-    """Whether a folder, and the symbolic link that leads to it, if it is one, belong to the caller."""
+    """Return whether a folder belongs to the effective user, and so does the symbolic link if `folder` is one."""
     try:
         return os.lstat(folder).st_uid == os.stat(folder).st_uid == os.geteuid()
     except OSError:
@@ -29,30 +29,30 @@ def is_mine(folder: Path) -> bool:
 
 
 def require_mine(folder: Path, action: str) -> None:
-    """Raise RunFolderError unless the folder of a run or sweep belongs to the caller.
+    """Raise RunFolderError unless the folder of a run or sweep belongs to the effective user.
 
     Args:
-        action: what the caller is about to do with it, such as `sync`.
+        action: name of the command for the message, such as `sync`.
     """
     if not is_mine(folder):
         raise RunFolderError(
-            f"run folder {folder} belongs to {_owner(folder)}, and `hpcdist {action}` acts on own runs only, since the"
-            f" folder's config and code would act with your rights: ask {_owner(folder)}, or start a run of your own"
+            f"run folder {folder} belongs to {_owner(folder)}, and `hpcdist {action}` acts only on your own runs,"
+            f" because a run's config and code act with your rights: ask {_owner(folder)}, or start a new run"
         )
 
 
 def require_trusted(folder: Path, action: str) -> None:
-    """Raise RunFolderError unless the folder belongs to the caller and group and others cannot write to it.
+    """Raise RunFolderError unless the folder belongs to the effective user, who alone can write to it.
 
-    Modes inside the folder count only where group or others may enter it.
+    Modes of files inside the folder are checked only if group or others can enter it.
     """
     require_mine(folder, action)
     for path in _checked(folder):
         if path.lstat().st_mode & _WRITABLE and not path.is_symlink():
             mode = stat.S_IMODE(path.stat().st_mode)
             raise RunFolderError(
-                f"{path} may be written by group or others (mode {mode:04o}), and `hpcdist {action}` would execute"
-                f" what they put there: `chmod -R go-w {shlex.quote(str(folder))}`"
+                f"{path} is writable by group or others (mode {mode:04o}), and `hpcdist {action}` would execute"
+                f" their code: `chmod -R go-w {shlex.quote(str(folder))}`"
             )
 
 
@@ -66,7 +66,7 @@ def _checked(folder: Path) -> Iterator[Path]:
 def _owner(folder: Path) -> str:
     try:
         number = os.lstat(folder).st_uid
-        if number == os.geteuid():  # the folder that a link of the caller leads to
+        if number == os.geteuid():  # a link of this user to a folder of another one
             number = os.stat(folder).st_uid
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -76,8 +76,8 @@ def _owner(folder: Path) -> str:
 
 
 def stays_inside(path: Path, folder: Path) -> bool:
-    """Whether a path below `folder` is still below it when all symbolic links are followed."""
+    """Return whether a path below `folder` stays below it when all symbolic links are resolved."""
     try:
         return path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
-    except (OSError, RuntimeError):  # a link to nothing, or a loop of links
+    except (OSError, RuntimeError):  # a dangling link, or a loop of links
         return False

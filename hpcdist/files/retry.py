@@ -1,8 +1,8 @@
-"""Retries of file operations that fail for a while, as those of network file systems do.
+"""Retries of file operations that fail temporarily, as on network file systems.
 
-A command retries for two seconds and then reports the file. A process that works unattended (supervisor, shipper,
-rank) wraps its work in `patient`: it retries for minutes, also when permission is denied (an expired Kerberos ticket,
-a server that maps root to nobody) or the disk is full.
+A command retries for two seconds and then reports the file. Unattended processes (supervisor, shipper, ranks) wrap
+their work in `patient` and retry for minutes, also if permission is denied (an expired Kerberos ticket, a server with
+root squashing) or the disk is full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Errors of a file server that is away, or that has replaced a file which was open here.
+#: Errors of an unavailable file server, or of one that has replaced an open file.
 TRANSIENT = frozenset(
     {
         errno.ESTALE,
@@ -43,9 +43,9 @@ TRANSIENT = frozenset(
 DENIED = frozenset({errno.EACCES, errno.EPERM, errno.ENOKEY, errno.EKEYEXPIRED})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
-#: How long a supervisor or a shipper waits for its files.
+#: Retry time of supervisor and shipper.
 UNATTENDED_S = 300.0
-#: How long any process waits for room on a disk: someone has to make it.
+#: Retry time of unattended processes on a full disk, which a user has to clean up.
 FULL_S = 10.0
 COMMAND_S = 2.0
 _FIRST_PAUSE_S = 0.05
@@ -54,7 +54,7 @@ _SLICE_S = 0.2
 
 
 class _Mode:
-    """How patient this process is."""
+    """Retry policy of this process."""
 
     within_s = COMMAND_S
     unattended = False
@@ -63,7 +63,7 @@ class _Mode:
 
 @contextmanager
 def patient(within_s: float) -> Iterator[None]:
-    """Let retries of this process take up to `within_s` while the block lasts."""
+    """Extend the retries of this process to `within_s` inside the block."""
     before = _Mode.within_s, _Mode.unattended
     _Mode.within_s, _Mode.unattended, _Mode.has_given_up = within_s, True, False
     try:
@@ -74,18 +74,19 @@ def patient(within_s: float) -> Iterator[None]:
 
 
 def give_up() -> None:
-    """End retries now and make none until the `patient` block ends. Safe in a signal handler."""
+    """End current retries and start none until the `patient` block ends. Safe in a signal handler."""
     _Mode.has_given_up = True
 
 
 def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = None) -> T:
-    """Return what `operation` returns, calling it again while it fails with a transient error.
+    """Call `operation` until it does not fail with a transient error, and return its result.
 
     Args:
-        path: named in messages, and in the error where that names no file.
-        within_s: how long after the first failure to go on; None takes what `patient` has set.
+        path: file name for log messages, and for errors without one.
+        within_s: retry time from the first failure; None means the time that `patient` has set.
 
-    Raises the last OSError.
+    Raises:
+        OSError: the last error.
     """
     pause_s, began = _FIRST_PAUSE_S, None
     while True:
@@ -110,12 +111,12 @@ def retry(operation: Callable[[], T], path: Path, *, within_s: float | None = No
 
 
 def is_away(error: OSError) -> bool:
-    """Whether an error, after all retries, is one of a file system that is away rather than full or read-only."""
+    """Return whether an error means that the file system is unavailable, rather than full or read-only."""
     return error.errno in TRANSIENT or error.errno in DENIED
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename with retries; a server that answers with an error may have done it."""
+    """Rename with retries. A server may have renamed the file and still answered with an error."""
     failed = False
 
     def try_now() -> None:
@@ -133,17 +134,17 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is such a file, with retries: `Path.exists` raises when its server is away."""
+    """Return whether a file exists, with retries: `Path.exists` raises if the server is unavailable."""
     return retry(path.exists, path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file that may be gone already, with retries."""
+    """Remove a file with retries, if it exists."""
     retry(lambda: path.unlink(missing_ok=True), path)
 
 
 def discard(path: Path) -> None:
-    """Try once to remove a temporary file after another error, which matters more than this one's."""
+    """Try once to remove a temporary file after another error; ignore errors of the removal."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -155,7 +156,7 @@ def _bound_s(error: OSError, within_s: float) -> float:
 
 
 def _pause(seconds: float) -> None:
-    """Sleep, but not long past `give_up`: an event could not be set safely by a signal handler."""
+    """Sleep, in slices that notice `give_up`: a signal handler cannot set an event safely."""
     end = time.monotonic() + seconds
     while not _Mode.has_given_up and (left_s := end - time.monotonic()) > 0:
         time.sleep(min(left_s, _SLICE_S))

@@ -1,4 +1,4 @@
-"""What torch.compile needs at run time besides torch: looked for before it is missed in the middle of a start."""
+"""The compiler and headers that torch.compile needs at run time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from hpcdist.errors import ConfigError
 
 
-def check(device: str, env: Mapping[str, str]) -> None:
-    """Raise ConfigError if torch.compile cannot compile for a device on this machine.
+def require_compiler(device: str, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if torch.compile cannot work for a device of this machine, before the run starts.
 
-    Triton builds a launcher for each GPU kernel with a C compiler, Inductor the CPU's kernels with a C++ compiler, and
+    Triton builds a launcher for each GPU kernel with a C compiler, Inductor builds CPU kernels with a C++ compiler, and
     both need Python's headers.
     """
-    wanted = []
+    missing = []
     if device == "cpu" and not _found(env, "CXX", "g++"):
-        wanted.append("a C++ compiler (g++)")
+        missing.append("a C++ compiler (g++)")
     if device != "cpu" and not _found(env, "CC", "gcc", "clang", "cc"):
-        wanted.append("a C compiler (gcc)")
+        missing.append("a C compiler (gcc)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        wanted.append("Python's headers (Python.h)")
-    if wanted:
+        missing.append("Python's headers (Python.h)")
+    if missing:
         raise ConfigError(
             [
-                f"model.compile=true needs {' and '.join(wanted)}, not found here: install g++ and libpython3-dev,"
+                f"model.compile=true needs {' and '.join(missing)}, not found here: install g++ and libpython3-dev,"
                 " use an image of the target `default` instead of `slim`, or set model.compile=false"
             ]
         )

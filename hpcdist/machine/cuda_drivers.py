@@ -1,20 +1,20 @@
-"""Which NVIDIA driver runs programs of which CUDA."""
+"""Compatibility of NVIDIA drivers with CUDA versions."""
 
 from __future__ import annotations
 
 import re
 
-#: The oldest drivers that run programs of a CUDA line (its own minor versions are compatible with each other).
+#: Oldest driver by major version of CUDA (minor versions are compatible with each other).
 #: Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 
 def driver_problem(cuda: str, driver: str) -> str:
-    """`driver 580.65 or newer for its CUDA 13.2, found 550.54`; nothing where it will do, or one of them is unknown.
+    """Return e.g. `driver 580.65 or newer for its CUDA 13.2, found 550.54`; empty if compatible or unknown.
 
     Args:
-        cuda: version that an image is built for, such as `13.2`; may be empty.
-        driver: version of the kernel's driver, such as `550.54.15`; may be empty.
+        cuda: CUDA version of torch or an image, such as `13.2`; may be empty.
+        driver: version of the driver, such as `550.54.15`; may be empty.
     """
     line = re.match(r"\d+", cuda)
     found = re.match(r"(\d+)\.(\d+)", driver)

@@ -1,7 +1,7 @@
-"""Facts of this machine, each a small function. What cannot be known is empty or None, never an error.
+"""Facts of this machine: software versions, GPUs, network interfaces, name lookups. Unknown facts are empty or None.
 
-`versions` and `source_digest` are also executed as text by the Python of a container's image, so they import what they
-need themselves.
+The module uses the standard library alone, because the preflight probe runs it where installed packages may be broken.
+`versions` and `source_digest` are also executed as source text by an image's Python, so they contain their imports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes.util
 import fcntl
 import os
 import resource
-import shutil
 import socket
 import struct
 import subprocess
@@ -24,9 +23,9 @@ from typing import Any
 
 from hpcdist.machine.time_limit import start
 
-#: nvidia-smi takes seconds where nothing keeps the driver loaded.
+#: nvidia-smi takes seconds if nothing keeps the driver loaded.
 NVIDIA_SMI_S = 8.0
-#: What a throttled GPU may say of the reason, by bits of `clocks_event_reasons.active`; others are harmless.
+#: Bits of `clocks_event_reasons.active` that mean throttling; other bits are harmless.
 #: Source: NVML API reference, nvmlClocksEventReasons
 THROTTLES = {
     0x08: "hardware slowdown",
@@ -34,16 +33,13 @@ THROTTLES = {
     0x40: "too hot (hardware slowdown)",
     0x80: "power brake",
 }
-#: Variables that decide how ranks talk to each other.
+#: Prefixes of variables that configure the ranks' communication.
 NETWORK_VARIABLES = ("NCCL_", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_", "FI_")
 _SIOCGIFADDR = 0x8915
 
 
 def source_digest(folder: str) -> str:
-    """Twelve digits that stand for a package's modules and shell scripts: equal versions may be of different checkouts.
-
-    Its own source is executed in images, so it imports what it needs.
-    """
+    """Return a 12-digit digest of a package's modules and scripts, because equal versions may have different code."""
     import hashlib
     import os
 
@@ -58,9 +54,9 @@ def source_digest(folder: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What this Python has: `python`, `hpcdist` with its `source` digest, `torch` with its `cuda` and `nccl`, `driver`.
+    """Return installed versions: `python`, `hpcdist` and its `source` digest, `torch`, `cuda`, `nccl`, `driver`.
 
-    Torch is not imported. What is not there is left out. Its own source is executed in images.
+    Torch is not imported. Missing packages are omitted.
     """
     import importlib.util
     import os
@@ -94,9 +90,14 @@ def versions() -> dict[str, str]:
     return facts
 
 
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver; nvidia-smi is asked where /proc does not show it, as on WSL."""
+    return versions().get("driver", "") or (_nvidia_smi("--query-gpu=driver_version") or "").partition("\n")[0].strip()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU as nvidia-smi shows it; None where it does not tell, as of MIG slices."""
+    """One GPU as reported by nvidia-smi; None for values that it does not report, as for MIG slices."""
 
     index: int
     name: str
@@ -104,32 +105,41 @@ class Gpu:
     total_mb: int | None
     uncorrected_errors: int | None  #: since the driver was loaded
     throttled: tuple[str, ...] = ()
-    pids: tuple[int, ...] = ()  #: of processes that compute on it, as far as they can be seen from here
+    pids: tuple[int, ...] = ()  #: visible processes that compute on it
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that this process may use by the rights it has; none without nvidia-smi or a driver that works."""
-    if shutil.which("nvidia-smi") is None:
-        return []
+    """Return the GPUs that this process may access; none without nvidia-smi or a working driver."""
     for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the latter before driver 535
         fields = f"index,uuid,name,memory.used,memory.total,ecc.errors.uncorrected.volatile.total,{reasons}"
-        try:
-            listing = _nvidia_smi(f"--query-gpu={fields}")
-            if listing:
-                return parse_gpus(listing, _nvidia_smi("--query-compute-apps=gpu_uuid,pid"))
-        except (OSError, subprocess.TimeoutExpired):
+        listing = _nvidia_smi(f"--query-gpu={fields}")
+        if listing is None:
             break
+        if listing:
+            return parse_gpus(listing, _nvidia_smi("--query-compute-apps=gpu_uuid,pid") or "")
     return []
 
 
-def _nvidia_smi(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+def count_gpus() -> int:
+    """Return the number of this machine's GPUs, whatever CUDA_VISIBLE_DEVICES selects."""
+    return sum(line.strip().isdigit() for line in (_nvidia_smi("--query-gpu=index") or "").splitlines())
+
+
+def _nvidia_smi(query: str) -> str | None:
+    """Return the output of a query: empty if it fails, None if nvidia-smi is missing or does not answer in time.
+
+    nvidia-smi is installed with the driver, while pynvml may be missing from the Python that runs the preflight probe.
+    """
+    try:
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     return done.stdout if done.returncode == 0 else ""
 
 
 def parse_gpus(listing: str, processes: str) -> list[Gpu]:
-    """GPUs from two answers of nvidia-smi, see `gpus`."""
+    """Parse the two answers of nvidia-smi, see `gpus`."""
     pids: dict[str, list[int]] = {}
     for line in processes.splitlines():
         uuid, _, pid = line.partition(", ")
@@ -158,34 +168,34 @@ def _number(text: str) -> int | None:
 
 
 def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
-    """How many of the machine's GPUs a program sees under CUDA_VISIBLE_DEVICES."""
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES selects."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_gpus
     chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1")]
-    # A GPU may have several slices.
+    # A GPU may have several MIG slices.
     return len(chosen) if any(item.startswith("MIG-") for item in chosen) else min(num_gpus, len(chosen))
 
 
 def gpu_device_files() -> int:
-    """GPUs that have a device file here, whether or not anything can be asked of them."""
+    """Return the number of GPUs with a device file, whether or not the driver works."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])
 
 
-def cores() -> int:
-    """Cores that this process may use."""
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Network interfaces with an IPv4 address, besides loopback: `name`, `address`, `up`, `speed_mbit` or None."""
+    """Return network interfaces with an IPv4 address, except loopback: `name`, `address`, `up`, `speed_mbit`."""
     found: list[dict[str, Any]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
             try:
                 raw = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # no IPv4 address
             address = socket.inet_ntoa(raw[20:24])
             if not address.startswith("127."):
                 speed = _number(_read(f"/sys/class/net/{name}/speed").strip())
@@ -195,7 +205,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def infiniband() -> dict[str, Any]:
-    """Adapters for InfiniBand or RoCE: active `ports`, and whether programs can use them (`device`, `library`)."""
+    """Return active InfiniBand or RoCE `ports`, and whether programs can use them (`device`, `library`)."""
     ports = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         if "ACTIVE" in _read(str(port / "state")):
@@ -210,36 +220,36 @@ def infiniband() -> dict[str, Any]:
 
 
 def locked_memory() -> int | None:
-    """Bytes that a process may lock in memory, as RDMA must; None where there is no limit."""
+    """Return the bytes that a process may lock in memory, as RDMA must; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def network_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """What the environment says about how ranks talk to each other."""
+    """Return the variables that configure the ranks' communication."""
     return {name: value for name, value in env.items() if name.startswith(NETWORK_VARIABLES)}
 
 
 class Lookups:
-    """Names and addresses that are looked up in the background, since a broken resolver takes its time.
+    """Name lookups in background threads, because a broken resolver takes many seconds.
 
     Args:
-        names: whose addresses are looked up.
-        reverse: those of them whose addresses are then looked up in turn.
+        names: names to look up.
+        reverse: those names whose address is then looked up in reverse.
     """
 
     def __init__(self, names: Iterable[str], reverse: Iterable[str]) -> None:
         self._began = time.monotonic()
-        wanted = set(reverse)
+        reverse = set(reverse)
         self._running: dict[str, Future[dict[str, Any]]] = {
-            name: start(partial(_look_up, name, name in wanted)) for name in names
+            name: start(partial(_look_up, name, name in reverse)) for name in names
         }
 
     def result(self, limit_s: float) -> dict[str, dict[str, Any]]:
-        """By name: `address` or `error`, `forward_s`; where it was asked for `reverse` and `reverse_s`.
+        """Return by name: `address` or `error`, `forward_s`; for reverse lookups also `reverse` and `reverse_s`.
 
         Args:
-            limit_s: since the beginning. Where it was too short there is `late`, the seconds waited, and nothing else.
+            limit_s: seconds since the start of the lookups. A lookup that takes longer has only `late`, the limit.
         """
         found = {}
         for name, running in self._running.items():
@@ -268,7 +278,7 @@ def _look_up(name: str, reverse: bool) -> dict[str, Any]:
 
 
 def listener(port: int) -> str:
-    """Whose program listens on a TCP port here: `pid 123 (python3) of ada`, as far as it can be seen; else empty."""
+    """Return the program that listens on a local TCP port, such as `pid 123 (python3) of ada`; empty if unknown."""
     for line in (_read("/proc/net/tcp") + _read("/proc/net/tcp6")).splitlines():
         words = line.split()
         if len(words) > 9 and words[3] == "0A" and words[1].rpartition(":")[2] == f"{port:04X}":
@@ -282,7 +292,7 @@ def _program(inode: str) -> str:
             if any(os.readlink(link) == f"socket:[{inode}]" for link in (process / "fd").iterdir()):
                 return f"pid {process.name} ({_read(str(process / 'comm')).strip()})"
         except OSError:
-            continue  # another user's, or gone
+            continue  # another user's process, or it has ended
     return "a program"
 
 
@@ -296,7 +306,7 @@ def _user(uid: int) -> str:
 
 
 def _read(path: str) -> str:
-    """A small file's text; empty where it cannot be read, as files of drivers may not be."""
+    """Return a small file's text; empty if it cannot be read, as some drivers' files."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What can be known of the file system that a path is on, by its mounts and by trying."""
+"""Type, space and behaviour of the file system of a path, by its mount and by tests."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 
 from hpcdist.machine.time_limit import within
 
-#: File systems on a device, or in the memory, of one machine. All others (NFS, Lustre, GPFS, …) count as shared.
+#: File systems of one machine's disk or memory. All others (NFS, Lustre, GPFS, …) count as shared.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs", "vfat", "exfat", "overlay", "squashfs")
 ) | {"tmpfs", "ramfs"}
-#: In the memory of one machine: never shared.
+#: File systems in memory.
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-#: Each machine has its own, and where the site says so each job.
+#: Folders that each machine, or each job, has for itself.
 PRIVATE = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))  # noqa: S108 (nothing is written there)
 _CHUNK = 2**20
 _RENAMES = 200
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a path is on, or will be; empty where it cannot be known.
+    """Return the type of the file system of a path, which may not exist yet; empty if unknown.
 
     Args:
-        mounts: text of `/proc/self/mountinfo`; read from there by default.
+        mounts: text of `/proc/self/mountinfo`; None to read it.
     """
     return mount_of(path, mounts)[0]
 
 
 def mount_of(path: Path, mounts: str | None = None) -> tuple[str, str]:
-    """Type and source (`server:/home`, `/dev/sda1`) of the file system that a path is on, both empty where unknown."""
+    """Return type and source (`server:/home`, `/dev/sda1`) of the file system of a path, both empty if unknown."""
     if mounts is None:
         try:
             mounts = Path("/proc/self/mountinfo").read_text()
@@ -48,7 +48,7 @@ def mount_of(path: Path, mounts: str | None = None) -> tuple[str, str]:
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split()[4]))
-        # Of several on one folder the last one hides the others.
+        # The last mount on a folder hides earlier ones.
         if path.is_relative_to(point) and len(point.parts) >= depth:
             kind, source = after.split()[:2]
             found, depth = (kind, _unescaped(source)), len(point.parts)
@@ -60,12 +60,12 @@ def _unescaped(text: str) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or its nearest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def space(path: Path) -> dict[str, int]:
-    """`free` and `total` bytes of a path's file system for this user, `free_files` of those that count them.
+    """Return `free` and `total` bytes for this user, and `free_files` if the file system counts inodes.
 
     Raises OSError.
     """
@@ -75,12 +75,15 @@ def space(path: Path) -> dict[str, int]:
 
 
 def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
-    """Bytes per second to a file in `folder`, or the nearest one above it that is there, with all of it on disk.
+    """Return the bytes per second of synced writes to a temporary file in `folder` or its nearest existing parent.
 
-    The file is gone afterwards. No more is written than fits into the time. Raises OSError: full, read-only, no quota.
+    Writing stops after `limit_s` seconds.
+
+    Raises:
+        OSError: the file system is full or read-only, or the quota is exceeded.
     """
     path = existing(folder) / f".preflight-{os.uname().nodename}-{os.getpid()}"
-    block = os.urandom(_CHUNK)  # nothing that a file system could compress
+    block = os.urandom(_CHUNK)  # incompressible
     began, written = time.perf_counter(), 0
     try:
         with open(path, "xb", buffering=0) as file:
@@ -93,27 +96,27 @@ def write_speed(folder: Path, num_bytes: int, limit_s: float) -> float:
 
 
 def sees(path: Path, content: str, limit_s: float) -> bool:
-    """Whether a file that another machine has just written is here with that content; network file systems lag."""
+    """Return whether another machine's new file appears with its content within a limit; network file systems lag."""
     until = time.monotonic() + limit_s
     while True:
         try:
             if path.read_text() == content:
                 return True
         except (OSError, UnicodeDecodeError):
-            pass  # not there yet, or never
+            pass  # not visible yet
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
 
 
 def lock_problem(folder: Path) -> str:
-    """Why locks (flock) do not keep two processes of this machine apart in a folder; empty where they do."""
+    """Return why flock does not exclude a second process of this machine in a folder; empty if it does."""
     path = folder / f".lock-{os.uname().nodename}-{os.getpid()}"
     code = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     try:
         with open(path, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process: some network file systems tell owners apart by that.
+            # A second process, because some network file systems identify lock owners by process.
             done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=False)
         return "" if done.returncode else "two processes got the same lock"
     except OSError as error:
@@ -123,7 +126,7 @@ def lock_problem(folder: Path) -> str:
 
 
 def rename_problem(folder: Path) -> str:
-    """Why replacing a file is not safe from readers in a folder; empty where they see the old file or the new."""
+    """Return why replacing a file is not atomic for readers in a folder; empty if it is."""
     path = folder / f".rename-{os.uname().nodename}-{os.getpid()}"
     temporary = path.with_name(f"{path.name}.new")
     ended = threading.Event()
@@ -133,7 +136,7 @@ def rename_problem(folder: Path) -> str:
         while not ended.is_set() and not problems:
             try:
                 if path.read_bytes() not in (b"old", b"new"):
-                    problems.append("a reader saw a part of a file")
+                    problems.append("a reader saw a partial file")
             except OSError as error:
                 problems.append(f"a reader saw no file ({error.strerror})")
 
@@ -156,25 +159,25 @@ def rename_problem(folder: Path) -> str:
 
 
 def exclusive_problem(folder: Path) -> str:
-    """Why two processes could both believe that they have made the same file in a folder; empty where one is told."""
+    """Return why exclusive creation (O_EXCL) does not work in a folder; empty if it does."""
     path = folder / f".exclusive-{os.uname().nodename}-{os.getpid()}"
     try:
-        for wanted in (None, errno.EEXIST):
+        for expected in (None, errno.EEXIST):
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             except OSError as error:
-                if error.errno != wanted:
+                if error.errno != expected:
                     return error.strerror or str(error)
             else:
-                if wanted is not None:
-                    return "the same file was made twice"
+                if expected is not None:
+                    return "the same file was created twice"
         return ""
     finally:
         path.unlink(missing_ok=True)
 
 
-def look_at(folder: Path, limit_s: float) -> dict[str, Any]:
-    """`folder`, `kind`, `source` and `space` of a path's file system; `error` where it does not answer or cannot be."""
+def describe(folder: Path, limit_s: float) -> dict[str, Any]:
+    """Return `folder`, `kind`, `source` and space of a path's file system; `error` if it fails or does not answer."""
     found: dict[str, Any] = {"folder": str(folder)}
     try:
         found["kind"], found["source"] = within(limit_s, lambda: mount_of(folder))

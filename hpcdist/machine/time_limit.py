@@ -1,4 +1,4 @@
-"""Work that may never come back, such as a look at a dead file server: done in threads that nobody has to wait for."""
+"""Time limits for calls that may block for ever, such as access to a dead file server: they run in daemon threads."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ T = TypeVar("T")
 
 
 def start(work: Callable[[], T]) -> Future[T]:
-    """Begin something in a thread of its own, which does not keep the process from ending."""
+    """Start a call in a daemon thread, which does not keep the process alive."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # nobody can stop it
+    future.set_running_or_notify_cancel()  # a running thread cannot be cancelled
 
-    def carry_out() -> None:
+    def run() -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=carry_out, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     return future
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """What `work` returns or raises; TimeoutError where it takes longer (it goes on, unheeded)."""
+    """Return or raise the result of `work`; raise TimeoutError after the limit, while the thread continues."""
     return start(work).result(limit_s)
 
 
 def done_within(limit_s: float, future: Future[T], otherwise: T) -> T:
-    """What has been begun, or something in its place where it is not done in time."""
+    """Return the result of a started call, or `otherwise` after the limit."""
     try:
         return future.result(limit_s)
     except TimeoutError:

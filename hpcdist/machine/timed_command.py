@@ -1,4 +1,4 @@
-"""Running a command within a time limit."""
+"""Commands with a time limit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-#: A command that is terminated gets this long to end; srun ends its tasks then, too.
-LEAVE_S = 1.0
+#: Time between SIGTERM and SIGKILL, in which srun ends its tasks.
+KILL_DELAY_S = 1.0
 
 
 def run_within(
     command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or end it after `limit_s` seconds; returns what it printed in either case.
+    """Run a command and return its output; end it after `limit_s` seconds.
 
-    The output goes through files: what a command leaves running may hold its pipes open for any length of time.
-    A command that was ended has a return code below zero, and its last line of errors names the limit.
-    Raises FileNotFoundError where there is no such command.
+    The output goes to files, because a leftover child process may keep pipes open for any time. After a timeout, the
+    return code is negative and the last line of stderr names the limit.
+
+    Raises:
+        FileNotFoundError: the command does not exist.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given.write(stdin.encode())
@@ -33,19 +35,19 @@ def run_within(
             late = f"\nno answer within {limit_s:g} s\n"
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(LEAVE_S)
+                process.wait(KILL_DELAY_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said = []
+        texts = []
         for file in (output, errors):
             file.seek(0)
-            said.append(file.read().decode(errors="replace"))
-        return subprocess.CompletedProcess(command, -1 if late else process.returncode, said[0], said[1] + late)
+            texts.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(command, -1 if late else process.returncode, texts[0], texts[1] + late)
 
 
 def last_line(text: str, limit_chars: int = 200) -> str:
-    """The last line that is not empty, cut to a length; empty where there is none."""
+    """Return the last non-empty line, cut to a length; empty if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:limit_chars] if lines else ""

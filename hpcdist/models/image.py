@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hpcdist.errors import ConfigError
 from hpcdist.models import RESNET_NAMES, model_name_problems
 
-SIMPLE_CNN_MIN_SIZE = 4  # two 2x2 poolings must leave a pixel
+SIMPLE_CNN_MIN_SIZE = 4  # at least one pixel remains after two 2x2 poolings
 
 
 class SimpleCNN(nn.Module):
@@ -26,7 +26,7 @@ class SimpleCNN(nn.Module):
         self.fc2 = nn.Linear(128, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        # ReLU and max-pooling commute; pooling first leaves ReLU a quarter of the elements.
+        # ReLU and max-pooling commute; pooling first reduces the elements for ReLU to a quarter.
         x = F.relu(F.max_pool2d(self.conv1(images), 2))
         x = F.relu(F.max_pool2d(self.conv2(x), 2))
         x = F.relu(self.fc1(x.flatten(1)))
@@ -35,7 +35,7 @@ class SimpleCNN(nn.Module):
 
 
 def build_model(name: str, *, num_classes: int, in_channels: int, image_size: int) -> nn.Module:
-    """Return a freshly initialised (from torch's global RNG) classifier on the CPU, logits [B, num_classes].
+    """Return a freshly initialised (from torch's global generator) classifier on the CPU, logits [B, num_classes].
 
     `name` is one of hpcdist.models.MODEL_NAMES. A ResNet is torchvision's own; only its first convolution
     is replaced when `in_channels` is not 3. Raises ConfigError on an unknown name or too small an image.
@@ -52,11 +52,11 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
 
 
 def _resnet(name: str, *, num_classes: int, in_channels: int) -> nn.Module:
-    from torchvision.models import resnet  # here, because it costs 0.9 s that simple_cnn need not pay
+    from torchvision.models import resnet  # imported here because it takes 0.9 s, which simple_cnn does not need
 
     model: nn.Module = getattr(resnet, name)(weights=None, num_classes=num_classes)
     if in_channels != 3:
         stem = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
+        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
         model.conv1 = stem
     return model

@@ -1,12 +1,12 @@
-"""TCP between the nodes of a run: who reaches whom, how fast, and how far the clocks are apart.
+"""TCP connections between the nodes of a run: reachability, latency, bandwidth and clock offsets.
 
-Every node listens on the ranks' port and connects to the others on it, in both directions, since firewalls have one.
-Nodes do not start at the same moment, so a refused connection says nothing until the peer is known to listen: it has
-connected itself, or its mark lies in the shared folder. From then on it has `GRACE_S`. Pairs that work in both
+Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only.
+Nodes start at different times, so a refused connection counts only once the peer is known to listen: it has connected
+itself, or its mark file is in the shared folder. From then on it has `GRACE_S`. Pairs that are connected in both
 directions are measured in the rounds of a tournament, in which a node takes part in one transfer at a time.
 
-Up to `ALL_PAIRS` nodes connect to all others. Where there are more, each connects to fewer than that many, chosen
-evenly. Each measures with seven at most. So a node's time and output do not grow with the run.
+Up to `ALL_PAIRS` nodes connect to all others. In larger runs each node connects to fewer than that many, chosen evenly.
+Each measures at most seven pairs, so a node's time and output do not grow with the run.
 """
 
 from __future__ import annotations
@@ -20,47 +20,57 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from hpcdist.machine.time_limit import start
-from hpcdist.preflight.peers import Peer, tournament
-from hpcdist.preflight.wire import FAST_BYTES_S, STALL_S, Ask, Gone, Link, Mute, Stranger, connected, starved_us
+from hpcdist.network import tournament
+from hpcdist.preflight.peers import Peer
+from hpcdist.preflight.protocol import (
+    FAST_BYTES_S,
+    STALL_S,
+    ClosedPeerError,
+    Link,
+    Message,
+    SilentPeerError,
+    UnknownPeerError,
+    connected,
+    run_queue_wait_us,
+)
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
-#: What a node that listens has got to be reached. A lost first packet is sent again after one and three seconds.
+#: Time to connect to a node that listens. TCP repeats a lost first packet after one and three seconds.
 GRACE_S = 4.0
 CONNECT_S = 3.5
 RETRY_S = 0.1
-#: Between two looks into the shared folder.
-LOOK_AROUND_S = 0.5
+#: Interval of reading the mark files in the shared folder.
+MARKS_INTERVAL_S = 0.5
 LARGE_BYTES = 2**14
-#: All rounds together; pairs whose turn does not come in time are not measured.
+#: Limit for all rounds; pairs of later rounds are not measured.
 ROUNDS_S = {"quick": 6.0, "full": 20.0}
-#: One burst in one direction: it grows until it has taken this long, or is this large.
+#: One burst in one direction grows until it takes this long or is this large.
 BURST_S = {"quick": 0.04, "full": 0.2}
 BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
-#: What takes longer, or is slower than `FAST_BYTES_S`, is measured again before anyone believes it: noise makes slow,
-#: never fast.
+#: A higher latency, or a bandwidth below `FAST_BYTES_S`, is measured again, because noise only makes results worse.
 SUSPECT_LATENCY_S = 2e-3
 
 
-#: Connections that have not proved to be a probe of this job; beyond that many the oldest is closed. Up to `ALL_PAIRS`
+#: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS`
 #: nodes connect at the same moment.
 MAX_UNKNOWN = 2 * ALL_PAIRS
-#: After an error of accept(), such as having no file descriptor left.
+#: Pause after an error of accept(), such as too many open files.
 ACCEPT_AGAIN_S = 0.05
 
 
 class Mesh:
-    """One node's end of it.
+    """One node's connections to the others.
 
     Args:
         nodes: names of all nodes; `node` is this one's.
         port: where all listen.
-        token: what every probe of this job proves to know in its hello.
-        resolve: address of a name; raises OSError where there is none.
+        token: shared secret, which every probe of this job proves to know in its handshake.
+        resolve: returns the address of a name; raises OSError if there is none.
         bind: address to listen on, None for all interfaces.
-        mark: tells others that this node listens; called in a thread.
-        marks: names of nodes that have done so; called in a thread, again and again.
-        deadline_s: how long nodes are waited for of which nothing is known.
+        mark: creates this node's mark file; called in a thread.
+        marks: returns the nodes with a mark file; called repeatedly in a thread.
+        deadline_s: limit of waiting for nodes that have not started.
     """
 
     def __init__(
@@ -89,24 +99,24 @@ class Mesh:
             more = tournament(len(nodes), ALL_PAIRS - MEASURED_ROUNDS - 1)
             everyone = {partners[self._me] for partners in (*self._rounds, *more)}
         self.peers = {nodes[i]: Peer(nodes[i]) for i in range(len(nodes)) if i in everyone and i != self._me}
-        #: What keeps this node from listening; empty where nothing does.
+        #: Error of listening on the port; empty without one.
         self.port_problem = ""
-        #: This node's addresses on the ways to the others.
+        #: This node's addresses on its connections.
         self.addresses: set[str] = set()
         self._round = -1
         self._in_round = asyncio.Condition()
         self._all_tried = asyncio.Event()
         self._leaving = asyncio.Event()
         self._ephemeral = 0
-        #: Connections that were closed since they were not of a probe of this job.
-        self.num_strangers = 0
-        #: Connections in their handshake, the oldest first.
+        #: Number of connections from other programs.
+        self.num_foreign = 0
+        #: Connections in their handshake, oldest first.
         self._unknown: dict[Link, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[socket.socket] = []
 
     async def run(self) -> None:
-        """Everything, until all is known or given up."""
+        """Connect to all peers and measure; return when all results are known or have timed out."""
         try:
             await self._listen()
             await asyncio.gather(*map(self._reach, self.peers.values()))
@@ -136,7 +146,7 @@ class Mesh:
             self._ephemeral = sock.getsockname()[1]
             self._listening.append(sock)
             self._start(self._accept(sock))
-        self._start(self._look_around())
+        self._start(self._watch_marks())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -150,70 +160,70 @@ class Mesh:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listening)
                 link = Link(sock)
             except OSError:
-                # The connection is gone already, or no file descriptor is free: neither ends the listening.
+                # The connection has closed, or no file descriptor is free: keep listening in both cases.
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             if len(self._unknown) >= MAX_UNKNOWN:
                 oldest = next(iter(self._unknown))
-                self.num_strangers += 1
+                self.num_foreign += 1
                 self._unknown.pop(oldest).cancel()
             self._unknown[link] = self._start(self._serve(link))
-            # Accepting does not wait while connections are queued: let the others run, this one's handshake included.
+            # sock_accept does not suspend while connections are queued: let other tasks run.
             await asyncio.sleep(0)
 
-    async def _look_around(self) -> None:
-        """Learn from the shared folder who listens: the only news of a node that is cut off in both directions."""
-        with contextlib.suppress(OSError):  # told by the look at the file systems
+    async def _watch_marks(self) -> None:
+        """Read the mark files: the only sign of a node that is blocked in both directions."""
+        with contextlib.suppress(OSError):  # reported by the check of the file systems
             await asyncio.wrap_future(start(self._mark))
             while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:
                 names = set(await asyncio.wrap_future(start(self._marks)))
                 for peer in waiting:
                     if peer.name in names:
-                        self._heard_of(peer)
-                await asyncio.sleep(LOOK_AROUND_S)
+                        self._seen(peer)
+                await asyncio.sleep(MARKS_INTERVAL_S)
 
-    def _heard_of(self, peer: Peer) -> None:
+    def _seen(self, peer: Peer) -> None:
         peer.alive_at = min(peer.alive_at, time.monotonic())
 
     async def _serve(self, link: Link) -> None:
         """Answer one connection until it ends."""
         with contextlib.suppress(OSError, EOFError), contextlib.closing(link):
             try:
-                hello = await link.greet(self._token, self._hello(), connecting=False)
-            except Stranger as error:
-                self.num_strangers += not isinstance(error, Gone)
+                hello = await link.handshake(self._token, self._hello(), connecting=False)
+            except UnknownPeerError as error:
+                self.num_foreign += not isinstance(error, ClosedPeerError)
                 return
             finally:
                 self._unknown.pop(link, None)
             peer = self.peers.get(hello["node"])
             if peer is None:
-                return  # perhaps this node itself, led astray by a name
-            self._heard_of(peer)
+                return  # perhaps this node itself, through a wrong name
+            self._seen(peer)
             while True:
-                what, number, _ = await link.hear()
-                if what is Ask.REACHED:
-                    # All of them: nobody's rounds begin while this node still waits for someone.
+                what, number, _ = await link.receive_frame()
+                if what is Message.REACHED:
+                    # Rounds must not begin while this node still connects to others.
                     await self._all_tried.wait()
                     number = int(peer.reached)
-                elif what is Ask.ROUND:
+                elif what is Message.ROUND:
                     number = await self._arrived(number)
-                elif what is Ask.PUSH:
-                    await link.drop(number)
-                elif what is Ask.LEAVE:
+                elif what is Message.PUSH:
+                    await link.discard(number)
+                elif what is Message.LEAVE:
                     await self._leaving.wait()
-                elif what is Ask.TIME:
-                    number = starved_us()
-                await link.tell(what, number)
-                if what is Ask.PULL:
+                elif what is Message.TIME:
+                    number = run_queue_wait_us()
+                await link.send_frame(what, number)
+                if what is Message.PULL:
                     await link.send(number)
-                elif what is Ask.DONE:
+                elif what is Message.DONE:
                     peer.done.set()
 
     def _hello(self) -> dict[str, Any]:
         return {"node": self._nodes[self._me], "ephemeral": self._ephemeral}
 
     async def _arrived(self, number: int) -> int:
-        """Wait for this node to come to a round; 1 if it is there, 0 if it has gone on without the one who asks."""
+        """Wait until this node reaches a round; return 1 if it takes part, 0 if it has already passed the round."""
         async with self._in_round:
             await self._in_round.wait_for(lambda: self._round >= number)
         return int(self._round == number)
@@ -223,15 +233,15 @@ class Mesh:
             tried = time.monotonic()
             status, peer.detail, link = await self._connect(peer)
             if link is not None:
-                self._heard_of(peer)
+                self._seen(peer)
                 self.addresses.add(link.address)
             known = peer.alive_at if status != "unresolved" else self._began
             unheard = known == float("inf")
-            # What began before the peer did says nothing, unless somebody else has answered.
-            telling = unheard or tried > known or status in ("stranger", "mute")
-            hopeless = telling and time.monotonic() > min(known + GRACE_S, self._until)
-            if link is not None or hopeless:
-                # A refusal only means something from a node that is there.
+            # A failure before the peer's start does not count, unless another program has answered.
+            counts = unheard or tried > known or status in ("stranger", "mute")
+            give_up = counts and time.monotonic() > min(known + GRACE_S, self._until)
+            if link is not None or give_up:
+                # A refusal from a node that never started is an absent node.
                 peer.status = "absent" if status == "refused" and unheard else status
                 break
             await asyncio.sleep(RETRY_S)
@@ -241,7 +251,7 @@ class Mesh:
                 peer.reached, peer.link = True, link
 
     async def _connect(self, peer: Peer) -> tuple[str, str, Link | None]:
-        """Status, detail, and the link where the status is `ok`."""
+        """Return status, detail, and the link if the status is `ok`."""
         try:
             address = await self._resolve(peer.name)
         except OSError as error:
@@ -251,10 +261,10 @@ class Mesh:
         except OSError as error:
             return (*_failure(error), None)
         try:
-            hello = await link.greet(self._token, self._hello(), connecting=True)
+            hello = await link.handshake(self._token, self._hello(), connecting=True)
             if hello["node"] != peer.name:
-                raise Stranger(f"{hello['node']}, to which the name {peer.name} leads")
-        except (Stranger, OSError) as error:
+                raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} resolves")
+        except (UnknownPeerError, OSError) as error:
             link.close()
             return (*_failure(error), None)
         peer.port = hello["ephemeral"]
@@ -268,17 +278,17 @@ class Mesh:
         return "ok"
 
     async def _carries(self, peer: Peer, link: Link) -> bool:
-        """Whether something larger than any packet comes through; `stalled` where only that does not."""
+        """Return whether a message larger than any packet arrives; set `stalled` if only small ones do."""
 
         async def large() -> None:
-            await link.tell(Ask.PUSH, LARGE_BYTES)
+            await link.send_frame(Message.PUSH, LARGE_BYTES)
             await link.send(LARGE_BYTES)
-            await link.hear()
+            await link.receive_frame()
 
         sending = asyncio.create_task(large())
         done, _ = await asyncio.wait({sending}, timeout=STALL_S)
         if not done:
-            # A peer that gets no processor is as silent. But then it answers nothing, and small messages after large.
+            # A peer without CPU time is silent as well, but then it does not answer small messages either.
             status, _, other = await self._connect(peer)
             if other is not None:
                 other.close()
@@ -288,16 +298,16 @@ class Mesh:
         return bool(done) and sending.exception() is None
 
     async def _agree(self, peer: Peer) -> None:
-        """With a peer that was reached: how its clock stands, and whether it has reached this node too."""
+        """Exchange clocks with a connected peer, and whether it has reached this node."""
         if peer.link is None:
             return
         try:
             async with asyncio.timeout(max(0.0, self._until - time.monotonic()) + GRACE_S + CONNECT_S):
                 _, peer.offset_s = await peer.link.ping(3)
-                reached, _ = await peer.link.ask(Ask.REACHED)
+                reached, _ = await peer.link.request(Message.REACHED)
                 peer.mutual = reached == 1
         except (TimeoutError, OSError, EOFError):
-            peer.link = None  # it has broken down since, and its own answer tells why
+            peer.link = None  # the connection has broken since; the peer's own answer has the reason
 
     async def _play(self) -> None:
         for number, partners in enumerate(self._rounds):
@@ -322,13 +332,13 @@ class Mesh:
         link, peer.link = peer.link, None
         assert link is not None, "mutual"
         try:
-            present, _ = await link.ask(Ask.ROUND, number)
+            present, _ = await link.request(Message.ROUND, number)
             if present:
                 await self._measure(peer, link)
-                await link.ask(Ask.DONE)
+                await link.request(Message.DONE)
             peer.link = link
         except (TimeoutError, OSError, EOFError):
-            pass  # it has broken down since, or takes too long: not measured
+            pass  # the connection has broken, or is too slow: not measured
 
     async def _measure(self, peer: Peer, link: Link) -> None:
         peer.latency_s, peer.offset_s = await link.ping(20)
@@ -337,7 +347,7 @@ class Mesh:
             peer.latency_s = min(peer.latency_s, again)
         limits = BURST_S[self._mode], BURST_BYTES[self._mode]
         best = []
-        for what in (Ask.PUSH, Ask.PULL):
+        for what in (Message.PUSH, Message.PULL):
             found = max([await link.burst(what, *limits) for _ in range(2)])
             if found < FAST_BYTES_S:
                 found = max([found, *[await link.burst(what, *limits) for _ in range(2)]])
@@ -345,17 +355,17 @@ class Mesh:
         peer.sent_bytes_s, peer.received_bytes_s = best
 
     async def _part(self, peer: Peer) -> None:
-        """Stay until the peer needs this node no more."""
+        """Wait until the peer needs this node no longer."""
         if peer.link is not None:
             with contextlib.suppress(TimeoutError, OSError, EOFError):
                 async with asyncio.timeout(ROUNDS_S[self._mode]):
-                    await peer.link.ask(Ask.LEAVE)
+                    await peer.link.request(Message.LEAVE)
 
 
 def _failure(error: Exception) -> tuple[str, str]:
-    if isinstance(error, Mute):
+    if isinstance(error, SilentPeerError):
         return "mute", str(error)
-    if isinstance(error, Stranger):
+    if isinstance(error, UnknownPeerError):
         return "stranger", str(error)
     if isinstance(error, TimeoutError):
         return "silent", ""

@@ -1,8 +1,8 @@
-"""What every node of a run executes before its ranks start: `python -P -m hpcdist.preflight.probe REQUEST`.
+"""The preflight probe, which runs on every node before the ranks: `python -P -m hpcdist.preflight.probe REQUEST`.
 
-It looks at its machine, its file systems and its way to the other nodes, and prints an answer. It judges nothing: what
-is wrong shows in the answers of all nodes side by side (judge.py). The standard library alone, so that it starts at
-once and also where torch is what is broken.
+It examines its machine, its file systems and its connections to the other nodes, and prints the facts. node_checks.py
+compares the facts of all nodes. The probe uses the standard library alone, because it must start quickly and also
+work on a node where installed packages such as torch are broken.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from hpcdist.machine import storage
 from hpcdist.machine.time_limit import done_within, start, within
 from hpcdist.preflight.mesh import Mesh
 
-#: srun cuts what a task prints after 1,024 bytes, and puts its label, or other tasks' output, in between.
+#: srun splits a task's output after 1,024 bytes and inserts labels or the output of other tasks.
 _PIECE = 800
-#: How long a file of another machine may take to show on a network file system.
+#: Time until another machine's file is visible on a network file system.
 WITNESS_S = 3.0
-#: A file system that says nothing for this long is dead.
+#: Limit of a file system's answer.
 FOLDER_S = 5.0
-#: A resolver that takes longer is broken: torch asks it several times before ranks have met.
+#: Limit of a name lookup; torch makes several before ranks have met.
 LOOKUP_S = 5.0
-#: Bytes to write for a speed, and for how long at most.
+#: Bytes written to measure the speed, and the time limit.
 WRITE = {"quick": (4 * 2**20, 1.5), "full": (128 * 2**20, 5.0)}
-#: Where there are more nodes, only so many of them write.
+#: Maximum number of nodes that write.
 WRITERS = 64
-#: Files beside the witness by which nodes tell that they have started.
+#: Prefix of the files that nodes create at their start, in the folder of the witness file.
 _MARK = "started-"
 _LINE = re.compile(r"hpcdist-preflight (\S+) ([0-9]{1,6})/([0-9]{1,6}) (.*)")
 _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
@@ -47,24 +47,24 @@ _TOKEN = "HPCDIST_PREFLIGHT_TOKEN"  # noqa: S105  # a name
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every node is asked.
+    """The parameters of the preflight on every node.
 
     Attributes:
         mode: `quick`, or `full`, which writes and sends more.
         nodes: all nodes by their Slurm names, in the order of the run.
-        port: where the probes meet; it should be the one that rank 0 will listen on.
-        token: shows a probe that its peer belongs to the same job. A secret: it is not on the command line.
-        run_folder: what every node must see.
-        checkpoint_folder: where checkpoints go; it may not exist yet.
-        witness: a file in a folder of this preflight's own inside the run folder, which holds the token. Nodes leave
-            empty files beside it by which others learn that they have started; who made that folder removes it.
-        checkpoint_bytes: size of the newest checkpoint, None where there is none yet.
+        port: port of the probes; it should be the one that rank 0 will listen on.
+        token: secret that authenticates probes of the same job; not on the command line.
+        run_folder: the folder that every node must see.
+        checkpoint_folder: the folder of checkpoints; it may not exist yet.
+        witness: a file with the token, in a folder of this preflight inside the run folder. Nodes create empty files
+            next to it when they start. The creator of the folder removes it.
+        checkpoint_bytes: size of the newest checkpoint, None without one.
         gpus_per_node: GPUs that ranks need on each node.
         tasks_per_node: ranks on each node.
         num_workers: processes that load data, for each rank.
-        backend: `nccl`, `gloo` or `mpi`, as the ranks will use it.
-        addresses: addresses by node, for nodes that shall not be looked up by their names.
-        deadline_s: how long a node waits for others that have not even started.
+        backend: backend of the ranks: `nccl`, `gloo` or `mpi`.
+        addresses: addresses by node, which replace name lookups.
+        deadline_s: time that a node waits for nodes that have not started.
     """
 
     mode: Literal["quick", "full"] = "quick"
@@ -89,21 +89,18 @@ class Request:
 
 
 def probe_command(request: Request, python: str = sys.executable) -> list[str]:
-    """What each node executes, once, with `probe_env`: `srun --ntasks-per-node=1` in front of it.
-
-    Exit code 0 unless it broke.
-    """
+    """Return the command that each node executes once with `probe_env`. Its exit code is 0 unless the probe fails."""
     asked = {name: value for name, value in asdict(request).items() if name != "token"}
     return [python, "-P", "-m", "hpcdist.preflight.probe", json.dumps(asked, separators=(",", ":"))]
 
 
 def probe_env(request: Request) -> dict[str, str]:
-    """Variables that the probe needs: other users can read a process's command line, but not its environment."""
+    """Return the probe's variables: other users can read a command line, but not an environment."""
     return {_TOKEN: request.token}
 
 
 def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
-    """Answers by node name, from what all probes have printed, also under `srun --label`. Torn ones are left out."""
+    """Return the answers by node from the output of all probes, also with `srun --label`; omit incomplete ones."""
     pieces: dict[str, dict[int, str]] = {}
     totals: dict[str, int] = {}
     for line in stdout.splitlines():
@@ -122,21 +119,21 @@ def read_answers(stdout: str) -> dict[str, dict[str, Any]]:
 
 
 def answer_lines(node: str, answer: Mapping[str, Any]) -> list[str]:
-    """An answer as lines short enough for srun."""
+    """Split an answer into lines that are short enough for srun."""
     text = json.dumps(answer, separators=(",", ":"))
     parts = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     return [f"hpcdist-preflight {node} {number}/{len(parts)} {part}" for number, part in enumerate(parts)]
 
 
 def node_name(env: Mapping[str, str]) -> str:
-    """This node as Slurm calls it, or its host name outside of Slurm."""
+    """Return this node's name in Slurm, or its host name outside of Slurm."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
-    """All that this node has to say; what each part means stands with the function that finds it.
+    """Return all facts of this node.
 
-    Whatever may never come back is looked at in threads meanwhile. Writing comes last: it would slow the network down.
+    Calls that may hang run in threads. The write test comes last, because it would slow down the network test.
     """
     node = node_name(env)
     if node not in request.nodes:
@@ -145,13 +142,13 @@ def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
     first = request.nodes[0]
     names = () if request.addresses else {node, first}
     lookups = machine.Lookups(names, reverse=names)
-    machine_facts = start(partial(look_at_machine, env))
+    machine_facts = start(partial(read_machine, env))
     witness = start(lambda: storage.sees(Path(request.witness), request.token, WITNESS_S))
     found: dict[str, Any] = {"node": node, "host": socket.gethostname()}
-    found["network"] = look_at_network(request, node)
-    found["checkpoints"] = look_at_checkpoints(request, node)
+    found["network"] = test_network(request, node)
+    found["checkpoints"] = test_checkpoint_folder(request, node)
     for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
-        found[key] = storage.look_at(Path(folder), FOLDER_S)
+        found[key] = storage.describe(Path(folder), FOLDER_S)
     found["witness"] = done_within(FOLDER_S, witness, False)
     facts: dict[str, Any] = done_within(machine.NVIDIA_SMI_S, machine_facts, {})
     found |= facts
@@ -159,15 +156,15 @@ def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began, 2)}
 
 
-def look_at_machine(env: Mapping[str, str]) -> dict[str, Any]:
-    """Versions, GPUs, cores, interfaces."""
+def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return versions, GPUs, cores and interfaces."""
     gpus = machine.gpus()
     return {
         "versions": machine.versions(),
         "gpus": [asdict(gpu) for gpu in gpus],
         "visible_gpus": machine.visible_gpus(len(gpus), env),
         "gpu_device_files": machine.gpu_device_files(),
-        "cores": machine.cores(),
+        "cores": machine.num_cores(),
         "interfaces": machine.interfaces(),
         "infiniband": machine.infiniband(),
         "locked_memory": machine.locked_memory(),
@@ -175,10 +172,10 @@ def look_at_machine(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def look_at_checkpoints(request: Request, node: str) -> dict[str, Any]:
-    """The file system that checkpoints go to, with `bytes_s` or a `write_error`; see storage.look_at."""
+def test_checkpoint_folder(request: Request, node: str) -> dict[str, Any]:
+    """Return the facts of the checkpoints' file system (storage.describe), with `bytes_s` or `write_error`."""
     folder = Path(request.checkpoint_folder)
-    found = storage.look_at(folder, FOLDER_S)
+    found = storage.describe(folder, FOLDER_S)
     every = -(-len(request.nodes) // WRITERS)
     if "error" in found or request.nodes.index(node) % every:
         return found
@@ -192,11 +189,8 @@ def look_at_checkpoints(request: Request, node: str) -> dict[str, Any]:
     return found
 
 
-def look_at_network(request: Request, node: str) -> dict[str, Any]:
-    """The way to the other nodes: `peers` (mesh.Peer.as_answer), this node's `addresses` on it, its `port_problem`.
-
-    `strangers` counts connections that were refused.
-    """
+def test_network(request: Request, node: str) -> dict[str, Any]:
+    """Return `peers` (Peer.as_answer), this node's `addresses`, `port_problem`, and the count of `strangers`."""
     folder = Path(request.witness).parent
 
     async def resolve(name: str) -> str:
@@ -221,15 +215,15 @@ def look_at_network(request: Request, node: str) -> dict[str, Any]:
         "addresses": sorted(mesh.addresses),
         "peers": {name: peer.as_answer() for name, peer in mesh.peers.items()},
     }
-    if mesh.num_strangers:
-        found["strangers"] = mesh.num_strangers
+    if mesh.num_foreign:
+        found["strangers"] = mesh.num_foreign
     if mesh.port_problem:
         found |= {"port_problem": mesh.port_problem, "listener": machine.listener(request.port)}
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print this node's answer; returns the exit code."""
+    """Print this node's answer and return the exit code."""
     request = Request.from_json(arguments[0], os.environ[_TOKEN])
     try:
         lines = answer_lines(node_name(os.environ), answer(request, os.environ))

@@ -23,7 +23,8 @@ from hpcdist.files import retry
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.errors import PreflightError
+from hpcdist.files.atomic import write_json
+from hpcdist.network import all_reduce_bus_factor
 from hpcdist.rank.network.process_group import Groups, deadline
 from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, write_json
+from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
 #: Whole numbers up to here are exact, and so are sums that stay below.
@@ -60,7 +62,10 @@ class Timing:
     def of(cls, num_bytes: int, time_s: float, num_ranks: int) -> Timing:
         algbw = num_bytes / time_s / 1e9
         return cls(
-            bytes=num_bytes, time_s=time_s, algbw_gb_per_s=algbw, busbw_gb_per_s=algbw * 2 * (num_ranks - 1) / num_ranks
+            bytes=num_bytes,
+            time_s=time_s,
+            algbw_gb_per_s=algbw,
+            busbw_gb_per_s=algbw * all_reduce_bus_factor(num_ranks),
         )
 
 

@@ -24,7 +24,8 @@ from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
-from hpcdist.machine import compiler
+from hpcdist.machine.compiler import require_compiler
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.topology import Topology, cuda_index, ranks_on_node
 
@@ -34,7 +34,7 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
         raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     if config.model.compile and not config.trainer.script:
-        compiler.check(device.type, {**env, **config.launch.env})
+        require_compiler(device.type, {**env, **config.launch.env})
     if device.type == "cpu":
         if config.precision.dtype == "fp16":
             raise ConfigError(["precision.dtype=fp16 needs a GPU, and none is visible here: use bf16"])

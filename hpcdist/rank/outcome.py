@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError, PeerLost, RemoteError, UserMistake
 from hpcdist.files import retry
-from hpcdist.run.folder import Attempt, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt import Attempt
 
 #: The worker's logger: lines of other loggers below WARNING are not shown.
 log = logging.getLogger("hpcdist.rank.worker")

@@ -32,7 +32,8 @@ from hpcdist.rank.script import run_script
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.rank.telemetry.flight_recorder import dump_on_signal, enable_flight_recorders
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import system_interval_s
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The run folder, its lease and status, and what is derived from run folders."""
+"""Run folders: layout, lease, status, lookup, code snapshot, sweeps."""

@@ -1,4 +1,4 @@
-"""Starting the same command again: a container that was stopped and is started anew goes on with its run."""
+"""Find the unfinished run of a config: `hpcdist run CONFIG --resume`, and containers that are started again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcdist.run.lookup import find_runs
 log = logging.getLogger(__name__)
 
 
-def unfinished(config: Config) -> RunDir | None:
-    """The newest run that was started with the same config and stopped, or died, before its end.
+def find_unfinished(config: Config) -> RunDir | None:
+    """Return the newest local run that was started with the same config and was stopped, or died, before its end.
 
-    A finished, failed or cancelled run is left alone, and so is one that is held: then None is returned, and the
-    caller starts another. Takes up to a minute when it is not clear whether a holder in another container lives.
+    Finished, failed and cancelled runs do not count, and neither do runs that a live supervisor holds. Takes up to a
+    minute if it is uncertain whether a supervisor in another container is alive.
     """
     found: list[tuple[float, RunDir]] = []
     for run in find_runs(Path(config.runs_dir)):
@@ -30,11 +30,11 @@ def unfinished(config: Config) -> RunDir | None:
             continue
         try:
             state = run.read_state()
-            require_trusted(run.path, "run --again")
+            require_trusted(run.path, "run --resume")
         except (RunFolderError, OSError) as error:
-            log.warning("run %s is not gone on with: %s", run.name, error)
+            log.warning("run %s is not resumed: %s", run.name, error)
             continue
-        if state.status in ("stopped", "running") and _same(run, config):
+        if state.status in ("stopped", "running") and _has_config(run, config):
             found.append((state.created, run))
     for _, run in sorted(found, key=lambda item: -item[0]):
         if run.environment.is_file() and not is_held(run):
@@ -42,12 +42,12 @@ def unfinished(config: Config) -> RunDir | None:
     return None
 
 
-def _same(run: RunDir, config: Config) -> bool:
-    """Whether a run was started with a config, its name aside unless the config chooses one."""
+def _has_config(run: RunDir, config: Config) -> bool:
+    """Return whether a run was started with a config; names are compared only if the config sets one."""
     if config.name not in ("", run.name):
         return False
     try:
         theirs = load_run_config(run.effective_config, [], {}, require_secrets=False)
-    except UserMistake:  # of another version of hpcdist
+    except UserMistake:  # written by another version of hpcdist
         return False
     return to_yaml(theirs) == to_yaml(replace(config, name=run.name))

@@ -1,13 +1,13 @@
-"""Who holds a run: at most one supervisor at a time.
+"""The lease of a run: at most one supervisor holds a run at a time.
 
-The lease names host, process, an owner id made at random, and the time of its last renewal. On the holder's own host
-the process table decides whether it is alive; from elsewhere the renewals do. Another container is elsewhere too,
-whatever its host name: its process table is another one.
+The lease file contains host, process id, a random owner id and the time of the last renewal. On the holder's host the
+process table shows whether the holder is alive; on other hosts, and in other containers with their own process
+tables, the renewals do.
 
-Clocks of hosts differ, so a lease from elsewhere is taken over only after it has not changed for a minute of the
-observer's own time, unless it is very old. A holder that was stalled meanwhile finds another owner id at its next
-renewal, or when it is about to write the run's state, and stops (`Held.check`); its ranks publish no checkpoint once
-there is a newer attempt (`Context.save`).
+Clocks of hosts differ. Therefore a lease of another host is taken over only after it has not changed for one minute of
+the observer's clock, unless it is very old. A stalled holder finds another owner id at its next renewal, or before it
+writes the run's state, and stops (`Held.check`). Its ranks publish no checkpoint once a newer attempt exists
+(`Context.save`).
 """
 
 from __future__ import annotations
@@ -27,36 +27,38 @@ import psutil
 
 from hpcdist.errors import LeaseLostError, RunFolderError
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.files.lock import exclusive
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 LOCK = ".lease.lock"
 RENEW_S = 10.0
-#: A holder on another host that has not renewed for this long is taken for dead.
+#: A holder on another host counts as dead if it has not renewed its lease for this time.
 STALE_S = 60.0
-#: No two hosts' clocks differ so much: a lease that old is stale without a wait.
+#: Clocks of hosts differ by less than this, so an older lease is stale without a wait.
 SURELY_STALE_S = 600.0
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 
 
 def holder(run: RunDir) -> dict[str, Any] | None:
-    """The live holder of a run's lease, or None when it is free."""
+    """Return the lease of a live holder, or None if the run is free."""
     found = _read(run)
     return found if found is not None and _is_alive(found) else None
 
 
 def last_renewal(run: RunDir) -> float | None:
-    """When the lease, whoever holds or held it, was last renewed; None without one."""
+    """Return the time of the last renewal, also by a dead holder; None if there is no lease."""
     found: Any = (read_json(run.lease) or {}).get("renewed")
     return float(found) if type(found) in (int, float) and 0 <= found <= LARGEST else None
 
 
 def _read(run: RunDir) -> dict[str, Any] | None:
-    """The lease; None where there is none, or one that a crash has left half written.
+    """Return the lease; None if there is none or it is damaged.
 
-    Raises RunFolderError when a newer hpcdist has written it.
+    Raises:
+        RunFolderError: a newer hpcdist has written it.
     """
     found = read_json(run.lease)
     if found is None:
@@ -70,7 +72,7 @@ def _read(run: RunDir) -> dict[str, Any] | None:
 
 
 def user_name() -> str:
-    """Who this is; in a container perhaps somebody whom no list of users knows, and then the number."""
+    """Return the name of the user, or the user id if it has no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -78,7 +80,7 @@ def user_name() -> str:
 
 
 def _processes() -> str:
-    """Names the process table that this process sees; containers on one host may share its name, but not this."""
+    """Return the PID namespace of this process, which tells containers with one host name apart."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -86,7 +88,7 @@ def _processes() -> str:
 
 
 def is_held(run: RunDir, *, look_every_s: float = 0.5) -> bool:
-    """Whether a live process holds a run, for certain: one elsewhere is waited for until it renews or is stale."""
+    """Return whether a live process holds a run. Waits until a holder on another host renews its lease or is stale."""
     first = holder(run)
     found = first
     while found is not None and first is not None and not _is_here(found):
@@ -112,7 +114,7 @@ def _is_alive(lease: dict[str, Any]) -> bool:
 
 
 class Held:
-    """A lease that this process holds."""
+    """Lease held by this process."""
 
     def __init__(self, run: RunDir, mine: dict[str, Any]) -> None:
         self._run = run
@@ -122,10 +124,9 @@ class Held:
         self._failed = False
 
     def check(self) -> None:
-        """Raise LeaseLostError when another process has the lease.
+        """Raise LeaseLostError if another process has taken over the lease.
 
-        Costs nothing as long as renewals are tried in time. Where the last try is old, such as after this process was
-        stopped, the lease is read before anything else is done.
+        Reads the lease only if the last renewal is late, for example because this process was stopped.
         """
         if not self._lost and _now_s() - self._tried > 2 * RENEW_S:
             self.renew()
@@ -133,21 +134,21 @@ class Held:
             raise LeaseLostError(self._lost)
 
     def renew(self) -> None:
-        """Renew the lease unless it is another's. Errors of the file system are logged; the next renewal is soon."""
+        """Renew the lease unless another process holds it. Errors of the file system are logged."""
         self._tried = _now_s()
         try:
             with exclusive(self._run.path / LOCK, within_s=RENEW_S):
                 found = read_json(self._run.lease, within_s=0)
-                # A successor that has come and gone leaves none.
+                # A successor that has already ended leaves no lease.
                 gone = found is None and _now_s() - self._renewed > STALE_S
                 if gone or (found is not None and found.get("owner") != self._mine["owner"]):
                     self._note_loss(found or {})
                     return
                 write_json(self._run.lease, self._mine | {"renewed": time.time()}, within_s=0)
         except (OSError, RunFolderError) as error:
-            # A disk that is full now may have room in ten seconds; a thread that has ended renews nothing.
+            # The next renewal may succeed; an exception would end the thread.
             if not self._failed:
-                log.warning("the lease of run %s could not be renewed: %s", self._run.name, error)
+                log.warning("the lease of run %s cannot be renewed: %s", self._run.name, error)
             self._failed = True
             return
         if self._failed:
@@ -156,14 +157,14 @@ class Held:
         self._renewed = _now_s()
 
     def release(self) -> None:
-        """Remove the lease if it is still this process's. One that cannot be removed names a process that has ended."""
+        """Remove the lease if this process still holds it."""
         try:
             with exclusive(self._run.path / LOCK):
                 found = read_json(self._run.lease)
                 if found is not None and found.get("owner") == self._mine["owner"]:
                     retry.remove(self._run.lease)
         except (OSError, RunFolderError) as error:
-            log.warning("the lease of run %s could not be removed: %s", self._run.name, error)
+            log.warning("the lease of run %s cannot be removed: %s", self._run.name, error)
 
     def _note_loss(self, found: dict[str, Any]) -> None:
         by = "process {pid} of {user} on {host}".format(**found) if found else "another process, which has ended"
@@ -173,18 +174,19 @@ class Held:
 
 
 def _now_s() -> float:
-    """Time that goes on while this process, or the machine, sleeps."""
+    """Return a clock that also advances while the process or the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @contextmanager
 def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
-    """Hold the run's lease for as long as the block lasts, renewing it from a thread.
+    """Hold the run's lease inside the block; a thread renews it.
 
-    A lease that an earlier life of the same Slurm job has left is taken over: Slurm runs a job once at a time. One
-    from another host that looks stale is watched for a minute first, since clocks differ.
+    A lease of an earlier start of the same Slurm job is taken over at once, because Slurm runs a job once at a time. A
+    stale lease of another host is first watched for one minute.
 
-    Raises RunFolderError, naming the holder, when another process has it.
+    Raises:
+        RunFolderError: another process holds the lease; the message names it.
     """
     mine: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -222,7 +224,7 @@ def hold(run: RunDir, *, job_id: str | None = None) -> Iterator[Held]:
 
 
 def _is_free(run: RunDir, other: dict[str, Any], job_id: str | None) -> bool:
-    """Whether a lease binds nobody; False where that has to be watched. Raises RunFolderError for a live holder's."""
+    """Return whether a lease is void; False if that must be watched. Raises RunFolderError if its holder is alive."""
     if job_id is not None and other.get("job_id") == job_id:
         return True
     if _is_alive(other):
@@ -231,17 +233,18 @@ def _is_free(run: RunDir, other: dict[str, Any], job_id: str | None) -> bool:
 
 
 def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
-    """Watch a lease that looks stale by this host's clock; return it when it has not changed for STALE_S.
+    """Watch a lease that is stale by this host's clock, and return it if it has not changed for STALE_S.
 
-    Raises RunFolderError when its holder renews it.
+    Raises:
+        RunFolderError: its holder has renewed it.
     """
     log.warning(
-        "run %s was held by process %s on %s; waiting up to %.0f s to see that it is not renewed",
+        "run %s was held by process %s on %s; waiting up to %.0f s to make sure that it is not renewed",
         *(run.name, other["pid"], other["host"], STALE_S),
     )
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
-        time.sleep(min(LOOK_EVERY_S, STALE_S))
+        time.sleep(min(POLL_S, STALE_S))
         found = read_json(run.lease)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Finding runs and sweeps: all of a folder, or the one that a name means."""
+"""Find runs and sweeps: all in a folder, or one by its name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LONGEST = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The runs of the caller below a `runs_dir`, in the order of their names."""
+    """Runs of the current user below a `runs_dir`, in the order of their names."""
 
     runs: list[RunDir]
-    num_others: int  #: run folders of other users, which are left out
+    num_others: int  #: number of run folders of other users
 
     @property
     def note(self) -> str:
-        """One sentence about the folders that are left out, empty without any."""
+        """Sentence about skipped folders; empty if there are none."""
         if not self.num_others:
             return ""
         folders = "folders" if self.num_others > 1 else "folder"
@@ -32,7 +32,7 @@ class Listing:
 
 
 def list_runs(runs_dir: Path) -> Listing:
-    """Return all runs of the caller; those of other users are counted only, and nothing in them is read."""
+    """Return all runs of the current user. Folders of other users are counted, but not read."""
     runs, num_others = [], 0
     for folder in _folders(runs_dir):
         if not is_mine(folder):
@@ -43,22 +43,23 @@ def list_runs(runs_dir: Path) -> Listing:
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:
-    """Return all runs of the caller below `runs_dir`."""
+    """Return all runs of the current user below `runs_dir`."""
     return list_runs(runs_dir).runs
 
 
 def resolve(text: str, runs_dir: Path) -> RunDir:
-    """Return the run or sweep that `text` names: a folder, `experiment/name`, a name, or a unique prefix of a name.
+    """Return a run or sweep by its folder, `experiment/name`, name, or a unique prefix of its name.
 
-    Names are compared as they are: no character has a special meaning. Runs of the caller go before those of other
-    users. A sweep is returned as a SweepDir.
+    Names are compared literally. Runs of the current user take precedence over those of other users. A sweep is
+    returned as a SweepDir.
 
-    Raises RunFolderError when nothing or more than one folder matches.
+    Raises:
+        RunFolderError: no folder or more than one matches.
     """
     if not text.strip():
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
     if len(text) > _LONGEST or not text.isprintable():
-        raise RunFolderError(f"{text[:40]!r}… is no name of a run: `hpcdist runs` lists all names")
+        raise RunFolderError(f"{text[:40]!r}… is not a name of a run: `hpcdist runs` lists all names")
     if (given := _at(text)) is not None:
         return given
     found = list(_all(runs_dir))
@@ -75,14 +76,14 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
     if matches:
         names = ", ".join(f"{one.experiment}/{one.name}" for one in matches[:5])
         kind = "sweeps" if all(isinstance(one, SweepDir) for one in matches) else "runs"
-        raise RunFolderError(f"{text!r} means {len(matches)} {kind} ({names}): write more of the name, or the folder")
+        raise RunFolderError(f"{text!r} matches {len(matches)} {kind} ({names}): write more of the name, or the folder")
     if Path(text).is_dir() and ("/" in text or text in (".", "..")):
         raise RunFolderError(f"{text!r} holds no run (no state.json and config.yaml in it): `hpcdist runs` lists runs")
     raise RunFolderError(f"no run {text!r} under {runs_dir.absolute()}: `hpcdist runs` lists them")
 
 
 def resolve_run(text: str, runs_dir: Path) -> RunDir:
-    """Return the run that `text` names, as `resolve` does. Raises RunFolderError for a sweep, too."""
+    """Return a run like `resolve`. Raises RunFolderError for a sweep, too."""
     found = resolve(text, runs_dir)
     if isinstance(found, SweepDir):
         cells = [cell.name for cell in found.cells()]
@@ -91,8 +92,8 @@ def resolve_run(text: str, runs_dir: Path) -> RunDir:
 
 
 def _at(text: str) -> RunDir | None:
-    """Return the run or sweep in the folder `text`, if there is one."""
-    # `abspath` keeps symbolic links, so that the run has the path under which the user knows it.
+    """Return the run or sweep in the folder `text`, or None."""
+    # `abspath` keeps symbolic links, so that messages show the path that the user gave.
     path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
     return _open(path)
 
@@ -110,12 +111,12 @@ def _open(folder: Path) -> RunDir | None:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder holds the two files of each run; damaged ones count, so that commands can report them."""
+    """Return whether a folder holds the two files of a run; damaged files count, so that commands report them."""
     return os.path.lexists(folder / "state.json") and os.path.lexists(folder / "config.yaml")
 
 
 def _folders(runs_dir: Path) -> Iterator[Path]:
-    """The folders two levels below `runs_dir`, sorted; what may not be read is left out."""
+    """Yield the folders two levels below `runs_dir`, sorted, without unreadable ones."""
     for experiment in _subfolders(Path(os.path.abspath(runs_dir))):
         yield from _subfolders(experiment)
 

@@ -1,9 +1,9 @@
-"""The folder that holds the runs: it belongs to one user, and so does the database in it.
+"""The folder of runs and the database in it, which belong to one user.
 
-Two users in one folder would lock each other out of the sqlite database and of the experiments' folders. A mode that
-lets a group write would let each member change what the others' runs execute. Users share results in a tracking server.
-Folders of root are accepted besides the user's own: a container image has one that all users may write to, and what
-root can change is trusted anyway.
+Two users of one folder would lock each other out of the sqlite database and of the experiments' folders, and a
+group-writable folder would let each member change the code that other members' runs execute. Users share results
+through a tracking server. Folders of root are accepted, too: container images have one that all users can write to,
+and root can change every file anyway.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from hpcdist.errors import RunFolderError
 DATABASE = "mlflow.db"
 _PRIVATE = 0o600
 _FIX = (
-    "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results in a tracking server"
-    " (`tracking.uri`); a container is started as the folder's owner with `--user $(id -u):$(id -g)`"
+    "set `runs_dir` to a folder of your own, such as '${oc.env:HOME}/runs', and share results through a tracking"
+    " server (`tracking.uri`); start a container as the folder's owner with `--user $(id -u):$(id -g)`"
 )
 
 
 def claim(runs_dir: Path) -> None:
-    """Make the folder of the runs, mode 0700, where it is missing.
+    """Create the folder of runs, mode 0700, if it is missing.
 
-    Raises RunFolderError when the folder, or the database in it, belongs to another user; OSError when it cannot be
-    made.
+    Raises:
+        RunFolderError: the folder, or the database in it, belongs to another user.
+        OSError: the folder cannot be created.
     """
-    runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is that of the last folder alone
+    runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode applies to the last folder only
     require_own(runs_dir, "runs_dir")
     require_own(runs_dir / DATABASE, "the database")
 
 
 def claim_experiment(folder: Path) -> None:
-    """Make the folder of an experiment, mode 0700, where it is missing, and the folder of the runs around it.
+    """Create the folders of runs and of an experiment, mode 0700, if they are missing.
 
-    Raises RunFolderError when one of them belongs to another user, OSError when it cannot be made.
+    Raises:
+        RunFolderError: one of them belongs to another user.
+        OSError: one of them cannot be created.
     """
     claim(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -44,36 +47,39 @@ def claim_experiment(folder: Path) -> None:
 
 
 def require_own(path: Path, name: str) -> None:
-    """Raise RunFolderError when `path` is there and belongs to neither this user nor root.
+    """Raise RunFolderError if `path` exists and belongs to neither this user nor root.
 
     Args:
-        name: what the message calls it.
+        name: description of the path for the message.
     """
     if (owner := foreign_owner(path)) is not None:
         raise RunFolderError(f"{name} {path} belongs to {owner}, not to {_name_of(os.geteuid())}: {_FIX}")
 
 
 def foreign_owner(path: Path) -> str | None:
-    """Return the name of the owner of `path` when that is neither this user nor root, else None."""
+    """Return the owner of `path` if that is neither this user nor root, else None."""
     try:
         owner = path.stat().st_uid
-    except OSError:  # missing, or in a folder that this user may not enter: whoever opens it gets the reason
+    except OSError:  # missing or not accessible: opening it reports the reason
         return None
     return None if owner in (os.geteuid(), 0) else _name_of(owner)
 
 
 def make_database(path: Path) -> None:
-    """Make an empty sqlite database where there is none, and take others' rights from one that is there.
+    """Create an empty sqlite database, or restrict an existing one to its owner (mode 0600).
 
-    sqlite gives its journals the mode of the database. Raises RunFolderError when the database belongs to another user,
-    OSError when it cannot be made.
+    sqlite creates its journals with the mode of the database.
+
+    Raises:
+        RunFolderError: the database belongs to another user.
+        OSError: the database cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     require_own(path, "the database")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE)
     try:
         found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # made by a release that left it to the umask
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:  # created by an older version with the umask's mode
             os.fchmod(descriptor, _PRIVATE)
     finally:
         os.close(descriptor)

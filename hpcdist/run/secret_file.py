@@ -1,51 +1,36 @@
-"""`secrets.json` in a run folder: the values that its `config.yaml` shows as `***`, for the owner alone.
+"""`secrets.json` in a run folder: values that `config.yaml` shows as `***`, readable by the owner only.
 
-Every start writes it, and whatever goes on with the run reads it: a detached supervisor, the batch step of a job, a
-task of a job array, `resume`. It is removed when the run is finished or cancelled. A run that has failed or was stopped
-keeps it, so that `resume` works as it stands, as submitit's pickles do.
+Each start writes the file. A detached supervisor, the batch step of a job, a task of a job array and `resume` read it.
+It is removed when the run is finished or cancelled; a failed or stopped run keeps it for `resume`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats, retry
-from hpcdist.run.folder import RunDir, sync_folder
+from hpcdist.files.atomic import write_atomic
+from hpcdist.run.folder import RunDir
 
 
 def keep(run: RunDir, values: Mapping[str, str]) -> None:
-    """Write the values by the names of their variables, mode 0600; without any the file is removed."""
+    """Write secrets by variable name, mode 0600; remove the file if there are none."""
     if not values:
         run.secrets.unlink(missing_ok=True)
         return
-    text = json.dumps(formats.stamped({"values": dict(values)}))
-    retry.retry(lambda: _write(run, text), run.secrets)
-
-
-def _write(run: RunDir, text: str) -> None:
-    temporary = run.secrets.with_name(f".{run.secrets.name}.{secrets.token_hex(4)}")
-    try:
-        # Never readable by others, not even for a moment, whatever the umask is.
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, run.secrets)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(run.path)
+    # The temporary file has this mode, too, so that other users can never read the values.
+    write_atomic(run.secrets, json.dumps(formats.stamped({"values": dict(values)})), durable=True, mode=0o600)
 
 
 def kept(run: RunDir) -> dict[str, str]:
-    """Return what `keep` has written; nothing where there is no such file, or where it is another user's.
+    """Return the secrets by variable name; empty if there is no such file or it belongs to another user.
 
-    Raises RunFolderError when others may read the file, or when it does not hold names and values.
+    Raises:
+        RunFolderError: other users can read the file, or it is damaged.
     """
     try:
         raw = retry.retry(lambda: _read(run), run.secrets)
@@ -73,6 +58,6 @@ def _read(run: RunDir) -> bytes | None:
         if stat.S_IMODE(about.st_mode) & 0o077:
             raise RunFolderError(
                 f"{run.secrets} has mode {stat.S_IMODE(about.st_mode):04o}, so other users may have read its secrets:"
-                " replace these, then `chmod 600` it"
+                " replace them, then `chmod 600` the file"
             )
         return file.read()

@@ -20,8 +20,9 @@ from hpcdist.config.redaction import redact_words
 from hpcdist.config.schema import Config
 from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
+from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.files.formats import fill
-from hpcdist.run.folder import RunDir, read_record, write_atomic, write_json
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.run.lease import user_name
 from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, is_secret_file, without_secrets
 

@@ -1,177 +1,245 @@
-"""How a run stands: what its folder says, weighed against who holds it and what Slurm says of its job."""
+"""Status of runs and sweeps: the state file, checked against the lease and against Slurm's view of the job."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from hpcdist.errors import RunFolderError
 from hpcdist.files import retry
-from hpcdist.files.formats import LARGEST, fill
-from hpcdist.run.folder import ENDED, RunDir, State, Status, read_json, read_record, write_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import ENDED, RunDir, State, Status
 from hpcdist.run.lease import hold, holder, last_renewal
-from hpcdist.slurm import job_snapshot
+from hpcdist.run.slurm_job import job_of
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
-#: How a run is counted whose job came to this end without a word of its supervisor; others are failures.
-_JOB_ID = re.compile(r"[0-9]{1,20}([_+][0-9]{1,10})?")
+#: Status of a run whose job ended in this Slurm state before its supervisor recorded one; `failed` for all others.
 _CLOSED_AS: dict[str, Status] = {"CANCELLED": "cancelled", "PREEMPTED": "stopped"}
+#: Interval of Slurm queries, and the longer one while Slurm does not answer.
+QUERY_EVERY_S = 5.0
+QUERY_UNAVAILABLE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """One run at one moment."""
+class RunStatus:
+    """Status of one run at one moment."""
 
-    name: str  #: the status as people should read it: `state.json`'s, or `lost`
+    name: str  #: the status in `state.json`, or `queued`, or `lost`: the supervisor died without recording an end
     state: State
-    over: bool  #: nothing more will happen unless someone resumes the run
-    reason: str = ""  #: why the run stands so
-    facts: JobInfo | None = None  #: of its job, where it has one that Slurm knows
-    away: str = ""  #: why Slurm could not be asked
+    final: bool  #: the status cannot change unless a user resumes the run
+    reason: str = ""
+    facts: JobInfo | None = None  #: the run's Slurm job, if Slurm knows it
+    slurm_error: str = ""  #: why Slurm could not be queried
 
     @property
     def sentence(self) -> str:
         return f"{self.name}: {self.reason}" if self.reason else self.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SavedJob:
-    """The content of `slurm.json` once the run was submitted."""
-
-    job_id: str
-    job_name: str = ""
-    cluster: str = ""
-
-
-def job_of(run: RunDir) -> JobRef | None:
-    """The job that a run was last submitted as; None for a run of this machine."""
-    saved = read_record(run.slurm)
-    if not saved or not saved.get("job_id"):
-        return None
-    ref = fill(_SavedJob, saved | {"job_id": str(saved["job_id"])}, run.slurm)
-    # Slurm's commands are given this: a name of theirs must not be taken for an option or another job.
-    if _JOB_ID.fullmatch(ref.job_id) is None:
-        raise RunFolderError(f"{run.slurm} is damaged: {ref.job_id[:40]!r} is no id of a Slurm job")
-    return JobRef(id=ref.job_id, name=ref.job_name, cluster=ref.cluster)
-
-
-def look_now(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
-    """One look at a run's job; None for a run of this machine."""
+def query_job(run: RunDir, *, history: bool = False) -> JobSnapshot | None:
+    """Query Slurm for a run's job. Returns None for a local run."""
     job = job_of(run)
     return job_snapshot.take_snapshot(job, history=history) if job is not None else None
 
 
-def stand(run: RunDir, look: JobSnapshot | None) -> Standing:
-    """How a run stands, by its folder and a look at its job (None for a run without one).
+def query_jobs(runs: Iterable[RunDir], *, skip_ended: bool = False) -> dict[Path, JobSnapshot]:
+    """Query Slurm for the jobs of several runs in one call. Returns snapshots by run folder, without local runs.
 
-    The look has to be the older one of the two: a job that ended before its folder was read has written all it had
-    to say.
+    Args:
+        skip_ended: leave out runs whose state file records an end.
     """
-    # Opening a folder makes a network file system ask its server what has changed in it.
+    jobs: dict[Path, tuple[JobRef, bool]] = {}
+    for run in runs:
+        with suppress(RunFolderError, OSError):  # reported when the caller reads the run's state
+            if (job := job_of(run)) and not ((ended := run.read_state().status in ENDED) and skip_ended):
+                jobs[run.path] = (job, ended)
+    try:
+        known = client.query_jobs([job.id for job, _ in jobs.values()]) if len(jobs) > 1 else {}
+    except SlurmError as error:
+        return dict.fromkeys(jobs, JobSnapshot(error=str(error), installed=error.installed))
+    found = {}
+    for path, (job, ended) in jobs.items():
+        facts = known.get(job.id)
+        if facts is not None and job.name in ("", facts.name):
+            found[path] = JobSnapshot(info=facts)
+        elif ended and len(jobs) > 1:
+            found[path] = JobSnapshot()
+        else:  # squeue does not know jobs of another cluster, nor jobs that ended some minutes ago
+            found[path] = job_snapshot.take_snapshot(job)
+    return found
+
+
+def status_of(run: RunDir, *, history: bool = False) -> RunStatus:
+    """Return the status of a run. Queries Slurm once for a Slurm run.
+
+    Args:
+        history: also query accounting for memory, steps and earlier starts of the job.
+    """
+    return status_from(run, query_job(run, history=history))
+
+
+def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
+    """Return the status of a run, given a snapshot of its job (None for a local run).
+
+    The snapshot must be taken before this call: then a job that the snapshot shows as ended has written everything.
+    """
+    # Opening a folder makes a network file system refresh its cached attributes.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
-    facts = look.info if look else None
-    # The lease of a supervisor that was killed elsewhere looks alive for a while; Slurm knows better.
+    facts = snapshot.info if snapshot else None
+    # The lease of a killed supervisor on another host still looks alive for a while; Slurm knows better.
     held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))
     state = run.read_state()
-    away = look.error if look else ""
 
-    def so(name: str, reason: str = state.reason, *, over: bool = False) -> Standing:
-        return Standing(name=name, state=state, over=over, reason=reason, facts=facts, away=away)
+    def status(name: str, reason: str = state.reason, *, final: bool = False) -> RunStatus:
+        error = snapshot.error if snapshot else ""
+        return RunStatus(name=name, state=state, final=final, reason=reason, facts=facts, slurm_error=error)
 
     if state.status in ("finished", "cancelled") or state.rejected:
-        return so(state.status, over=True)
+        return status(state.status, final=True)
     if state.status in ENDED:
-        # A supervisor that still holds the run, or a job that still lives, may be about to go on.
-        return so(state.status, over=not held and not (facts is not None and facts.alive))
+        # A supervisor that still holds the run, or a job that is still alive, may be about to continue it.
+        return status(state.status, final=not held and not (facts is not None and facts.alive))
     if held or state.status == "created":
-        return so(state.status)
-    if look is None:
-        return so("lost", over=True) if state.status == "running" else so(state.status)
-    if look.is_over:
-        return so("lost", dead_reason(run, facts), over=True)
+        return status(state.status)
+    if snapshot is None:
+        return status("lost", final=True) if state.status == "running" else status(state.status)
+    if snapshot.is_over:
+        return status("lost", end_of_job(run, facts), final=True)
     if facts is not None and facts.waiting:
-        return so("queued")
-    if state.status == "running" and facts is None and not look.installed:
-        return so("lost", over=True)
-    return so(state.status)
+        return status("queued")
+    if state.status == "running" and facts is None and not snapshot.installed:
+        return status("lost", final=True)
+    return status(state.status)
 
 
-def note_life(run: RunDir, env: Mapping[str, str]) -> None:
-    """Note in the folder, from inside its job, where the job runs now and how long it has waited for it.
-
-    `job.json`: the job's id, and by the number of its restarts `nodes` and `queue_s`.
-    """
-    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array}_{task}" if array and task else env["SLURM_JOB_ID"]
-    facts = job_snapshot.take_snapshot(JobRef(id=job_id)).info
-    if facts is None:
-        return
-    lives = _lives(run, job_id)
-    lives[str(facts.restarts)] = {"nodes": facts.nodes, "queue_s": facts.queue_s(time.time()) or 0.0}
-    write_json(run.path / "job.json", {"job_id": job_id, "lives": lives})
-
-
-def job_lives(run: RunDir) -> list[dict[str, Any]]:
-    """What the supervisor noted at each start of the run's present job, oldest first; see `note_life`."""
-    job = job_of(run)
-    lives = _lives(run, job.id) if job is not None else {}
-    return [lives[number] for number in sorted(lives, key=int)]
-
-
-def _lives(run: RunDir, job_id: str) -> dict[str, dict[str, Any]]:
-    """What `job.json` holds of a job, by the number of its restarts; entries that are damaged are left out."""
-    noted = read_json(run.path / "job.json") or {}
-    lives = noted.get("lives") if noted.get("job_id") == job_id else None
-    if not isinstance(lives, dict):
-        return {}
-    return {number: life for number, life in lives.items() if number.isdecimal() and _is_life(life)}
-
-
-def _is_life(life: object) -> bool:
-    if not isinstance(life, dict) or not isinstance(life.get("nodes", ""), str):
-        return False
-    waited = life.get("queue_s", 0.0)
-    return type(waited) in (int, float) and 0 <= waited <= LARGEST
-
-
-def dead_reason(run: RunDir, facts: JobInfo | None) -> str:
-    """Why a run whose job is over has ended without a word: what Slurm says."""
+def end_of_job(run: RunDir, facts: JobInfo | None) -> str:
+    """Return a sentence about a job that ended before its supervisor recorded a status."""
     if facts is not None:
-        return facts.sentence() + (", its supervisor left no word" if facts.state == "COMPLETED" else "")
+        unrecorded = ", its supervisor exited without recording a status" if facts.state == "COMPLETED" else ""
+        return facts.sentence() + unrecorded
     job = job_of(run)
-    return f"Slurm does not know job {job.id if job else '?'} any more, and its supervisor left no word"
+    return f"Slurm no longer knows job {job.id if job else '?'}, and its supervisor did not record a status"
 
 
-def close_if_dead(run: RunDir) -> str:
-    """Write the end of a run into its folder whose supervisor or job died without a word.
+class StatusWatch:
+    """Statuses of runs, polled again and again; Slurm is queried only every few seconds.
 
-    Returns the reason that was written, nothing where the run lives, waits, or has ended by itself. Raises
-    RunFolderError when a supervisor takes the run at this moment.
+    A Slurm run counts as lost only after two snapshots of its job: a job leaves the queue before a slow file system
+    shows the last state that its supervisor wrote.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_query = float("-inf")
+        self._jobs: dict[Path, JobRef | None] = {}
+        self._snapshots: dict[Path, JobSnapshot] = {}
+        self._first_lost: dict[Path, JobSnapshot] = {}
+
+    def poll(self, runs: Sequence[RunDir]) -> list[RunStatus]:
+        """Return the current status of each run."""
+        jobs = {run.path: job_of(run) for run in runs}
+        is_new = any(self._jobs.get(path) != job for path, job in jobs.items())  # also after a resubmission
+        self._jobs |= jobs
+        if is_new or self._clock() >= self._next_query:
+            self._snapshots = query_jobs(runs)
+            is_away = any(snapshot.error for snapshot in self._snapshots.values())
+            self._next_query = self._clock() + (QUERY_UNAVAILABLE_S if is_away else QUERY_EVERY_S)
+        return [self._poll(run) for run in runs]
+
+    def _poll(self, run: RunDir) -> RunStatus:
+        snapshot = self._snapshots.get(run.path)
+        found = status_from(run, snapshot)
+        if found.name != "lost" or snapshot is None:
+            self._first_lost.pop(run.path, None)
+            return found
+        if self._first_lost.setdefault(run.path, snapshot) is not snapshot:
+            return found
+        return replace(found, name=found.state.status, final=False, slurm_error="")
+
+
+def sweep_state(cells: Sequence[RunDir], *, active: bool, created: float) -> State:
+    """Return the state of a sweep, derived from the folders of its cells. Does not query Slurm.
+
+    Args:
+        cells: folders of all cells; some may not exist yet.
+        active: whether a process holds the sweep and starts its cells one after the other.
+        created: seconds since the epoch.
+    """
+    states: list[State] = []
+    num_live, num_unreadable = 0, 0
+    existing = [run for run in cells if os.path.lexists(run.path / "state.json")]
+    for run in existing:
+        try:
+            on_slurm = run.slurm.exists()
+            found = status_from(run, JobSnapshot(error="not queried") if on_slurm else None)
+        except RunFolderError:
+            num_unreadable += 1
+            continue
+        states.append(found.state)
+        # A created cell is live if it waits for its turn in an active sweep, or in Slurm's queue.
+        waits = found.state.status == "running" or active or on_slurm
+        num_live += found.state.status not in ENDED and not found.final and waits
+    odd = ["missing"] * (len(cells) - len(existing)) + ["unreadable"] * num_unreadable
+    counts = Counter([state.status for state in states] + odd)
+    status: Status
+    if num_live:
+        status = "running" if any(state.attempt for state in states) else "queued"
+    else:
+        # A cell that is neither live nor ended has lost its supervisor.
+        status = _combined(["failed" if state.status == "running" else state.status for state in states] + odd)
+    return State(
+        status=status,
+        reason=f"{len(cells)} cells: {', '.join(f'{number} {name}' for name, number in sorted(counts.items()))}",
+        created=created,
+        ended=None if num_live else max((state.ended or state.created for state in states), default=time.time()),
+        attempt=sum(state.attempt for state in states),
+    )
+
+
+def _combined(statuses: Sequence[str]) -> Status:
+    if "failed" in statuses:
+        return "failed"
+    if set(statuses) == {"finished"}:
+        return "finished"
+    return "cancelled" if "cancelled" in statuses else "stopped"
+
+
+def close_if_lost(run: RunDir) -> str:
+    """Record the end of a run whose supervisor or job died without recording one.
+
+    Returns:
+        The recorded reason; empty if the run is alive, waits, or has ended by itself.
+
+    Raises:
+        RunFolderError: a supervisor takes the run at this moment.
     """
     if run.read_state().status in ENDED:
-        return ""  # without asking Slurm: of old runs there are many
-    look = look_now(run)
-    found = stand(run, look)
-    left = read_json(run.lease) or {}
+        return ""  # without a query to Slurm: there may be many old runs
+    snapshot = query_job(run)
+    found = status_from(run, snapshot)
+    lease = read_json(run.lease) or {}
     status: Status = "failed"
     reason, ended = found.reason, None
-    if look is None:
-        # A run that is created and was never held waits for its start: nobody has died.
-        if found.name != "lost" and not (found.name == "created" and left and holder(run) is None):
+    if snapshot is None:
+        # A created run that was never held still waits for its start.
+        if found.name != "lost" and not (found.name == "created" and lease and holder(run) is None):
             return ""
         reason = "its supervisor died"
-    elif found.name != "lost" or not look.is_over:
+    elif found.name != "lost" or not snapshot.is_over:
         return ""
     elif found.facts is not None:
         status = _CLOSED_AS.get(found.facts.state, "failed")
         ended = found.facts.ended
     last_sign = last_renewal(run) or time.time()
-    # What a dead job has left of its lease binds nobody.
-    with hold(run, job_id=left.get("job_id") if look is not None else None):
+    # The lease of a dead job is void.
+    with hold(run, job_id=lease.get("job_id") if snapshot is not None else None):
         run.write_state(replace(found.state, status=status, reason=reason, ended=ended or last_sign))
     return reason

@@ -1,4 +1,4 @@
-"""Ending a run that someone wants no more, or not now: by a request to its supervisor, or out of Slurm's queue."""
+"""Stop or cancel runs and sweeps: send a request to the supervisor, or take a waiting job out of Slurm's queue."""
 
 from __future__ import annotations
 
@@ -8,50 +8,62 @@ from dataclasses import replace
 from typing import Literal
 
 from hpcdist.errors import UserMistake
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.ownership import require_mine
-from hpcdist.run.folder import ENDED, RunDir, Status, read_json, write_json
+from hpcdist.run.folder import ENDED, RunDir, Status
 from hpcdist.run.lease import hold, holder, user_name
-from hpcdist.run.status import job_of, look_now, stand
+from hpcdist.run.slurm_job import job_of
+from hpcdist.run.status import query_job, status_from
 from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.slurm import client
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
-#: A job that has left the queue has its supervisor at work after this time, or never.
+#: A job that has left the queue has a supervisor after this time, or never.
 SUPERVISOR_WITHIN_S = 30.0
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 
 
 def end(run: RunDir, action: Literal["stop", "cancel"]) -> str:
-    """Ask a run to save and stop, or to end at once; one that waits in the queue is taken out of it.
+    """Request that a run saves and stops, or ends at once; take a waiting job out of the queue.
 
-    Returns a sentence for whoever asked. Raises UserMistake when there is nothing to end, or nobody to ask.
+    Returns:
+        A message for the user.
+
+    Raises:
+        UserMistake: the run is not running, or neither its supervisor nor Slurm can be reached.
     """
-    look = look_now(run)
-    if look is not None and (holder(run) is None or (look.info is not None and look.info.waiting)):
-        if (done := _out_of_queue(run, action, look)) is not None:
+    snapshot = query_job(run)
+    if snapshot is not None and (holder(run) is None or (snapshot.info is not None and snapshot.info.waiting)):
+        if (done := _dequeue(run, action, snapshot)) is not None:
             return done
         _wait_for_supervisor(run)
     by = user_name()
     state = run.read_state()
     if holder(run) is None or state.attempt == 0:
-        raise UserMistake(f"run {run.name} is not running: nobody holds it, and its last state is {state.status!r}")
-    run.ask(action, by=by, reason=f"`hpcdist {action}` by {by}")
+        raise UserMistake(
+            f"run {run.name} is not running: it has no supervisor, and its last state is {state.status!r}"
+        )
+    run.send_request(action, by=by, reason=f"`hpcdist {action}` by {by}")
     if action == "stop":
-        return f"asked {run.name} to save and stop; `hpcdist status {run.name}` shows how far it is"
-    return f"asked {run.name} to end at once"
+        return f"{run.name} will save and stop; `hpcdist status {run.name}` shows its progress"
+    return f"{run.name} will end at once"
 
 
 def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
-    """End all cells of a sweep, and begin no more of them; returns what became of each that had not ended.
+    """Stop or cancel all cells of a sweep, and start no more of them.
 
-    Raises UserMistake when there is nothing to end.
+    Returns:
+        One message for each cell that had not ended.
+
+    Raises:
+        UserMistake: no cell runs or waits.
     """
-    at_work = holder(sweep) is not None
-    if at_work:
-        # Before the cell that runs is asked: the next one would begin at its end.
+    active = holder(sweep) is not None
+    if active:
+        # Before the request to the running cell: its end would start the next one.
         by = user_name()
         write_json(sweep.request, {"action": action, "by": by, "reason": f"`hpcdist {action}` by {by}"})
-    said = []
+    messages = []
     for cell in sweep.cells():
         if not os.path.lexists(cell.path / "state.json"):
             continue
@@ -59,46 +71,48 @@ def end_sweep(sweep: SweepDir, action: Literal["stop", "cancel"]) -> list[str]:
             if cell.read_state().status in ENDED:
                 continue
             if holder(cell) is None and not cell.slurm.exists():
-                said += [f"{cell.name} will not be started"] * at_work
+                messages += [f"{cell.name} will not be started"] * active
                 continue
             require_mine(cell.path, action)
-            said.append(end(cell, action))
+            messages.append(end(cell, action))
         except UserMistake as mistake:
-            said.append(str(mistake))
-    if not said:
-        raise UserMistake(f"nothing of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
-    return said
+            messages.append(str(mistake))
+    if not messages:
+        raise UserMistake(f"no cell of sweep {sweep.name} runs or waits ({sweep.read_state().reason})")
+    return messages
 
 
-def _out_of_queue(run: RunDir, action: Literal["stop", "cancel"], look: JobSnapshot) -> str | None:
-    """Take a job that waits out of the queue; None where it runs, or has just begun to."""
+def _dequeue(run: RunDir, action: Literal["stop", "cancel"], snapshot: JobSnapshot) -> str | None:
+    """Take a waiting job out of the queue; None if the job runs, or starts during this call."""
     job = job_of(run)
     assert job is not None
-    now = stand(run, look)
-    if now.over:
-        raise UserMistake(f"run {run.name} is not running: it is {now.sentence}")
-    if look.error:
-        raise UserMistake(f"nobody holds run {run.name}, and Slurm cannot be asked about job {job.id}: {look.error}")
-    if now.facts is None or not now.facts.waiting:
+    status = status_from(run, snapshot)
+    if status.final:
+        raise UserMistake(f"run {run.name} is not running: it is {status.sentence}")
+    if snapshot.error:
+        raise UserMistake(
+            f"run {run.name} has no supervisor, and Slurm does not answer about job {job.id}: {snapshot.error}"
+        )
+    if status.facts is None or not status.facts.waiting:
         return None
-    # One that begins to run at this moment is left to its supervisor, which saves.
+    # A job that starts at this moment is left to its supervisor, which saves.
     client.cancel_job(job.id, pending_only=True)
-    after = look_now(run)
+    after = query_job(run)
     if after is None or not after.is_over:
         return None
     ended: Status = "stopped" if action == "stop" else "cancelled"
     reason = f"{ended} in the queue (`hpcdist {action}` by {user_name()})"
-    # What a job that was killed has left of its lease binds nobody.
+    # The lease of a dead job is void.
     with hold(run, job_id=(read_json(run.lease) or {}).get("job_id")):
         run.write_state(replace(run.read_state(), status=ended, reason=reason, ended=time.time()))
-    return f"job {job.id} of {run.name} is taken out of the queue; `hpcdist resume {run.name}` puts it back"
+    return f"job {job.id} of {run.name} was taken out of the queue; `hpcdist resume {run.name}` submits it again"
 
 
 def _wait_for_supervisor(run: RunDir) -> None:
-    """Return when the supervisor of a job that has just started is at work, or will not be."""
+    """Wait until the supervisor of a job that has just started holds the run, at most SUPERVISOR_WITHIN_S."""
     deadline = time.monotonic() + SUPERVISOR_WITHIN_S
     before = run.read_state().attempt
     while time.monotonic() < deadline:
         if holder(run) is not None and run.read_state().attempt > before:
             return
-        time.sleep(LOOK_EVERY_S)  # nothing tells when a process on another host begins
+        time.sleep(POLL_S)  # no event shows the start of a process on another host

@@ -11,21 +11,21 @@ The cells' own folders say how they stand; the sweep's state is derived from the
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunFolderError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import fill
 from hpcdist.files.ownership import require_trusted
-from hpcdist.run.folder import ENDED, RunDir, State, Status, read_json, read_record, write_json
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.run.lease import holder
 from hpcdist.run.runs_dir import claim_experiment
+from hpcdist.run.status import sweep_state
 from hpcdist.run.sweep import Cell, Sweep, changes, reordered
 
 
@@ -70,54 +70,8 @@ class SweepDir(RunDir):
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
 
     def read_state(self) -> State:
-        """The sweep's state: over when no cell goes on or is about to; failed when one has failed."""
-        active = holder(self) is not None
-        cells = self.cells()
-        states, num_unreadable = [], 0
-        for run in cells:
-            if not os.path.lexists(run.path / "state.json"):
-                continue
-            try:
-                states.append((run, run.read_state()))
-            except RunFolderError:
-                num_unreadable += 1
-        live = [state for run, state in states if _goes_on(run, state, active)]
-        # Who neither goes on nor has ended has lost its supervisor.
-        final = ["failed" if state.status == "running" else state.status for _, state in states]
-        num_missing = len(cells) - len(states) - num_unreadable
-        odd = ["missing"] * num_missing + ["unreadable"] * num_unreadable
-        counts = Counter([state.status for _, state in states] + odd)
-        reason = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        status: Status
-        if live:
-            status = "running" if any(state.attempt for _, state in states) else "queued"
-        else:
-            status = _verdict(final + odd)
-        return State(
-            status=status,
-            reason=f"{len(cells)} cells: {reason}",
-            created=float(self.read()["created"]),
-            ended=None if live else max((state.ended or state.created for _, state in states), default=time.time()),
-            attempt=sum(state.attempt for _, state in states),
-        )
-
-
-def _goes_on(run: RunDir, state: State, active: bool) -> bool:
-    if state.status in ENDED:
-        return False
-    on_slurm = run.slurm.exists()
-    if state.status == "running":
-        return on_slurm or holder(run) is not None
-    # Made, and waiting: for its turn where the sweep is at work, or in Slurm's queue.
-    return active or on_slurm
-
-
-def _verdict(statuses: Sequence[str]) -> Status:
-    if "failed" in statuses:
-        return "failed"
-    if set(statuses) == {"finished"}:
-        return "finished"
-    return "cancelled" if "cancelled" in statuses else "stopped"
+        """Return the sweep's state, see `status.sweep_state`."""
+        return sweep_state(self.cells(), active=holder(self) is not None, created=float(self.read()["created"]))
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:

@@ -1,18 +1,12 @@
-"""Snapshots of the job that a run was submitted as, and polling of it."""
+"""Snapshots of the job that a run was submitted as."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
-
-#: Intervals of a JobWatch, while Slurm answers and while it does not.
-POLL_EVERY_S = 5.0
-POLL_UNAVAILABLE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +43,3 @@ def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
         return JobSnapshot()
     except SlurmError as error:
         return JobSnapshot(error=str(error), installed=error.installed)
-
-
-class JobWatch:
-    """Polls one job: every POLL_EVERY_S seconds, and less often while Slurm does not answer."""
-
-    def __init__(self, job: JobRef, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._job = job
-        self._clock = clock
-        self._last = JobSnapshot()
-        self._next = float("-inf")
-
-    def snapshot(self) -> JobSnapshot:
-        """Return the newest snapshot: the same object until the next poll."""
-        if self._clock() >= self._next:
-            self._last = take_snapshot(self._job)
-            self._next = self._clock() + (POLL_UNAVAILABLE_S if self._last.error else POLL_EVERY_S)
-        return self._last

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from hpcdist.run.folder import Attempt
-from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.run.attempt import Attempt
 
 
 class Ranks(Protocol):
@@ -67,13 +66,3 @@ class Launcher(Protocol):
     def broken(self) -> str:
         """Asked after a failure: why ranks should not be started here again, or nothing when they may."""
         ...
-
-
-class Reporter(Protocol):
-    """Who is told while a run goes on; `cli/render.py` has one for people."""
-
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
-    def progress(self, beat: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def output(self, text: str) -> None: ...
-    def failure(self, failure: Failure, log: Path) -> None: ...

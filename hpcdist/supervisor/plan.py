@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from typing import Literal
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
+from hpcdist.machine.facts import count_gpus, num_cores
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
@@ -36,15 +35,8 @@ class Machine:
         if visible is not None:
             num_gpus = len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
         else:
-            num_gpus = _count_gpus()
-        return cls(num_cpus=len(os.sched_getaffinity(0)), num_gpus=num_gpus)
-
-
-def _count_gpus() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+            num_gpus = count_gpus()
+        return cls(num_cpus=num_cores(), num_gpus=num_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)

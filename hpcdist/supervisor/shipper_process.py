@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
+from hpcdist.config.schema import Config
+from hpcdist.errors import TrackingError
 from hpcdist.run.folder import RunDir
+from hpcdist.tracking.uri import is_server, resolve_uri
+
+log = logging.getLogger(__name__)
 
 
 class ShipperProcess:
@@ -63,6 +69,37 @@ def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
     )
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
+
+
+def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
+    """Let MLflow show a run that waits in the queue; a sentence."""
+    try:
+        return ship_once(run, resolve_uri(config, env), env)
+    except TrackingError as error:
+        return f"not in MLflow yet: {error}"
+
+
+@contextmanager
+def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> Iterator[None]:
+    """Ship a Slurm run from this host while the block lasts, unless its job does so itself (to a server).
+
+    A block that is left by Ctrl-C leaves the run, which goes on, as it is.
+    """
+    try:
+        uri = resolve_uri(config, env)
+    except TrackingError as error:
+        log.warning("%s; the run is followed, not shipped from here", error)
+        yield
+        return
+    if is_server(uri):
+        ship_now(run, config, env)
+        yield
+        # The job has shipped its end, unless it died without a word: then there is something left to say.
+        ship_now(run, config, env)
+        return
+    shipper = ShipperProcess(run, uri, env, through_queue=True)
+    yield
+    shipper.drain(config.tracking.drain_timeout_s)
 
 
 def _be_nice() -> None:

@@ -21,11 +21,14 @@ from typing import Literal
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
-from hpcdist.run.folder import Attempt, Request, RunDir, State, Status, write_json
-from hpcdist.supervisor.launcher import Launcher, Ranks, Reporter
-from hpcdist.supervisor.pending_config import AdoptingReporter, settle
+from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.run.pending_config import settle
+from hpcdist.supervisor.launcher import Launcher, Ranks
+from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
 from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.watch import Allocation, Watch
@@ -185,18 +188,18 @@ class Supervisor:
     def _take_over_request(self, attempt: Attempt) -> None:
         """What was asked of the attempt before, after that had failed, is asked of this one."""
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
-            attempt.ask(late.action, by=late.by, reason=late.reason)
+            attempt.send_request(late.action, by=late.by, reason=late.reason)
 
     def _request_of(self, attempt: Attempt) -> Request | None:
         """What was asked of an attempt, by its file or by a signal to this process that no file could take."""
-        return attempt.asked() or self._asked_by_signal()
+        return attempt.read_request() or self._asked_by_signal()
 
     def _write_request(self, attempt: Attempt) -> None:
         """Write down what a signal asks of an attempt, for ranks that start and for the commands that look later."""
         asked = self._asked_by_signal()
         try:
-            if asked is not None and attempt.asked() is None:
-                attempt.ask(asked.action, by=asked.by, reason=asked.reason)
+            if asked is not None and attempt.read_request() is None:
+                attempt.send_request(asked.action, by=asked.by, reason=asked.reason)
         except OSError as error:
             self._report.note(f"the request to {asked.action if asked else 'stop'} is not in {attempt.path}: {error}")
 

@@ -13,13 +13,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hpcdist.config.schema import Config
+from hpcdist.files.atomic import read_json
 from hpcdist.files.bounded_json import parse_json
 from hpcdist.files.log_text import LogTail
 from hpcdist.rank.roles import Roles
-from hpcdist.run.folder import Attempt, Request, read_json
-from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, looks_at_once
+from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
 from hpcdist.supervisor.hang.collect import collect
-from hpcdist.supervisor.launcher import Ranks, Reporter
+from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
 from hpcdist.supervisor.stragglers import Stragglers, Told
 
@@ -88,7 +90,7 @@ class Watch:
     """Watches the ranks of one attempt until none is left.
 
     A look costs the same however many ranks there are: it is for their ends, for requests, for rank 0, and for some
-    of the others in turn (`pace.looks_at_once`).
+    of the others in turn (`pace.num_due_ranks`).
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class Watch:
 
     def _read_request(self, now: float) -> Request | None:
         try:
-            found = self._attempt.asked(within_s=0)
+            found = self._attempt.read_request(within_s=0)
         except OSError as error:
             if self._away_since is None:
                 self._away_since = now
@@ -234,7 +236,7 @@ class Watch:
     def _leave(self, asked: Request, now: float) -> None:
         """Write a request where the ranks look for it; where that goes on failing, reach them by a signal."""
         try:
-            self._attempt.ask(asked.action, by=asked.by, reason=asked.reason, within_s=0)
+            self._attempt.send_request(asked.action, by=asked.by, reason=asked.reason, within_s=0)
         except OSError as error:
             self._asking_since = now if self._asking_since is None else self._asking_since
             late = now - self._asking_since >= ASK_BY_SIGNAL_S
@@ -311,7 +313,7 @@ class Watch:
 
     def _in_turn(self, now: float) -> list[int]:
         """The ranks whose signs of life are due for a look."""
-        count = looks_at_once(self._num_ranks, now - self._looked, self._config.launch.hang_timeout_s)
+        count = num_due_ranks(self._num_ranks, now - self._looked, self._config.launch.hang_timeout_s)
         self._looked = now
         first, self._turn = self._turn, (self._turn + count) % self._num_ranks
         ranks = ((first + place) % self._num_ranks for place in range(count))

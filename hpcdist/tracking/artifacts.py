@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import stays_inside
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 #: Larger logs are uploaded only at the end of the run.
 LIVE_LOG_BYTES = 5_000_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
 
 log = logging.getLogger(__name__)
 

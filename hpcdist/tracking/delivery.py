@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.polling import LOOKS_PER_S
+from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.changed_names import ChangedNames
@@ -127,7 +127,7 @@ class Delivery:
         except TrackingError:
             self._load()
             raise
-        self.pause_s = (self._tail.num_polls - polls_before) / LOOKS_PER_S
+        self.pause_s = (self._tail.num_polls - polls_before) / CHECKS_PER_S
         return num_sent
 
     def _ship_tags(self, state: State) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import RunDir, read_record, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.tracking.journal_tail import Point
 from hpcdist.tracking.mlflow_client import MlflowException, entities, open_client, require_id, translated
 from hpcdist.tracking.names import clean_name

@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.files.atomic import read_json
 from hpcdist.files.lock import flock_if_possible
-from hpcdist.run.folder import ENDED, RunDir, State, read_json
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.sweep import text_of
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking import run_metadata

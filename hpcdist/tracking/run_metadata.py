@@ -9,8 +9,9 @@ from typing import Any
 from hpcdist.config.schema import unused_sections
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
-from hpcdist.run.folder import RunDir, State, read_json
-from hpcdist.run.status import job_lives
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
+from hpcdist.run.slurm_job import job_starts
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.uri import redact_uri
 
@@ -92,7 +93,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
 def job_tags(run: RunDir) -> dict[str, str]:
     """Return the tags of the run's Slurm job: id, nodes, and time in the queue over all its starts."""
     job = read_json(run.path / "slurm.json") or {}
-    lives = job_lives(run)
+    lives = job_starts(run)
     if not job.get("job_id"):
         return {}
     facts = {

@@ -27,10 +27,10 @@ from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
 from hpcdist.run import lease
 from hpcdist.run.folder import ENDED, RunDir, State
-from hpcdist.run.status import close_if_dead
+from hpcdist.run.status import close_if_lost
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.uri import choose_uri, redact_uri
+from hpcdist.tracking.uri import redact_uri
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     with _only_shipper(run) as only:
         if not only:
             return SyncReport(busy=True)
-        closed = close_if_dead(run) if close_dead else ""
+        closed = close_if_lost(run) if close_dead else ""
         shipper = Delivery(run, uri)
         shipper.open_run()
         before = replace(shipper.progress, artifacts=dict(shipper.progress.artifacts))
@@ -225,9 +225,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         run = RunDir.open(Path(argv[0]))
         config = run_metadata.read_config(run)
-        configured = (config.get("tracking") or {}).get("uri") or ""
         limit_log(run.path, float((config.get("launch") or {}).get("log_max_mb", LaunchConfig.log_max_mb)))
-        uri = choose_uri(env, configured, run.path.parent.parent)
+        uri = env["HPCDIST_TRACKING_URI"]  # resolved by the process that starts this one
         with retry.patient(retry.UNATTENDED_S):
             return 0 if ship_forever(run, uri, parent_pid, through_queue="--through-queue" in argv[1:]) else 1
     except HpcdistError as error:

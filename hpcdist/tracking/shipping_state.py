@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.files.atomic import read_json, write_atomic
 from hpcdist.files.formats import fill, stamped
-from hpcdist.run.folder import read_json, write_atomic
 
 
 @dataclass(kw_only=True)

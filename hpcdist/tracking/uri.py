@@ -1,4 +1,4 @@
-"""Where MLflow is: which URI counts, and how it is shown."""
+"""The tracking URI: its resolution from environment and config, and its redaction."""
 
 from __future__ import annotations
 
@@ -6,34 +6,41 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.config.redaction import REDACTED, redact_text
+from hpcdist.config.schema import Config
 from hpcdist.errors import TrackingError
 from hpcdist.run.runs_dir import DATABASE
 
 
 def redact_uri(text: str) -> str:
-    """`text` with the secrets of every URI in it replaced: `http://user:***@host`."""
+    """Return `text` with the secrets of all URIs in it redacted: `http://user:***@host`."""
     return redact_text(text)
 
 
 def default_uri(runs_dir: Path) -> str:
-    """The sqlite database beside the runs."""
+    """Return the URI of the sqlite database in the folder of the runs."""
     return f"sqlite:///{runs_dir.absolute() / DATABASE}"
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The database file of a sqlite URI, None for any other URI."""
+    """Return the database file of a sqlite URI; None for any other URI."""
     return Path(uri.removeprefix("sqlite:///")).absolute() if uri.startswith("sqlite:///") else None
 
 
 def is_server(uri: str) -> bool:
-    """Whether a URI names a server, which any host may ship to; a database on a shared file system is unsafe."""
+    """Return whether a URI names a server. Several hosts can write to a server, but not to a shared sqlite file."""
     return uri.startswith(("http://", "https://"))
 
 
-def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
-    """The URI to ship to: `HPCDIST_TRACKING_URI`, else what the config says, else `default_uri`.
+def resolve_uri(config: Config, env: Mapping[str, str]) -> str:
+    """Return the tracking URI of a run, see `choose_uri`. Each command or process calls this once and passes it on."""
+    return choose_uri(env, config.tracking.uri, Path(config.runs_dir))
 
-    Raises TrackingError when it has lost its password to redaction.
+
+def choose_uri(env: Mapping[str, str], configured: str, runs_dir: Path) -> str:
+    """Return the tracking URI: `HPCDIST_TRACKING_URI`, else `configured`, else `default_uri`.
+
+    Raises:
+        TrackingError: the password in the URI was redacted.
     """
     uri = env.get("HPCDIST_TRACKING_URI") or configured or default_uri(runs_dir)
     if f"{REDACTED}@" in uri or f"={REDACTED}" in uri:

@@ -16,7 +16,7 @@ import pytest
 from hpcdist_runs import HPCDIST, Runs, closed_port, finish, wait_for
 from playwright.sync_api import Locator, Page, expect
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 #: 45 steps an epoch.
 MONDAY = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]

@@ -14,7 +14,8 @@ import pytest
 from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines, runs_of_strangers
 from hpcdist_runs import wait_for
 
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
 
 #: The first test to ask for an image builds it.
 pytestmark = pytest.mark.timeout(1200)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from containers import STRANGER, Containers, runs_of_strangers
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 #: The first test to ask for an image builds it.
 pytestmark = pytest.mark.timeout(1200)

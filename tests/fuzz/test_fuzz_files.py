@@ -19,11 +19,13 @@ from hpcdist.checkpoint.checkpoint_folder import read_manifest
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.preflight.probe import answer_lines, read_answers
-from hpcdist.preflight.wire import Link, Stranger
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.preflight.protocol import Link, UnknownPeerError
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.status import job_of, look_now, stand
+from hpcdist.run.slurm_job import job_of
+from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
 from hpcdist.tracking.journal_reader import read_records
 
@@ -102,7 +104,7 @@ def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> N
             lambda: run.read_state(),
             lambda: job_of(run),
             lambda: holder(run),
-            lambda: stand(run, look_now(run)),
+            lambda: status_of(run),
             lambda: run.attempt(1).outcomes(),
             lambda: read_manifest(run.checkpoints / "step-00000100"),
             lambda: SweepDir(run.path).read(),
@@ -176,8 +178,8 @@ def test_hellos_of_strangers(data: bytes, connecting: bool) -> None:
         with ours, theirs:
             theirs.sendall(data)
             theirs.shutdown(socket.SHUT_WR)
-            with pytest.raises(Stranger):
-                await LocalLink(ours).greet("token", {"node": "n1"}, connecting=connecting)
+            with pytest.raises(UnknownPeerError):
+                await LocalLink(ours).handshake("token", {"node": "n1"}, connecting=connecting)
 
     asyncio.run(greet())
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hpcdist.checkpoint.rng_state import rng_state
 from hpcdist.errors import PreflightError
+from hpcdist.files.atomic import read_json
 from hpcdist.rank import collective_check
 from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt, read_json
+from hpcdist.run.attempt import Attempt
 
 NUM_RANKS = 3
 FIX = "; have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"

@@ -67,7 +67,7 @@ def test_a_sweep_is_stopped_and_shown_by_its_name(own_runs: Runs) -> None:
     wait_for(own_runs.attempt("tune-seed_5").beat(0).exists, "a step of the first cell")
     code, output = own_runs.command("stop", "tune")
     assert code == 0, output
-    assert "asked tune-seed_5 to save and stop" in output
+    assert "tune-seed_5 will save and stop" in output
     assert "tune-seed_6 will not be started\n" in output
     code, output = finish(process)
     assert code == 0, output
@@ -79,4 +79,4 @@ def test_a_sweep_is_stopped_and_shown_by_its_name(own_runs: Runs) -> None:
     assert "sweep tune: 1 created, 1 stopped\n" in output
     code, output = own_runs.command("cancel", "tune")
     assert code == 2
-    assert "nothing of sweep tune runs or waits (2 cells: 1 created, 1 stopped)" in output
+    assert "no cell of sweep tune runs or waits (2 cells: 1 created, 1 stopped)" in output

@@ -14,7 +14,7 @@ import pytest
 from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
@@ -88,7 +88,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
     last = output.splitlines()[-1]
     assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=12 s")
     assert " (stacks of all ranks are in " in last
-    assert "; rank 2 stands elsewhere than the others: in " in last
+    assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
     waits = re.compile(
         r"; rank 2 has not called gloo all_reduce \[2\] \(number \d+ of group control\), which ranks 0-1 wait"
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
             rank == 2
         )
     if spy is not None:
-        assert "py-spy could not look into the process: Permission denied" in attempt.stacks(0).read_text()
+        assert "py-spy could not read the process: Permission denied" in attempt.stacks(0).read_text()
 
     kept = {path.name for path in runs.artifacts(name, "logs/attempt-001").iterdir()}
     assert {
@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
         *(f"rank-0000{rank}.{what}" for rank in range(3) for what in ("stacks.txt", "flight.json")),
     } <= kept
     code, output = runs.command("explain", name)
-    assert "cause:    the ranks stood still: rank 2 stands elsewhere than the others: in " in output
+    assert "cause:    the ranks hung: rank 2 differs from the others: in " in output
 
 
 def test_mlflow_is_never_there(runs: Runs) -> None:

@@ -15,9 +15,10 @@ from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
 from hpcdist.config.schema import Config, TrackingConfig
+from hpcdist.files.atomic import read_json
 from hpcdist.rank.context import Context
 from hpcdist.rank.telemetry.step_timing import Totals
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 
 SLOW_S = 0.03
 NUM_STEPS = 12

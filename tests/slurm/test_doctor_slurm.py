@@ -13,8 +13,8 @@ from slurm_runs import SlurmRuns
 
 from hpcdist.config.loading import load_config
 from hpcdist.devcluster import cluster
-from hpcdist.run.folder import write_json
-from hpcdist.supervisor import start
+from hpcdist.files.atomic import write_json
+from hpcdist.run import create
 
 DRAINED = "bad DIMM in slot 4"
 
@@ -32,7 +32,7 @@ def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
     words = " ".join(page.split())
     for said in (
         "ok controller hpcdist, Slurm 22.",
-        "ok accounting root may charge devcluster, root",
+        "ok accounting root may use devcluster, root",
         "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
         "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
@@ -55,7 +55,7 @@ def test_the_nodes_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster, reque
     """Its job sleeps: ranks would add nothing to what is looked at."""
     project = slurm_runs.project
     config = load_config("ddp_digits", ["name=examined", f"runs_dir={slurm_runs.folder}", "cluster.nodes=2"])
-    run = start.create_run(config, project)
+    run = create.create_run(config, project)
     job = devcluster.sbatch("sleep 600", "--nodes=2", "--job-name=digits/examined", f"--chdir={project}")
     write_json(run.path / "slurm.json", {"job_id": job, "job_name": "digits/examined", "cluster": "hpcdist"})
     run.write_state(replace(run.read_state(), status="running"))

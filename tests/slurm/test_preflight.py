@@ -17,7 +17,8 @@ from slurm_runs import SlurmRuns
 
 import hpcdist
 from hpcdist.devcluster import argv, nodes, processes
-from hpcdist.run.folder import State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import State
 
 BAD = "n3"
 #: Findings that depend on what else a machine has to do.

@@ -14,7 +14,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
 from hpcdist.devcluster.processes import node_members
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 SECRETS = {"MY_A": "cluster-s3cret-value", "MY_B": "launch-s3cret-value", "MY_C": "params-s3cret-value"}
 PASSWORD = "uri-s3cret-value"

@@ -11,7 +11,7 @@ from hpcdist_runs import HELD, HOLD_AT, HPCDIST, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 

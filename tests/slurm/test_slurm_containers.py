@@ -16,7 +16,7 @@ from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 RUNTIMES = ("podman", "charliecloud")
 #: The first test builds the image, unless other tests have done so.
@@ -265,7 +265,7 @@ def foreign_image(folder: Path) -> Path:
         ),
         (
             ["container.runtime=charliecloud", "container.image=FOREIGN"],
-            "is for another processor than this machine has",
+            "is for another processor architecture than this machine has",
         ),
         (["container.runtime=charliecloud", "container.image=/nowhere"], "no such file or folder: /nowhere"),
         (

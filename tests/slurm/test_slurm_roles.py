@@ -13,7 +13,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, nodes
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 STEPS, SAVED_AT, HOLD_AT = 40, 20, 25
 NUM_RANKS = 5

@@ -11,7 +11,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 from swept import mend, mlflow_runs
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 SMALL = ["launch.max_restarts=0", "cluster.nodes=1", "cluster.tasks_per_node=1"]
 

@@ -22,7 +22,8 @@ from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import argv
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
 
 ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
 #: The trainer that is attacked: its ranks listen for RPC.

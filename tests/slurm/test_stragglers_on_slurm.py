@@ -28,7 +28,7 @@ def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRu
     assert slurm_runs.command("stop", name)[0] == 0
     slurm_runs.wait_end(name, job)
 
-    lines = attempt.straggler_lines()
+    lines = attempt.straggler_events()
     assert {(line["name"], line["event"], line["rank"]) for line in lines} == {("n3", "slow", 2)}
     assert lines[0]["slower"] >= 0.2
     assert lines[0]["compute_s"] - lines[0]["others_compute_s"] >= 0.01

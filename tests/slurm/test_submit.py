@@ -12,7 +12,7 @@ from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 from hpcdist.slurm.command_output import parse_time
 
 

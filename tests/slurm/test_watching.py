@@ -14,7 +14,7 @@ from hpcdist_runs import HELD, finish
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.run.folder import read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
 
 WAITING = "cluster.sbatch.begin=now+1hour"
 
@@ -101,7 +101,7 @@ def test_who_waits_is_told_that_the_job_was_cancelled_in_the_queue(
     waiting.until(f"queued: job {job} waits (BeginTime)")
     code, output = slurm_runs.command("explain", name)
     assert code == 0
-    assert "it may not start before the time that was asked for, or was requeued a moment ago (BeginTime)" in output
+    assert "its requested start time is in the future, or Slurm has just requeued it (BeginTime)" in output
     devcluster.run("scancel", job)
     code, lines = waiting.end()
     assert (code, lines[-1]) == (130, f"cancelled: job {job} was cancelled in the queue"), lines
@@ -119,7 +119,7 @@ def test_a_run_leaves_the_queue_for_now_and_the_other_for_good(
         code, output = slurm_runs.command("status", name, **env)
         assert f"job {job} waits (BeginTime), expected to start at " in output
         code, output = slurm_runs.command(action, name, **env)
-        said = f"job {job} of {name} is taken out of the queue; `hpcdist resume {name}` puts it back\n"
+        said = f"job {job} of {name} was taken out of the queue; `hpcdist resume {name}` submits it again\n"
         assert (code, output) == (0, said)
         assert devcluster.job(job)["JobState"] == "CANCELLED"
         assert slurm_runs.state(name).status == status
@@ -139,7 +139,7 @@ def test_sync_closes_runs_whose_jobs_are_gone(
     path = slurm_runs.run_dir(name).path / "slurm.json"
     write_json(path, (read_json(path) or {}) | {"job_id": "99999"})
     code, output = slurm_runs.command("sync", name, PATH=without_accounting)
-    reason = "Slurm does not know job 99999 any more, and its supervisor left no word"
+    reason = "Slurm no longer knows job 99999, and its supervisor did not record a status"
     assert (code, output.rstrip().partition("; ")[2]) == (0, f"closed: {reason}")
     assert slurm_runs.mlflow_status(name) == "FAILED"
     assert slurm_runs.tags(name)["hpcdist.reason"] == reason
@@ -181,6 +181,6 @@ def test_a_rejected_run_is_explained(slurm_runs: SlurmRuns, tmp_path: Path) -> N
     assert code == 2, lines
     code, output = slurm_runs.command("explain", name)
     rows = {key: text.strip() for key, _, text in (line.partition(":") for line in output.splitlines())}
-    assert rows["cause"] == "what was asked for cannot be run"
+    assert rows["cause"] == "the configuration cannot run on these nodes"
     assert f"{tmp_path}/nowhere" in rows["evidence"] + rows["status"]
     assert rows["slurm"].startswith(f"job {job} ended as ")

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 HPCDIST = Path(sys.executable).with_name("hpcdist")
 USER_CODE = Path(__file__).resolve().parent / "user_code"

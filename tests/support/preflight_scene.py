@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from hpcdist.machine.check import Check
-from hpcdist.preflight.judge import judge
+from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request
 
 Answers = dict[str, dict[str, Any]]
@@ -81,6 +81,6 @@ def sentences(asked: Request, answers: Answers) -> list[str]:
 
 
 def findings(asked: Request, answers: Answers) -> list[Check]:
-    found = judge(asked, answers)
+    found = check_nodes(asked, answers)
     assert found[-1].level == "ok", "the last one says what was looked at"
     return found[:-1]

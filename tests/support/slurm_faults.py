@@ -13,7 +13,7 @@ from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
 from hpcdist.devcluster import argv, cluster, nodes, processes, system
-from hpcdist.run.folder import read_json
+from hpcdist.files.atomic import read_json
 
 
 @dataclass(frozen=True)

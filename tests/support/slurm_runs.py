@@ -10,7 +10,8 @@ from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, wait_for
 from slurm_cluster import DevCluster
 
 from hpcdist.devcluster.processes import node_members
-from hpcdist.run.folder import ENDED, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import ENDED, State
 
 #: 2 nodes with 2 ranks each; the same 45 steps an epoch as two ranks with batches of 16 make.
 ON_FOUR_RANKS = [*TRAINING, "data.batch_size=8", "launch.num_ranks=4"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hpcdist
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.supervisor.local_launcher import LocalRanks
 from hpcdist.supervisor.plan import rank_command
 from hpcdist.supervisor.process_guard import Guard

@@ -18,7 +18,8 @@ import hpcdist.supervisor.local_launcher as local_module
 import hpcdist.supervisor.supervisor as supervisor_module
 import hpcdist.supervisor.watch as watch_module
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
-from hpcdist.run.folder import Attempt, RunDir, State
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.local_launcher import LocalLauncher
 from hpcdist.supervisor.plan import Plan
 from hpcdist.supervisor.restart_policy import Failure

@@ -23,7 +23,7 @@ PACKAGE = Path(hpcdist.__file__).parent
 LAYERS = """
 errors
 logs
-files
+files network
 machine
 slurm
 rank.variables
@@ -55,7 +55,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 
 #: May be imported where torch is not installed, such as on a login node.
 NO_TORCH = """
-errors logs files machine slurm config run containers preflight devcluster tracking supervisor diagnostics cli
+errors logs files network machine slurm config run containers preflight devcluster tracking supervisor diagnostics cli
 rank.variables rank.roles rank.topology
 bench.results bench.report bench.compare bench.bottleneck bench.plots
 """.split()  # noqa: SIM905
@@ -173,7 +173,7 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
 
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
-    assert found == {"containers.images.probe"}, "which is piped into a container and runs there"
+    assert found == {"containers.images.self_test"}, "which is piped into a container and runs there"
     declarations = [module for module in IMPORTS if within(module, "trainers") and module.count(".") <= 1]
     modules = [*(module for module in IMPORTS if within(module, *NO_TORCH)), *declarations]
     code = (
@@ -214,12 +214,14 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
     [
         "errors",
         "logs",
+        "files.atomic",
         "files.bounded_json",
         "files.formats",
         "files.retry",
         "config.redaction",
         "config.schema",
         "run.runs_dir",
+        "run.attempt",
         "run.folder",
         "slurm.nodelist",
         "rank.roles",
@@ -230,6 +232,7 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
         "supervisor.local_launcher",
         "preflight",
         "devcluster",
+        "network",
     ],
 )
 def test_packages_that_need_the_standard_library_alone(package: str) -> None:

@@ -1,4 +1,4 @@
-"""The base image of a build by its digest, so that the same line builds on the same base later."""
+"""The digest of a build's base image, so that a later build uses the same base."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _DEFAULT = re.compile(r"^ARG BASE_IMAGE=(\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A base image, as far as it could be looked up."""
+    """A base image and its digest, if one was found."""
 
     name: str  #: as the user or the Dockerfile names it, tag included
     digest: str = ""  #: `sha256:…` of its manifest in a registry
-    id: str = ""  #: `sha256:…` of its config, for a local image that no registry has a digest of
+    id: str = ""  #: `sha256:…` of its config, for a local image without a registry digest
     problem: str = ""  #: why there is no digest, in one line
 
     @property
     def reference(self) -> str:
-        """The name to build from: by digest where there is one."""
+        """The name to build from, with the digest if it is known."""
         return f"{repository(self.name)}@{self.digest}" if self.digest else self.name
 
 
@@ -45,16 +45,16 @@ def repository(name: str) -> str:
 
 
 def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
-    """Look up the digest of a base image: in its name, in the engine's store, else by pulling it as the build would.
+    """Find the digest of a base image: in its name, in the engine's store, or by pulling the image as the build would.
 
     Args:
-        pull: whether the image may be fetched; a dry run fetches nothing.
+        pull: whether the image may be pulled; a dry run pulls nothing.
     """
     _, _, digest = name.partition("@")
     if digest:
         return Base(name=name, digest=digest)
     if engine.name == "buildah":
-        return Base(name=name, problem="buildah does not tell digests; docker and podman do")
+        return Base(name=name, problem="buildah reports no digests; docker and podman do")
     found = _inspect(engine, name)
     if found is None and pull:
         done = subprocess.run([engine.name, "pull", "--quiet", name], capture_output=True, text=True, check=False)
@@ -75,15 +75,15 @@ def _inspect(engine: Engine, name: str) -> dict[str, object] | None:
 
 
 def _of(name: str, found: dict[str, object]) -> Base:
-    """Make a Base of what an engine says of a local image.
+    """Return the Base of an image that the engine has in its store.
 
     podman lists a digest of its own for images that were never in a registry, under `localhost`.
     """
     listed = found.get("RepoDigests")
     digests = [str(entry).partition("@") for entry in listed] if isinstance(listed, list) else []
-    wanted = _full(repository(name))
+    own = _full(repository(name))
     for repo, _, digest in digests:
-        if _full(repo) == wanted and not wanted.startswith("localhost/"):
+        if _full(repo) == own and not own.startswith("localhost/"):
             return Base(name=name, digest=digest)
     identity = str(found["Id"])
     return Base(

@@ -1,4 +1,4 @@
-"""Build our images from a checkout."""
+"""`hpcdist image build`: build hpcdist's images from a checkout."""
 
 from __future__ import annotations
 
@@ -31,31 +31,29 @@ class Build:
     gid: int | None = None
     revision: str = ""
     created: str = ""
-    options: tuple[str, ...] = ()  #: more words for the engine
+    options: tuple[str, ...] = ()  #: further arguments for the engine
 
 
 def find_checkout(start: Path) -> Path:
-    """The checkout to build: around `start`, or the one that this hpcdist was installed from with `--editable`."""
+    """Return the checkout to build: the one around `start`, or that of an editable installation."""
     for folder in (start, *start.parents, Path(hpcdist.__file__).parents[1]):
         if (folder / "docker" / "Dockerfile").is_file() and (folder / "hpcdist" / "__init__.py").is_file():
             return folder
-    raise UserMistake(
-        f"no docker/Dockerfile of hpcdist in {start} or above: images are built from a checkout, run this in one"
-    )
+    raise UserMistake(f"no docker/Dockerfile of hpcdist in {start} or above: run this command in a checkout")
 
 
 def dockerfile_of(checkout: Path, target: Target) -> Path:
-    """The Dockerfile of a target."""
+    """Return the path of a target's Dockerfile."""
     return checkout / "docker" / _DOCKERFILES[target]
 
 
 def default_tag(target: Target) -> str:
-    """`hpcdist`, `hpcdist:slim`, `hpcdist-mlflow`."""
+    """Return the default tag of a target, such as `hpcdist:slim`."""
     return {"default": "hpcdist", "slim": "hpcdist:slim", "mlflow": "hpcdist-mlflow"}[target]
 
 
 def revision_of(checkout: Path) -> tuple[str, str]:
-    """Commit and its time, for the labels; empty where there is no git. A dirty tree is said to be one."""
+    """Return the commit, marked `-dirty` if files differ, and its time, for the labels; empty without git."""
     found = []
     for arguments in (["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], ["log", "-1", "--format=%cI"]):
         try:
@@ -67,10 +65,10 @@ def revision_of(checkout: Path) -> tuple[str, str]:
 
 
 def argv(engine: EngineName, build: Build) -> list[str]:
-    """The engine's command line."""
+    """Return the argv of a build."""
     words: list[str] = [engine, "build"]
     if engine != "docker":
-        words += ["--format", "docker"]  # the OCI format knows no health checks
+        words += ["--format", "docker"]  # the OCI format has no health checks
     words += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
     if build.target != "mlflow":
         words += ["--target", build.target]
@@ -91,8 +89,8 @@ def argv(engine: EngineName, build: Build) -> list[str]:
 
 
 def run(engine: Engine, command: Sequence[str]) -> None:
-    """Build, with the engine's own words on the terminal. Raises ImageError when it fails."""
+    """Run a build with the engine's output on the terminal. Raises ImageError if it fails."""
     # Debian 12's docker builds without BuildKit unless asked, and the Dockerfiles' mounts need it.
     code = subprocess.run(command, env={**os.environ, "DOCKER_BUILDKIT": "1"}, check=False).returncode
     if code:
-        raise ImageError(f"{engine.name} could not build the image (exit code {code}); what it said is above")
+        raise ImageError(f"{engine.name} could not build the image (exit code {code}); see its output above")

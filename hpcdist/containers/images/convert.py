@@ -1,4 +1,4 @@
-"""Make of an image what a site's runtime reads: once, under a lock, in a file named by the image's digest."""
+"""`hpcdist image convert`: write an image in the format of a site's runtime, in a file named by the image's digest."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hpcdist.files.lock import flock_if_possible
 
 Form = Literal["sqsh", "sif", "dir"]
 FORMS: tuple[Form, ...] = get_args(Form)
-#: Who reads it, and what writes it.
+#: The runtimes that read each format, and the program that writes it.
 _READERS = {"sqsh": "enroot and pyxis", "sif": "apptainer", "dir": "charliecloud"}
 _TOOLS = {"sqsh": "enroot", "sif": "apptainer", "dir": "tar"}
 
 
 def target_of(facts: ImageFacts, form: Form, folder: Path) -> Path:
-    """`hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix."""
+    """Return the output path, such as `hpcdist-0.1.0-0123456789ab.sqsh`; a directory has no suffix."""
     stem = f"hpcdist-{facts.version}-{facts.digest.removeprefix('sha256:')[:12]}"
     return folder / (stem if form == "dir" else f"{stem}.{form}")
 
 
 def argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path | None = None) -> list[str]:
-    """The command that writes an image in another form; `archive` is what podman has saved for apptainer."""
+    """Return the command that writes an image in another format; `archive` is podman's saved image for apptainer."""
     if form == "sqsh":
         return [
             "enroot",
@@ -45,10 +45,12 @@ def argv(engine: EngineName, image: str, form: Form, target: Path, archive: Path
 
 
 def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tuple[Path, bool]:
-    """Write an image in another form, unless it is there; returns where it is, and whether it was written now.
+    """Write an image in another format unless the file exists; return its path and whether it was written now.
 
-    Several that ask for the same at once wait for the one that does it. What is not whole has another name.
-    Raises UserMistake when the tool is missing or the disk too small.
+    A lock makes concurrent conversions of one image wait for the first. An unfinished file has another name.
+
+    Raises:
+        UserMistake: the conversion program is missing, or the disk has too little space.
     """
     target = target_of(facts, form, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,8 +60,8 @@ def convert(engine: Engine, facts: ImageFacts, form: Form, folder: Path) -> tupl
         _require_room(facts, form, folder)
         if shutil.which(_TOOLS[form]) is None:
             raise UserMistake(
-                f"{_TOOLS[form]} is not installed here, and writes .{form} for {_READERS[form]}:"
-                f" convert on a machine that has it, into a folder that both see"
+                f"{_TOOLS[form]} is not installed here; it writes .{form} for {_READERS[form]}:"
+                f" convert on a machine that has it, into a shared folder"
             )
         part = target.with_name(f".{target.name}.part")
         _remove(part)
@@ -88,7 +90,7 @@ def _write(engine: Engine, facts: ImageFacts, form: Form, part: Path) -> None:
 
 
 def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
-    """Stream a container that is never started into tar."""
+    """Unpack the file system of a container that is created but never started."""
     container = engine.output("create", facts.name, "true").strip()  # some images name no command
     try:
         with subprocess.Popen([engine.name, "export", container], stdout=subprocess.PIPE) as source:
@@ -100,7 +102,7 @@ def _unpack(engine: Engine, facts: ImageFacts, command: Sequence[str]) -> None:
 
 
 def _describe(facts: ImageFacts, root: Path) -> None:
-    """The image's variables where `ch-run --set-env` looks for them, and the folders that a bind mount needs."""
+    """Write the image's variables for `ch-run --set-env`, and create the folders that bind mounts need."""
     (root / "ch").mkdir(exist_ok=True)
     (root / "ch" / "environment").write_text("".join(f"{line}\n" for line in facts.env))
     for name in ("dev", "proc", "sys", "tmp", "mnt", "home"):
@@ -114,7 +116,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
-    needed = facts.size_bytes * (2 if form == "sif" else 1)  # an archive beside it; the others stream
+    needed = facts.size_bytes * (2 if form == "sif" else 1)  # apptainer needs an archive as well
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserMistake(
@@ -125,7 +127,7 @@ def _require_room(facts: ImageFacts, form: Form, folder: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """One at a time for one target; the lock goes with its holder, whatever ends that."""
+    """Hold the lock of one target; the kernel releases it when its process ends."""
     with open(target.with_name(f".{target.name}.lock"), "a") as file:
         flock_if_possible(file)
         yield

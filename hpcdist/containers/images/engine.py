@@ -1,4 +1,4 @@
-"""The program that builds and starts images here: docker, podman or buildah."""
+"""The container engine of this machine: docker, podman or buildah."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 from hpcdist.errors import ImageError, UserMistake
 
 EngineName = Literal["docker", "podman", "buildah"]
-#: Those that can start a container the way a person does; buildah builds only.
+#: Engines that can run containers; buildah only builds images.
 RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
-#: A daemon that takes longer is of no use.
+#: Limit for the first answer of the engine, whose daemon may hang.
 ANSWER_S = 30.0
 
 
@@ -22,44 +22,45 @@ class Engine:
     name: EngineName
 
     def output(self, *arguments: str) -> str:
-        """Standard output of a command. Raises ImageError with the last line that it complains in."""
+        """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""
         done = subprocess.run([self.name, *arguments], capture_output=True, text=True, check=False)
         if done.returncode:
             raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {last_line(done.stderr)}")
         return done.stdout
 
 
-def find_engine(wanted: str | None, among: Sequence[EngineName]) -> Engine:
-    """The engine that a user asks for, or the first one that works here.
+def find_engine(requested: str | None, among: Sequence[EngineName]) -> Engine:
+    """Return the requested engine, or the first one that works on this machine.
 
-    Raises UserMistake, with what is wrong with each, when there is none.
+    Raises:
+        UserMistake: no engine works; the message has the problem of each.
     """
-    if wanted is not None and wanted not in among:
-        raise UserMistake(f"{wanted!r} cannot do this; choose one of {', '.join(among)}")
-    candidates = [name for name in among if wanted in (None, name)]
-    complaints = []
+    if requested is not None and requested not in among:
+        raise UserMistake(f"{requested!r} cannot do this; choose one of {', '.join(among)}")
+    candidates = [name for name in among if requested in (None, name)]
+    problems = []
     for name in candidates:
-        complaint = _complaint(name)
-        if complaint is None:
+        problem = _engine_problem(name)
+        if problem is None:
             return Engine(name)
-        complaints.append(f"{name} {complaint}")
-    raise UserMistake(f"no container engine to use here: {'; '.join(complaints)}")
+        problems.append(f"{name} {problem}")
+    raise UserMistake(f"no container engine to use here: {'; '.join(problems)}")
 
 
-def _complaint(name: EngineName) -> str | None:
-    """Why an engine does not work here; None when it does."""
+def _engine_problem(name: EngineName) -> str | None:
+    """Return why an engine does not work on this machine; None if it works."""
     if shutil.which(name) is None:
         return "is not installed"
-    # docker's client answers without its daemon; what the server says is what counts. The others have none, and
-    # would wait for their store, which is closed for minutes while a build writes a large layer.
-    ask = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "--version"]
+    # docker's client answers without its daemon, so the server's version is requested. The others have no daemon, and
+    # commands on their store would block for minutes while a build writes a large layer.
+    command = [name, "version", "--format", "{{.Server.Version}}"] if name == "docker" else [name, "--version"]
     try:
-        done = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:
         return "does not answer"
-    return f"is installed, but says: {last_line(done.stderr)}" if done.returncode else None
+    return f"is installed, but fails: {last_line(done.stderr)}" if done.returncode else None
 
 
 def last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "nothing more"
+    return lines[-1] if lines else "no error message"

@@ -1,10 +1,9 @@
-"""What an image says of itself, and whether it fits this machine and this hpcdist."""
+"""An image's labels and other facts, and whether it fits this machine and this version of hpcdist."""
 
 from __future__ import annotations
 
 import json
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,19 +19,19 @@ CUDA = "hpcdist.cuda"
 BASE_NAME = "org.opencontainers.image.base.name"
 BASE_DIGEST = "org.opencontainers.image.base.digest"
 BASE_ID = "hpcdist.base.id"
-#: Path of the bill of materials in the image.
+#: Label with the path of the bill of materials in the image.
 SBOM = "hpcdist.sbom"
 ENTRYPOINT = ("tini", "--", "hpcdist")
-#: Names of processor families: the kernel's, and those of images.
+#: Processor architectures: the kernel's name, and the name in images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFacts:
-    """An image as its engine describes it."""
+    """An image as reported by `image inspect`."""
 
     name: str
-    digest: str  #: `sha256:…` of its config: the same in every registry, and before it is in any
+    digest: str  #: `sha256:…` of its config: the same in every registry and before a push
     architecture: str
     entrypoint: tuple[str, ...]
     user: str
@@ -42,32 +41,32 @@ class ImageFacts:
 
     @property
     def version(self) -> str:
-        """The version of hpcdist in it; empty when it says none."""
+        """Version of hpcdist in the image; empty if the labels name none."""
         return self.labels.get(VERSION, "") if self.labels.get(TITLE) == "hpcdist" else ""
 
     @property
     def base(self) -> str:
-        """The base image with its digest, or with its id where it has none; empty when the labels name none."""
+        """The base image with its digest, or its id if it has no digest; empty if the labels name none."""
         pinned = self.labels.get(BASE_DIGEST) or self.labels.get(BASE_ID, "")
         return " ".join(filter(None, [self.labels.get(BASE_NAME, ""), pinned]))
 
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
-    """Look at a local image. Raises ImageError when there is none of that name."""
+    """Read the facts of a local image. Raises ImageError if there is no image of that name."""
     done = subprocess.run([engine.name, "image", "inspect", image], capture_output=True, text=True, check=False)
     if done.returncode:
-        complaint = last_line(done.stderr)
-        if any(words in complaint.lower() for words in ("no such image", "image not known", "no such object")):
+        error = last_line(done.stderr)
+        if any(words in error.lower() for words in ("no such image", "image not known", "no such object")):
             raise ImageError(
                 f"{engine.name} has no image {image!r}: `hpcdist image build` makes one here,"
                 f" `{engine.name} pull {image}` fetches one"
             )
-        raise ImageError(f"{engine.name} cannot look at image {image!r}: {complaint}")
+        raise ImageError(f"{engine.name} cannot inspect image {image!r}: {error}")
     return parse(image, json.loads(done.stdout)[0])
 
 
 def parse(name: str, raw: Mapping[str, object]) -> ImageFacts:
-    """The facts in one entry of `docker image inspect`, or podman's."""
+    """Return the facts in one entry of `docker image inspect` or `podman image inspect`."""
     config = raw.get("Config")
     assert isinstance(config, Mapping)
     identity = str(raw["Id"])
@@ -95,7 +94,7 @@ def read_sbom(engine: Engine, facts: ImageFacts) -> str:
 
 
 def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.__version__) -> None:
-    """Raise ImageError, in one line with the fix, when an image cannot run here or holds another hpcdist."""
+    """Raise ImageError if an image is for another architecture or has another version of hpcdist."""
     here = ARCHITECTURES.get(machine or platform.machine(), machine or platform.machine())
     if facts.architecture != here:
         raise ImageError(
@@ -103,7 +102,7 @@ def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.
         )
     if not facts.version:
         raise ImageError(
-            f"image {facts.name} holds no hpcdist (its label {TITLE!r} does not say so): build it with"
+            f"image {facts.name} holds no hpcdist (its label {TITLE!r} does not name it): build it with"
             " `hpcdist image build`, or FROM an image that was"
         )
     if facts.version != version:
@@ -113,10 +112,9 @@ def require_fit(facts: ImageFacts, *, machine: str = "", version: str = hpcdist.
         )
 
 
-def require_driver(facts: ImageFacts, listing: str) -> None:
-    """Raise ImageError when the driver here is too old for an image's CUDA; `listing` is what nvidia-smi prints."""
-    found = re.search(r"Driver Version: ([0-9.]+)", listing)
-    if problem := driver_problem(facts.labels.get(CUDA, ""), found[1] if found else ""):
+def require_driver(facts: ImageFacts, driver: str) -> None:
+    """Raise ImageError if this machine's driver is too old for an image's CUDA."""
+    if problem := driver_problem(facts.labels.get(CUDA, ""), driver):
         raise ImageError(
             f"image {facts.name} needs {problem} here: update the driver, use an image with an older torch,"
             " or launch.device=cpu"

@@ -1,4 +1,4 @@
-"""Container runtimes on this machine: which are there, and whether this user can start anything with them."""
+"""Checks of the container runtimes on this machine: installed, and usable by this user."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from pathlib import Path
 
 from hpcdist.machine.check import Check
 
-#: A daemon or a store that takes longer is of no use.
-ANSWER_S = 10.0
-#: Where descriptions of GPUs for containers (CDI) are looked for.
+#: Limit for each command.
+TIMEOUT_S = 10.0
+#: Folders with descriptions of GPUs for containers (CDI).
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
-#: How many ids a user's containers need: an image's files belong to more than one user.
+#: Subordinate ids that a user needs, because an image's files belong to several users.
 _SUB_IDS = 65536
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What a command has answered."""
+class CommandResult:
+    """The result of a command."""
 
-    code: int | None  #: None where it gave no answer in time, or could not be started
+    code: int | None  #: None if it did not answer in time or could not be started
     out: str = ""
     err: str = ""
 
     @property
     def last(self) -> str:
-        """The last line of its complaint."""
+        """The last line of its error output."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
-        return " ".join(lines[-1].split()) if lines else "nothing more"
+        return " ".join(lines[-1].split()) if lines else "no error message"
 
 
-Ask = Callable[[Sequence[str]], Said]
+RunCommand = Callable[[Sequence[str]], CommandResult]
 
 
-def ask(command: Sequence[str]) -> Said:
-    """Run a command that should answer at once."""
+def run_command(command: Sequence[str]) -> CommandResult:
+    """Run a command with a short time limit."""
     try:
         done = subprocess.run(
             command,
@@ -48,27 +48,27 @@ def ask(command: Sequence[str]) -> Said:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_S,
+            timeout=TIMEOUT_S,
             check=False,
-            # charliecloud starts nothing without it.
+            # ch-run requires the variable.
             env={"USER": str(os.getuid()), **os.environ},
         )
     except subprocess.TimeoutExpired:
-        return Said(code=None, err=f"no answer within {ANSWER_S:g} s")
+        return CommandResult(code=None, err=f"no answer within {TIMEOUT_S:g} s")
     except OSError as error:
-        return Said(code=None, err=str(error))
-    return Said(code=done.returncode, out=done.stdout, err=done.stderr)
+        return CommandResult(code=None, err=str(error))
+    return CommandResult(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Of this machine, what decides whether containers start."""
+    """Facts of this machine that decide whether containers start."""
 
     uid: int
     user: str
     has_gpus: bool
     subuid: str = ""  #: text of /etc/subuid
-    cdi: bool = False  #: whether some CDI description of NVIDIA's devices is there
+    cdi: bool = False  #: whether a CDI description of NVIDIA devices exists
 
     @classmethod
     def inspect(cls, user: str, has_gpus: bool) -> Host:
@@ -82,11 +82,15 @@ class Host:
         )
 
 
-def runtimes(
-    host: Host, *, wanted: bool = True, which: Callable[[str], object] = shutil.which, ask: Ask = ask
+def runtime_checks(
+    host: Host,
+    *,
+    expected: bool = True,
+    which: Callable[[str], object] = shutil.which,
+    ask: RunCommand = run_command,
 ) -> list[Check]:
-    """A line for each runtime that is here; a note where there is none, though one is `wanted`."""
-    looks: dict[str, Callable[[Host, Ask], Check]] = {
+    """Return one result per installed runtime, or a note if there is none and one is `expected`."""
+    by_command: dict[str, Callable[[Host, RunCommand], Check]] = {
         "docker": _docker,
         "podman": _podman,
         "apptainer": _apptainer,
@@ -94,30 +98,32 @@ def runtimes(
         "ch-run": _charliecloud,
         "srun": _pyxis,
     }
-    here = [look for command, look in looks.items() if which(command)]
+    installed = [check for command, check in by_command.items() if which(command)]
     if which("singularity") and not which("apptainer"):
-        here.append(_singularity)
+        installed.append(_singularity)
     with ThreadPoolExecutor() as pool:
-        checks = [check for check in pool.map(lambda look: look(host, ask), here) if check.text]
+        checks = [check for check in pool.map(lambda check: check(host, ask), installed) if check.text]
     if any(check.level == "ok" for check in checks):
-        # One that works is enough: another that does not is no alarm.
+        # One working runtime suffices, so a broken one is no warning.
         return [replace(check, level="note") if check.level == "warning" else check for check in checks]
-    if not checks and wanted:
-        text = "none is here: runs are trained without a container"
-        fix = "to use one: podman or docker on one machine; apptainer, enroot or charliecloud where nodes have no root"
+    if not checks and expected:
+        text = "none installed: runs work without a container"
+        fix = (
+            "for containers install podman or docker; on clusters apptainer, enroot or charliecloud, which need no root"
+        )
         return [Check(name="runtimes", level="note", text=text, fix=fix)]
     return checks
 
 
-def _docker(host: Host, ask: Ask) -> Check:
-    # The client answers without its daemon; what the server says is what counts.
-    said = ask(["docker", "version", "--format", "{{.Server.Version}}"])
-    if said.code != 0:
+def _docker(host: Host, ask: RunCommand) -> Check:
+    # docker's client answers without its daemon, so the server's version is requested.
+    done = ask(["docker", "version", "--format", "{{.Server.Version}}"])
+    if done.code != 0:
         fix = "start its daemon (`sudo systemctl start docker`)"
-        if "permission denied" in said.last.lower():
-            fix = f"`sudo usermod -aG docker {host.user}` and log in again (as good as root on this machine), or podman"
-        return Check(name="docker", level="warning", text=f"installed, but: {said.last[:200]}", fix=fix)
-    text = f"{said.out.strip() or 'answers'}"
+        if "permission denied" in done.last.lower():
+            fix = f"`sudo usermod -aG docker {host.user}` and log in again (equals root on this machine), or podman"
+        return Check(name="docker", level="warning", text=f"installed, but fails: {done.last[:200]}", fix=fix)
+    text = f"{done.out.strip() or 'answers'}"
     if host.has_gpus and not host.cdi:
         known = ask(["docker", "info", "--format", "{{json .Runtimes}}"])
         if "nvidia" not in known.out:
@@ -125,17 +131,17 @@ def _docker(host: Host, ask: Ask) -> Check:
     return Check(name="docker", level="ok", text=text)
 
 
-def _podman(host: Host, ask: Ask) -> Check:
-    said = ask(["podman", "--version"])
-    if said.code != 0:
-        return Check(name="podman", level="warning", text=f"installed, but: {said.last[:200]}")
-    text = _version(said.out)
+def _podman(host: Host, ask: RunCommand) -> Check:
+    done = ask(["podman", "--version"])
+    if done.code != 0:
+        return Check(name="podman", level="warning", text=f"installed, but fails: {done.last[:200]}")
+    text = _version(done.out)
     if host.uid:
         if _sub_ids(host) < _SUB_IDS:
             return Check(
                 name="podman",
                 level="warning",
-                text=f"{text}; {host.user} has no {_SUB_IDS} sub-ids in /etc/subuid, and images need them",
+                text=f"{text}; {host.user} has no {_SUB_IDS} subordinate ids in /etc/subuid, which images need",
                 fix=f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`,"
                 " then `podman system migrate`",
             )
@@ -150,73 +156,73 @@ def _no_toolkit(name: str, text: str, fix: str) -> Check:
     return Check(
         name=name,
         level="warning",
-        text=f"{text}; its containers get no GPUs: neither a CDI description nor NVIDIA's runtime is here",
+        text=f"{text}; containers get no GPUs: neither a CDI description nor NVIDIA's runtime is installed",
         fix=f"install nvidia-container-toolkit, then {fix}",
     )
 
 
 def _sub_ids(host: Host) -> int:
-    """How many ids are set aside for this user."""
+    """Return the number of subordinate ids of this user."""
     rows = (line.split(":") for line in host.subuid.splitlines())
     return sum(int(row[2]) for row in rows if len(row) == 3 and row[0] in (host.user, str(host.uid)))
 
 
-def _no_user_namespaces(name: str, text: str, ask: Ask) -> Check | None:
-    """A finding where the kernel lets this user make no namespace; it is tried, since three settings may forbid it."""
-    said = ask(["unshare", "--user", "--map-root-user", "true"])
-    if said.code == 0 or "No such file" in said.err:
+def _no_user_namespaces(name: str, text: str, ask: RunCommand) -> Check | None:
+    """Return a warning if the user cannot create user namespaces; three settings may forbid it, so it is tested."""
+    done = ask(["unshare", "--user", "--map-root-user", "true"])
+    if done.code == 0 or "No such file" in done.err:
         return None
     return Check(
         name=name,
         level="warning",
-        text=f"{text}; this user may make no user namespace ({said.last[:120]}), which it needs",
-        fix="the machine's staff can allow it: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
+        text=f"{text}; this user cannot create user namespaces ({done.last[:120]}), which it requires",
+        fix="an administrator can allow it: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone,"
         " kernel.apparmor_restrict_unprivileged_userns",
     )
 
 
-def _apptainer(host: Host, ask: Ask, name: str = "apptainer") -> Check:
-    said = ask([name, "--version"])
-    if said.code != 0:
-        return Check(name=name, level="warning", text=f"installed, but: {said.last[:200]}")
-    text = _version(said.out)
+def _apptainer(host: Host, ask: RunCommand, name: str = "apptainer") -> Check:
+    done = ask([name, "--version"])
+    if done.code != 0:
+        return Check(name=name, level="warning", text=f"installed, but fails: {done.last[:200]}")
+    text = _version(done.out)
     return Check(name=name, level="ok", text=text + (", GPUs by --nv" if host.has_gpus else ""))
 
 
-def _singularity(host: Host, ask: Ask) -> Check:
+def _singularity(host: Host, ask: RunCommand) -> Check:
     found = _apptainer(host, ask, "singularity")
-    text = f"{found.text}; container.runtime=apptainer calls `apptainer`, which is not here"
-    fix = 'a link does where this user may make one: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`'
+    text = f"{found.text}; container.runtime=apptainer calls `apptainer`, which is not installed"
+    fix = 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`'
     return Check(name="singularity", level="note", text=text, fix=fix)
 
 
-def _enroot(host: Host, ask: Ask) -> Check:
-    said = ask(["enroot", "version"])
-    if said.code != 0:
-        return Check(name="enroot", level="warning", text=f"installed, but: {said.last[:200]}")
-    text = _version(said.out)
+def _enroot(host: Host, ask: RunCommand) -> Check:
+    done = ask(["enroot", "version"])
+    if done.code != 0:
+        return Check(name="enroot", level="warning", text=f"installed, but fails: {done.last[:200]}")
+    text = _version(done.out)
     return (_no_user_namespaces("enroot", text, ask) if host.uid else None) or Check(
         name="enroot", level="ok", text=text
     )
 
 
-def _charliecloud(host: Host, ask: Ask) -> Check:
-    said = ask(["ch-run", "--version"])
-    if said.code != 0:
-        return Check(name="charliecloud", level="warning", text=f"installed, but: {said.last[:200]}")
-    text = _version(said.out + said.err)
+def _charliecloud(host: Host, ask: RunCommand) -> Check:
+    done = ask(["ch-run", "--version"])
+    if done.code != 0:
+        return Check(name="charliecloud", level="warning", text=f"installed, but fails: {done.last[:200]}")
+    text = _version(done.out + done.err)
     return (_no_user_namespaces("charliecloud", text, ask) if host.uid else None) or Check(
         name="charliecloud", level="ok", text=text
     )
 
 
-def _pyxis(host: Host, ask: Ask) -> Check:
-    """Part of Slurm where the site has it: no word where it has not."""
-    there = "--container-image" in ask(["srun", "--help"]).out
-    return Check(name="pyxis", level="ok", text="srun has --container-image" if there else "")
+def _pyxis(host: Host, ask: RunCommand) -> Check:
+    """Check for pyxis, a plugin of Slurm; the result has no text without it."""
+    installed = "--container-image" in ask(["srun", "--help"]).out
+    return Check(name="pyxis", level="ok", text="srun has --container-image" if installed else "")
 
 
 def _version(text: str) -> str:
-    """The version in what a program says of itself."""
+    """Return the version in the output of `--version`."""
     found = re.search(r"\d+(\.\d+)+\S*", text)
     return found[0].rstrip(",") if found else " ".join(text.split())[:60]

@@ -1,4 +1,4 @@
-"""Where MLflow keeps runs: reachable, and with the schema that the MLflow here wants? Nothing is made by looking."""
+"""Checks of the MLflow store: reachable, and with the schema of the installed MLflow. Nothing is created."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check
 
-#: A server on the same continent answers in less.
-ANSWER_S = 3.0
-DATABASE_S = 15.0
-_LATER = "training goes on, and `hpcdist sync` ships its points later"
+#: A server on the same continent answers faster.
+SERVER_TIMEOUT_S = 3.0
+DATABASE_TIMEOUT_S = 15.0
+_LATER = "training continues, and `hpcdist sync` delivers its metrics later"
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
-#: Executed by this Python: it alone has the database's driver. The URI comes by a variable: it may hold a password.
-_ASK_DATABASE = """
+#: Runs in a child process, so that a hanging driver has a time limit. The URI may hold a password, so it is a variable.
+_READ_REVISION = """
 import os, sqlalchemy
-connection = sqlalchemy.create_engine(os.environ["HPCDIST_ASKED_URI"]).connect()
+connection = sqlalchemy.create_engine(os.environ["HPCDIST_DATABASE_URI"]).connect()
 if "alembic_version" in sqlalchemy.inspect(connection).get_table_names():
     print("revision", connection.execute(sqlalchemy.text("select version_num from alembic_version")).scalar())
 else:
@@ -37,12 +37,12 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
-    """The store that a run started here would be shipped to.
+class MlflowStore:
+    """The store of a run that is started on this machine.
 
     Attributes:
-        uri: whole, with its password.
-        shown: the same without it.
+        uri: with its password.
+        shown: the URI without its password.
         database: the file of a sqlite database.
     """
 
@@ -51,12 +51,12 @@ class Store:
     database: Path | None
 
 
-def store(found: Store, env: Mapping[str, str], file_system: str = "") -> list[Check]:
-    """Whether a run's points would arrive.
+def store_checks(found: MlflowStore, env: Mapping[str, str], file_system: str = "") -> list[Check]:
+    """Check whether a run's metrics would arrive in the store.
 
     Args:
-        env: where MLflow's user and password are.
-        file_system: type of the one that a sqlite database is on, where it is another machine's, else empty.
+        env: environment with MLflow's user and password.
+        file_system: type of the network file system of a sqlite database, else empty.
     """
     checks = _client()
     if found.database is not None:
@@ -66,10 +66,10 @@ def store(found: Store, env: Mapping[str, str], file_system: str = "") -> list[C
     if re.match(r"(postgresql|mysql|mssql)(\+\w+)?://", found.uri):
         return [*checks, *_database(found)]
     if "://" not in found.uri or found.uri.startswith("file:"):
-        text = f"{found.shown} is a folder of files, which MLflow takes no more since 3.13: {_LATER}"
-        fix = "unset MLFLOW_TRACKING_URI for a database beside the runs, or name a server or sqlite:////path/mlflow.db"
+        text = f"{found.shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
+        fix = "unset MLFLOW_TRACKING_URI for a database in the folder of runs, or set a server or sqlite:////path/mlflow.db"
         return [*checks, Check(name="store", level="warning", text=text, fix=fix)]
-    return [*checks, Check(name="store", level="note", text=f"{found.shown}: of a kind that is not looked into here")]
+    return [*checks, Check(name="store", level="note", text=f"{found.shown}: doctor cannot check this kind of store")]
 
 
 def _client() -> list[Check]:
@@ -83,20 +83,20 @@ def _client() -> list[Check]:
 # --- a server
 
 
-def _server(found: Store, env: Mapping[str, str]) -> list[Check]:
+def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
     root, headers = _address(found.uri, env)
     try:
         _get(f"{root}/health", {})
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, env, error.code, known=bool(headers))]
-        text = f"{found.shown} answers {error.code}, so it is no MLflow or not well: {_LATER}"
-        fix = f"`curl {found.shown}/health` should say OK; a path in front of MLflow belongs into the URI"
+        text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
+        fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
         return [Check(name="server", level="warning", text=text, fix=fix)]
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         text = f"{found.shown} cannot be reached ({why}): {_LATER}"
-        fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy see no_proxy"
+        fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
         return [Check(name="server", level="warning", text=text, fix=fix)]
     try:
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
@@ -104,22 +104,22 @@ def _server(found: Store, env: Mapping[str, str]) -> list[Check]:
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, env, error.code, known=bool(headers))]
-        text = f"{found.shown} is up, but lists no experiments (answer {error.code}): {_LATER}"
-        return [Check(name="server", level="warning", text=text, fix="see the server's own log")]
+        text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
+        return [Check(name="server", level="warning", text=text, fix="see the server's log")]
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         text = f"{found.shown} is up, but did not list experiments ({getattr(error, 'reason', error)}): {_LATER}"
-        return [Check(name="server", level="warning", text=text, fix="see the server's own log, and its database")]
+        return [Check(name="server", level="warning", text=text, fix="see the server's log, and its database")]
     return [Check(name="server", level="ok", text=f"{found.shown} answers, MLflow {version[:20]}")]
 
 
 def _get(url: str, headers: Mapping[str, str]) -> str:
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310 (http or https, by the caller)
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT_S) as answer:  # noqa: S310
         return str(answer.read(10_000).decode(errors="replace"))
 
 
 def _address(uri: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The URI without user and password, and the header that MLflow's client sends: the URI's own win."""
+    """Return the URI without user and password, and MLflow's header for them; those in the URI take precedence."""
     parts = urlsplit(uri)
     root = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
     user, password = parts.username, parts.password
@@ -133,48 +133,46 @@ def _address(uri: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return root, {"Authorization": "Basic " + base64.b64encode(raw.encode()).decode()}
 
 
-def _refused(found: Store, env: Mapping[str, str], code: int, *, known: bool) -> Check:
+def _refused(found: MlflowStore, env: Mapping[str, str], code: int, *, known: bool) -> Check:
     if not known:
-        text = f"{found.shown} wants a user and a password (answer {code}): {_LATER}"
+        text = f"{found.shown} requires a user and a password (answer {code}): {_LATER}"
         fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return Check(name="server", level="warning", text=text, fix=fix)
     who = urlsplit(found.uri).username or env.get("MLFLOW_TRACKING_USERNAME", "the token")
     text = f"{found.shown} refuses {who} (answer {code}): {_LATER}"
-    fix = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or MLFLOW_TRACKING_TOKEN) are not what it knows"
+    fix = "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     return Check(name="server", level="warning", text=text, fix=fix)
 
 
 # --- databases
 
 
-def _sqlite(found: Store, path: Path, file_system: str) -> list[Check]:
+def _sqlite(found: MlflowStore, path: Path, file_system: str) -> list[Check]:
     checks = []
     if file_system:
-        text = (
-            f"{path} is on {file_system}, where several machines may write: sqlite's locks are not to be trusted there"
-        )
-        fix = "name a server (tracking.uri) where several people or jobs ship at a time"
+        text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
+        fix = "use a server (tracking.uri) if several users or jobs log at a time"
         checks.append(Check(name="database", level="note", text=text, fix=fix))
     folder = storage.existing(path.parent)
     if not path.exists() and os.access(folder, os.W_OK):
-        text = f"{path} is made by the first run"
+        text = f"{path} does not exist; the first run creates it"
         return [*checks, Check(name="database", level="ok", text=text)]
     if not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
-        fix = f"`ls -ld {folder} {path}`; set tracking.uri to a place of your own"
+        fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
         return [*checks, Check(name="database", level="warning", text=text, fix=fix)]
     try:
         revision = _sqlite_revision(path)
     except sqlite3.Error as error:
         text = f"{path} cannot be read ({error}): {_LATER}"
-        fix = "a copy from a backup, or another place for new runs (tracking.uri)"
+        fix = "restore a backup, or set another store for new runs (tracking.uri)"
         return [*checks, Check(name="database", level="warning", text=text, fix=fix)]
     return [*checks, _schema(found, revision)]
 
 
 def _sqlite_revision(path: Path) -> str:
-    """The schema's revision, empty where there is none yet. Opened for reading alone."""
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=ANSWER_S)
+    """Return the schema's revision, empty if there is none yet. Opens the database read-only."""
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=SERVER_TIMEOUT_S)
     try:
         tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
         if "alembic_version" not in tables:
@@ -185,39 +183,39 @@ def _sqlite_revision(path: Path) -> str:
         connection.close()
 
 
-def _database(found: Store) -> list[Check]:
+def _database(found: MlflowStore) -> list[Check]:
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-W", "ignore", "-c", _ASK_DATABASE],
-            env={**os.environ, "HPCDIST_ASKED_URI": found.uri},
+            [sys.executable, "-P", "-W", "ignore", "-c", _READ_REVISION],
+            env={**os.environ, "HPCDIST_DATABASE_URI": found.uri},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=DATABASE_S,
+            timeout=DATABASE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        text = f"{found.shown} gave no answer within {DATABASE_S:g} s: {_LATER}"
-        return [Check(name="database", level="warning", text=text, fix="is it up, does a firewall let this host in?")]
-    word, _, revision = done.stdout.strip().partition(" ")
-    if word in ("revision", "empty"):
+        text = f"{found.shown} did not answer within {DATABASE_TIMEOUT_S:g} s: {_LATER}"
+        return [Check(name="database", level="warning", text=text, fix="check the server and the firewall")]
+    status, _, revision = done.stdout.strip().partition(" ")
+    if status in ("revision", "empty"):
         return [_schema(found, revision)]
-    said = (done.stderr.strip().splitlines() or ["nothing more"])[-1].replace(found.uri, found.shown)
-    if missing := re.search(r"No module named '(\w+)'", said):
+    error = (done.stderr.strip().splitlines() or ["no error message"])[-1].replace(found.uri, found.shown)
+    if missing := re.search(r"No module named '(\w+)'", error):
         name = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}.get(missing[1], missing[1])
-        text = f"{found.shown}: the driver {missing[1]} is not installed here: {_LATER}"
+        text = f"{found.shown}: the database driver {missing[1]} is not installed: {_LATER}"
         return [Check(name="database", level="warning", text=text, fix=f"`pip install {name}`")]
-    why = next((line for line in done.stderr.splitlines() if "Error" in line and "sqlalche.me" not in line), said)
-    text = f"{found.shown} cannot be asked ({' '.join(why.replace(found.uri, found.shown).split())[-200:]}): {_LATER}"
-    fix = "host, port, user and database are in the URI; a server in front of it (tracking.uri=http://…) is safer"
+    why = next((line for line in done.stderr.splitlines() if "Error" in line and "sqlalche.me" not in line), error)
+    text = f"{found.shown} cannot be queried ({' '.join(why.replace(found.uri, found.shown).split())[-200:]}): {_LATER}"
+    fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
     return [Check(name="database", level="warning", text=text, fix=fix)]
 
 
-def _schema(found: Store, revision: str) -> Check:
-    """A database's revision against the one that the MLflow installed here wants."""
+def _schema(found: MlflowStore, revision: str) -> Check:
+    """Compare a database's revision with that of the installed MLflow."""
     known = revisions()
     if not revision:
-        return Check(name="database", level="ok", text=f"{found.shown} is empty; the first run makes its tables")
+        return Check(name="database", level="ok", text=f"{found.shown} is empty; the first run creates its tables")
     head = next((own for own in known if own not in known.values()), "")
     if not known or revision == head:
         return Check(name="database", level="ok", text=f"{found.shown}, its schema is up to date")
@@ -229,14 +227,14 @@ def _schema(found: Store, revision: str) -> Check:
         text = f"{found.shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
         fix = f"copy the database as a backup, then `mlflow db upgrade {found.shown}`"
         return Check(name="database", level="warning", text=text, fix=fix)
-    text = f"{found.shown} has the schema {revision}, which this MLflow does not know: a newer one has been at it"
+    text = f"{found.shown} has the schema {revision} of a newer MLflow than the installed one"
     return Check(name="database", level="warning", text=f"{text}; {_LATER}", fix="`pip install --upgrade mlflow`")
 
 
 def revisions(folder: Path | None = None) -> dict[str, str]:
-    """Schema revisions of the MLflow installed here, each with the one before it (empty for the first).
+    """Return the schema revisions of the installed MLflow, each with its predecessor (empty for the first).
 
-    Read from its migrations' source: importing MLflow for it would take seconds. Empty where there are none.
+    They are read from the source of its migrations, because importing MLflow takes seconds.
     """
     if folder is None:
         spec = importlib.util.find_spec("mlflow")

@@ -1,4 +1,4 @@
-"""The doctor's page as people read it, and the same as one document for programs. Pure functions."""
+"""Rendering of doctor's report as text and as a JSON document. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from hpcdist.machine.check import Check, Level
 
-#: Titles of sections with what was found.
+#: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
 _MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "warning": "warning", "failure": "FAILURE"}
 _INDENT, _MARK, _NAME = 2, 9, 15
 
 
 def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[tuple[str, str]]:
-    """Lines of one section, each with what its first word is marked as: `title`, a level, or nothing."""
+    """Yield the lines of one section, each with its style: `title`, a level, or empty."""
     if not checks:
         return
     yield "title", title
@@ -45,16 +45,16 @@ def _wrapped(kind: str, head: str, text: str, width: int) -> Iterator[tuple[str,
 
 
 def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
-    """What counts, once more: what would make a run fail, by name; else that nothing would."""
+    """Yield the summary: the number of warnings, and each failure again."""
     found = [(title, check) for title, checks in page for check in checks]
     failures = [(title, check) for title, check in found if check.level == "failure"]
     warnings = sum(check.level == "warning" for _, check in found)
-    besides = f"{warnings} warning{'s' * (warnings != 1)} above" if warnings else "no warnings"
+    others = f"{warnings} warning{'s' * (warnings != 1)} above" if warnings else "no warnings"
     if not failures:
-        yield "ok", f"Nothing was found that would make a run fail; {besides}."
+        yield "ok", f"No problem found that would make a run fail; {others}."
         return
-    thing = "1 thing" if len(failures) == 1 else f"{len(failures)} things"
-    yield "failure", f"{thing} would make a run fail ({besides}):"
+    count = "1 problem" if len(failures) == 1 else f"{len(failures)} problems"
+    yield "failure", f"{count} would make a run fail ({others}):"
     for title, check in failures:
         where = f"{check.node}: " if check.node else ""
         yield from _plain(f"{where}{title}, {check.name}: {check.text}", width)
@@ -68,7 +68,7 @@ def _plain(text: str, width: int) -> Iterator[tuple[str, str]]:
 
 
 def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """One document: `facts` (version, host, time, …), whether a run would fail, and every check with its section."""
+    """Return the report as a document: `facts` (version, host, time, …), `would_fail`, and all checks by section."""
     checks = [{"section": title, **asdict(check)} for title, found in page for check in found]
     return {**facts, "would_fail": would_fail(page), "checks": checks}
 

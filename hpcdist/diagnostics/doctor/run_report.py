@@ -1,4 +1,4 @@
-"""`hpcdist doctor RUN`: how the run stands, what has failed where, and how its nodes are now."""
+"""`hpcdist doctor RUN`: sections about the run's status, failed attempts, and nodes."""
 
 from __future__ import annotations
 
@@ -11,151 +11,154 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcdist.config.schema import Config
-from hpcdist.diagnostics.doctor.live_nodes import LOOK_S, look_at_nodes
+from hpcdist.diagnostics.doctor.job_nodes import STEP_TIMEOUT_S, check_job_nodes
 from hpcdist.diagnostics.doctor.section import Section
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import fill
 from hpcdist.machine.check import LEVELS, Check
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
-from hpcdist.run.status import Standing, job_lives, job_of, look_now, stand
+from hpcdist.run.slurm_job import job_of, job_starts
+from hpcdist.run.status import RunStatus, status_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeState
 from hpcdist.slurm.nodelist import expand
 
-#: Attempts that have a line each; nodes of a run that have one where nothing is wrong with them.
+#: Number of failed attempts and of healthy nodes with a line each.
 SHOWN_ATTEMPTS = 5
 SHOWN_NODES = 16
-#: Words in a node's state that keep jobs off it, as `sinfo` writes them.
+#: Node states of `sinfo` in which a node accepts no jobs.
 _BAD = ("down", "drain", "fail", "error", "inval", "unknown", "not_responding", "reboot")
 _STANDING_S = 30.0
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
-    """What can be said of a run besides its machine; for one on Slurm that is all."""
+    """Return the sections about a run; for a run on Slurm also those about its nodes."""
     sections = [
-        Section(title="Run", look=lambda: _standing(run), within_s=_STANDING_S),
-        Section(title="Attempts", look=lambda: attempts(run)),
-        Section(title="Preflight", look=lambda: preflight(run)),
+        Section(title="Run", run=lambda: _standing(run), timeout_s=_STANDING_S),
+        Section(title="Attempts", run=lambda: attempts(run)),
+        Section(title="Preflight", run=lambda: preflight(run)),
     ]
     if job_of(run) is None:
         return sections
     return [
         *sections,
-        Section(title="Nodes, by Slurm", look=lambda: _node_states(run), within_s=_STANDING_S),
-        Section(title="Nodes, looked at", look=lambda: _live(run, config), within_s=LOOK_S + _STANDING_S),
+        Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=_STANDING_S),
+        Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + _STANDING_S),
     ]
 
 
-# --- how it stands
+# --- status
 
 
 def _standing(run: RunDir) -> list[Check]:
-    now = stand(run, look_now(run))
+    now = status_of(run)
     checks = [standing_check(run, now)]
-    if now.away:
-        text = f"Slurm cannot be asked: {now.away}"
-        fix = "what is said of nodes below may be old; see `hpcdist doctor`"
+    if now.slurm_error:
+        text = f"Slurm cannot be reached: {now.slurm_error}"
+        fix = "the node states below may be outdated; see `hpcdist doctor`"
         checks.append(Check(name="Slurm", level="warning", text=text, fix=fix))
     started = (read_json(run.environment) or {}).get("host", "")
     if job_of(run) is None and started and started != socket.gethostname():
-        text = f"it was started on {started}, and this is {socket.gethostname()}: what follows is about this machine"
+        text = f"the run was started on {started}; the sections below are about this machine, {socket.gethostname()}"
         checks.append(Check(name="host", level="note", text=text, fix=f"`hpcdist doctor {run.name}` on {started}"))
     if (held := holder(run)) is not None:
         ago = max(0, int(time.time() - float(held["renewed"])))
-        text = f"process {held['pid']} of {held['user']} on {held['host']}, last sign {ago} s ago"
+        text = f"process {held['pid']} of {held['user']} on {held['host']}, lease renewed {ago} s ago"
         checks.append(Check(name="held by", level="ok", text=text))
     return checks
 
 
-def standing_check(run: RunDir, now: Standing) -> Check:
-    """How a run stands, and what to do where that is not as it should be."""
+def standing_check(run: RunDir, now: RunStatus) -> Check:
+    """Return the run's status, with the next command if it failed or was lost."""
     text = now.sentence
     if now.facts is not None and now.facts.sentence() not in text:
         text += f"; {now.facts.describe(time.time())}"
     if now.name == "lost":
-        fix = f"`hpcdist resume {run.name}` goes on, `hpcdist sync {run.name}` closes it in MLflow"
+        fix = f"`hpcdist resume {run.name}` continues it, `hpcdist sync {run.name}` closes it in MLflow"
         return Check(name="state", level="warning", text=text, fix=fix)
     if now.name == "failed":
-        return Check(name="state", level="warning", text=text, fix=f"why: `hpcdist explain {run.name}`")
+        return Check(name="state", level="warning", text=text, fix=f"for the cause run `hpcdist explain {run.name}`")
     return Check(name="state", level="ok", text=text)
 
 
-# --- what has failed where
+# --- failed attempts
 
 
 def attempts(run: RunDir) -> list[Check]:
-    """Which node each failed attempt failed on; a warning where it is always the same one."""
+    """Return the node of each failed attempt; add a warning if it is always the same node."""
     found = [(attempt, failure) for attempt in run.attempts() if (failure := read_json(attempt.failure)) is not None]
     if not found:
         started = len(run.attempts())
-        text = f"{started} started, none has failed" if started else "none was started yet"
+        text = f"{started} started, none failed" if started else "none started yet"
         return [Check(name="attempts", level="ok", text=text)]
     checks = [_failed(attempt, failure) for attempt, failure in found[-SHOWN_ATTEMPTS:]]
     if len(found) > SHOWN_ATTEMPTS:
-        text = f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed, too"
+        text = f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed as well"
         checks.insert(0, Check(name="attempts", level="note", text=text))
     by_host = Counter(str(failure.get("host", "")) for _, failure in found)
     host, times = by_host.most_common(1)[0]
     if host and times > 1 and len(by_host) == 1 and job_of(run) is not None:
-        text = f"all {times} failures were here and on no other node"
-        fix = f"`hpcdist resume {run.name} cluster.exclude={host.partition('.')[0]}`, and tell the cluster's staff"
+        text = f"all {times} failures happened on this node"
+        fix = f"`hpcdist resume {run.name} cluster.exclude={host.partition('.')[0]}`, and report the node"
         checks.append(Check(name="suspect", level="warning", text=text, fix=fix, node=host))
     return checks
 
 
 def _failed(attempt: Attempt, failure: dict[str, Any]) -> Check:
     step = f" at step {failure['step']}" if failure.get("step") is not None else ""
-    what = " ".join(str(failure.get("error", "")).split())
+    error = " ".join(str(failure.get("error", "")).split())
     return Check(
         name=f"attempt {attempt.number}",
         level="note",
-        text=f"rank {failure.get('rank')} failed{step}: {what[:200]}",
+        text=f"rank {failure.get('rank')} failed{step}: {error[:200]}",
         node=str(failure.get("host", "")),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Preflight:
-    """The content of `preflight.json` that is shown here."""
+    """The part of `preflight.json` that the report shows."""
 
     nodes: list[str] = field(default_factory=list)
     checks: list[Any] = field(default_factory=list)
 
 
 def preflight(run: RunDir) -> list[Check]:
-    """What was found on the nodes before the newest attempt that looked at them."""
-    looked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
-    if not looked:
+    """Return the results of the newest preflight."""
+    checked = [attempt for attempt in run.attempts() if attempt.preflight.is_file()]
+    if not checked:
         return []
-    newest = looked[-1]
+    newest = checked[-1]
     saved = fill(_Preflight, read_json(newest.preflight) or {}, newest.preflight)
     ago = max(0, int(time.time() - newest.preflight.stat().st_mtime)) // 60
     when = f"before attempt {newest.number}, {ago} min ago, on {len(saved.nodes)} nodes"
     checks = [fill(Check, check, newest.preflight) for check in saved.checks if isinstance(check, dict)]
     bad = [check for check in checks if LEVELS.index(check.level) >= LEVELS.index("warning")]
-    head = f"{len(bad)} finding{'s' * (len(bad) != 1)}" if bad else "all was well"
+    head = f"{len(bad)} finding{'s' * (len(bad) != 1)}" if bad else "no problems"
     return [Check(name="result", level="note" if bad else "ok", text=f"{head} {when}"), *bad]
 
 
-# --- its nodes
+# --- nodes
 
 
-def nodes_of(run: RunDir, now: Standing) -> list[str]:
-    """Nodes of the run's job in all its lives, those of the present one first."""
+def nodes_of(run: RunDir, now: RunStatus) -> list[str]:
+    """Return the nodes of the run's job, those of the current start first, then those before each requeue."""
     present = expand(now.facts.nodes) if now.facts is not None and now.facts.nodes else []
-    earlier = [node for life in reversed(job_lives(run)) for node in expand(str(life.get("nodes", "")))]
+    earlier = [node for life in reversed(job_starts(run)) for node in expand(str(life.get("nodes", "")))]
     return list(dict.fromkeys([*present, *earlier]))
 
 
 def _node_states(run: RunDir) -> list[Check]:
-    nodes = nodes_of(run, stand(run, look_now(run)))
+    nodes = nodes_of(run, status_of(run))
     if not nodes:
         return []
     try:
         states = client.node_states(names=nodes)
     except SlurmError as error:
-        text = f"Slurm does not say how they are: {error}"
+        text = f"Slurm does not report their states: {error}"
         return [Check(name="nodes", level="warning", text=text, fix="see `hpcdist doctor`")]
     return node_checks(states, nodes)
 
@@ -167,7 +170,7 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
     for node in nodes:
         found = known.get(node)
         if found is None:
-            text = "Slurm knows no such node any more"
+            text = "Slurm has no node of this name any more"
             bad.append(Check(name=node, level="warning", text=text, node=node))
             continue
         if found.state.lower().startswith(_BAD) or "*" in found.state:
@@ -188,19 +191,19 @@ def _unfit(node: NodeState) -> Check:
         words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
     if node.reason:
         words.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
-    fix = "Slurm starts nothing there; `hpcdist resume` gets other nodes. "
-    fix += f"Once it is mended staff runs `scontrol update nodename={node.name} state=resume`"
+    fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
+    fix += f"After the repair an administrator runs `scontrol update nodename={node.name} state=resume`"
     return Check(name=node.name, level="warning", text=", ".join(words), fix=fix, node=node.name)
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
-    """What the nodes say themselves, while the run's job has them."""
-    now = stand(run, look_now(run))
+    """Run the preflight on the nodes while the run's job has them."""
+    now = status_of(run)
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
-        text = "the run has no nodes at present, so only Slurm's word of them is to be had"
+        text = "not run: the run has no nodes at present"
         return [Check(name="nodes", level="ok", text=text)]
     if config.cluster.roles and len(now.facts.nodes.split(",")) > 1 and config.cluster.het is not False:
-        text = "a heterogeneous job's nodes are not looked at while it runs; see its preflight"
+        text = "not available while a heterogeneous job runs; see the section Preflight"
         return [Check(name="nodes", level="note", text=text)]
-    return look_at_nodes(run, config, job.id, expand(now.facts.nodes))
+    return check_job_nodes(run, config, job.id, expand(now.facts.nodes))

@@ -1,4 +1,4 @@
-"""The file system of the runs' folder: may this user write there, does it keep what the run folder relies on?"""
+"""Checks of the folder of runs: permissions, space, speed, and the file operations that run folders need."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hpcdist.run.runs_dir import DATABASE, foreign_owner
 GIB = 2**30
 _LITTLE_SPACE = 2 * GIB
 _FEW_FILES = 10_000
-#: Enough to pass the caches of most file systems by, since each block is written through.
-_TRIED_BYTES, _TRIED_S = 32 * 2**20, 2.0
-#: A checkpoint of a gigabyte takes a minute below this.
+#: Each block is synced, so caches do not hide the speed.
+_TEST_BYTES, _TEST_S = 32 * 2**20, 2.0
+#: At this speed, a checkpoint of 1 GiB takes a minute.
 _SLOW = 16 * 2**20
-#: A clock that is further off misleads; mount options that round times do not come near.
+#: Far above the rounding of time stamps by mount options.
 _CLOCK_S = 10.0
-_CHOOSE = "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
+_CHOOSE = "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
 
 
 def clock_offset(folder: Path) -> float:
-    """Seconds that a folder's file server is ahead of this machine, by the time of a file that is made there."""
+    """Return the seconds by which the file server's clock is ahead, from the time stamp of a new file."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         before = time.time()
         os.utime(file.name)
@@ -36,8 +36,8 @@ def clock_offset(folder: Path) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tries:
-    """What is tried in a folder; tests put others in their place."""
+class FolderTests:
+    """The tests of a folder, which unit tests replace."""
 
     rename: Callable[[Path], str] = storage.rename_problem
     exclusive: Callable[[Path], str] = storage.exclusive_problem
@@ -46,21 +46,19 @@ class Tries:
     clock: Callable[[Path], float] = clock_offset
 
 
-def runs_folder(
-    runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False, tries: Tries | None = None
+def folder_checks(
+    runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False, tries: FolderTests | None = None
 ) -> list[Check]:
-    """What is wrong with a folder that runs are, or will be, in.
-
-    Nothing is made: a folder that is not there yet is tried by the nearest one above it.
+    """Check the folder of runs without creating it: if it does not exist, its nearest existing parent is tested.
 
     Args:
-        on_cluster: whether Slurm's nodes have to see it.
-        in_container: whether this process is in one, whose own layer goes with it.
+        on_cluster: whether Slurm's nodes must see the folder.
+        in_container: whether this process runs in a container, whose own layer is not kept.
     """
-    tries = tries or Tries()
+    tries = tries or FolderTests()
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
-    shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (made by the first run)")
+    shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (the first run creates it)")
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
         return [Check(name="runs", level="failure", text=text, fix=f"`mount | grep {kind}` shows why; {_CHOOSE}")]
@@ -70,8 +68,8 @@ def runs_folder(
         return [Check(name="runs", level="failure", text=text, fix=fix)]
     checks = [Check(name="runs", level="ok", text=shown)]
     checks += _privacy(runs_dir)
-    if in_container and kind == "overlay" and is_with_the_root(place):
-        text = "in the container's own layer: what is written there is gone with the container"
+    if in_container and kind == "overlay" and is_in_container_layer(place):
+        text = "in the container's own layer, which is deleted with the container"
         fix = f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"
         checks.append(Check(name="file system", level="warning", text=text, fix=fix))
     else:
@@ -80,25 +78,25 @@ def runs_folder(
     if checks[-1].level != "failure":
         checks.append(_speed(place, tries))
     if checks[-1].level == "failure":
-        return checks  # where nothing can be written the rest cannot be tried
-    return [*checks, *_promises(place, tries), *_clock(tries.clock(place))]
+        return checks  # the remaining tests need to write files
+    return [*checks, *_file_operations(place, tries), *_clock(tries.clock(place))]
 
 
 def _privacy(runs_dir: Path) -> list[Check]:
-    """Whether the folder and its database belong to this user alone."""
+    """Check that only this user can write to the folder and its database."""
     database = runs_dir / DATABASE
-    for path, what in ((runs_dir, "the folder"), (database, "the database")):
+    for path, kind in ((runs_dir, "the folder"), (database, "the database")):
         if (owner := foreign_owner(path)) is not None:
-            text = f"{what} {path} belongs to {owner}: a run is refused, since a folder of runs has one user"
+            text = f"{kind} {path} belongs to {owner}: runs are refused, because a folder of runs has a single owner"
             return [
-                Check(name="owner", level="failure", text=text, fix=f"{_CHOOSE}; share results in a tracking server")
+                Check(name="owner", level="failure", text=text, fix=f"{_CHOOSE}; share results by an MLflow server")
             ]
     checks = []
     if (mode := _mode(runs_dir)) & 0o022 and not mode & stat.S_ISVTX:
         text = f"group or others may write to {runs_dir} (mode {mode:04o}): they can replace what your runs execute"
         checks.append(Check(name="owner", level="warning", text=text, fix=f"chmod go-w {shlex.quote(str(runs_dir))}"))
     if (mode := _mode(database)) & 0o077:
-        text = f"group or others may open {database} (mode {mode:04o}); the next run closes it"
+        text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
         checks.append(Check(name="database", level="warning", text=text, fix=f"chmod 600 {shlex.quote(str(database))}"))
     return checks
 
@@ -107,15 +105,15 @@ def _mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
 
 
-def is_with_the_root(place: Path) -> bool:
-    """Whether nothing of its own is mounted there."""
+def is_in_container_layer(place: Path) -> bool:
+    """Return whether a path is on the root file system instead of a mount of its own."""
     return place.stat().st_dev == Path("/").stat().st_dev
 
 
-def _promises(place: Path, tries: Tries) -> list[Check]:
-    """What the run folder relies on."""
+def _file_operations(place: Path, tries: FolderTests) -> list[Check]:
+    """Test the file operations that run folders rely on."""
     problems = [
-        ("replacing", tries.rename(place), "readers may see half a file, and a restart may find no checkpoint"),
+        ("replacing", tries.rename(place), "readers may see partial files, and a restart may find no checkpoint"),
         ("making once", tries.exclusive(place), "two supervisors could take the same run"),
     ]
     broken = [
@@ -125,10 +123,10 @@ def _promises(place: Path, tries: Tries) -> list[Check]:
     ]
     if broken:
         return broken
-    checks = [Check(name="files", level="ok", text="are replaced in one piece, and made once only")]
+    checks = [Check(name="files", level="ok", text="atomic replacement and exclusive creation work")]
     if problem := tries.lock(place):
-        text = f"locks do not work ({problem}): sqlite's database needs them, and `hpcdist` where two commands meet"
-        fix = "keep MLflow elsewhere (tracking.uri); Lustre: mount with -o flock; NFS: is rpc.statd up?"
+        text = f"locks do not work ({problem}): sqlite's database and concurrent `hpcdist` commands need them"
+        fix = "set another MLflow store (tracking.uri); Lustre: mount with -o flock; NFS: check rpc.statd"
         checks.append(Check(name="locks", level="warning", text=text, fix=fix))
     return checks
 
@@ -136,28 +134,28 @@ def _promises(place: Path, tries: Tries) -> list[Check]:
 def _clock(offset_s: float) -> list[Check]:
     if abs(offset_s) < _CLOCK_S:
         return []
-    text = f"the file server's is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
-    fix = "times of files mislead (`status`, `explain`): set both clocks by one time server (chronyc, timedatectl)"
+    text = f"the file server's clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
+    fix = "file times are misleading (`status`, `explain`): synchronise both clocks (chronyc, timedatectl)"
     return [Check(name="clock", level="warning", text=text, fix=fix)]
 
 
 def _owner(place: Path) -> str:
     try:
         return f"{place.owner()} ({place.stat().st_uid})"
-    except KeyError:  # nobody whom this machine, or this image, knows by name
+    except KeyError:  # the uid has no name on this machine or in this image
         return f"user {place.stat().st_uid}"
 
 
 def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
     text = f"{kind or 'of unknown type'}{f' ({source})' if source and source != kind else ''}"
     if kind not in storage.LOCAL:
-        seen = "other machines may see it" if kind else "whether other machines see it cannot be told"
+        seen = "other machines may see it" if kind else "unknown whether other machines see it"
         return Check(name="file system", level="ok", text=f"{text}: {seen}")
     if not on_cluster:
         return Check(name="file system", level="ok", text=f"{text}, of this machine")
     private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE) or kind in storage.IN_MEMORY
     where = "each machine has its own" if private else "of this machine"
-    fix = "on a shared one: --runs-dir, HPCDIST_RUNS_DIR; if the nodes do see it: cluster.shared_runs=true"
+    fix = "set a shared folder by --runs-dir or HPCDIST_RUNS_DIR; if the nodes see this one: cluster.shared_runs=true"
     return Check(name="file system", level="warning", text=f"{text}, {where}: Slurm's nodes must see it", fix=fix)
 
 
@@ -172,20 +170,20 @@ def _space(place: Path) -> Check:
         return Check(name="space", level="warning", text=f"{text}: checkpoints may not fit", fix=fix)
     if files is not None and files < _FEW_FILES:
         text = f"{text}, but only {files} more files (inodes)"
-        return Check(name="space", level="warning", text=text, fix=f"remove old runs, or ask for more; {_CHOOSE}")
+        return Check(name="space", level="warning", text=text, fix=f"remove old runs, or raise the quota; {_CHOOSE}")
     return Check(name="space", level="ok", text=text)
 
 
-def _speed(place: Path, tries: Tries) -> Check:
+def _speed(place: Path, tries: FolderTests) -> Check:
     try:
-        speed = tries.speed(place, _TRIED_BYTES, _TRIED_S)
+        speed = tries.speed(place, _TEST_BYTES, _TEST_S)
     except OSError as error:
-        text = f"a file of {_TRIED_BYTES // 2**20} MiB could not be written ({error.strerror}): checkpoints would fail"
-        fix = f"full, read-only, or your quota is used up (`quota -s`, `df -h {place}`); {_CHOOSE}"
+        text = f"a file of {_TEST_BYTES // 2**20} MiB could not be written ({error.strerror}): checkpoints would fail"
+        fix = f"disk full, read-only, or quota exceeded (`quota -s`, `df -h {place}`); {_CHOOSE}"
         return Check(name="writing", level="failure", text=text, fix=fix)
-    text = f"{speed / 2**20:.0f} MiB/s, each block waited for"
+    text = f"{speed / 2**20:.0f} MiB/s with each block synced"
     if speed < _SLOW:
-        fix = "save less often (checkpoint.every_steps), or look for a faster file system"
+        fix = "save less often (checkpoint.every_steps), or use a faster file system"
         return Check(
             name="writing", level="note", text=f"{text}: a checkpoint of 1 GiB takes a minute or more", fix=fix
         )

@@ -24,7 +24,8 @@ import time
 from collections.abc import MutableMapping
 from typing import Any
 
-from hpcdist.run.folder import Attempt, write_atomic, write_json
+from hpcdist.files.atomic import write_atomic, write_json
+from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
 #: Number of collectives that a recorder keeps, torch's default.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 
 SYSFS = Path("/sys/class/infiniband")
 NOT_SEEN, SOCKETS, OTHER = 0, 1, 2

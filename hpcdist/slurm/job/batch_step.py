@@ -14,24 +14,26 @@ from typing import Any
 from hpcdist import logs
 from hpcdist.config.loading import load_run_config
 from hpcdist.config.written import secrets_of
-from hpcdist.containers.request import box_for
+from hpcdist.containers.rank_container import rank_container
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry
+from hpcdist.files.atomic import read_json
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run import snapshot
-from hpcdist.run.folder import ENDED, Attempt, RunDir, State, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.lease import Held, hold
+from hpcdist.run.pending_config import newest_step, settle
 from hpcdist.run.secret_file import kept
-from hpcdist.run.status import note_life
+from hpcdist.run.slurm_job import record_job_start
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job.slurm_launcher import SlurmLauncher
 from hpcdist.slurm.job.srun import rank_env
 from hpcdist.slurm.job_components import rank_table_lines
-from hpcdist.supervisor.pending_config import newest_step, settle
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 from hpcdist.supervisor.watch import Allocation
-from hpcdist.tracking.uri import choose_uri
+from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
@@ -56,7 +58,7 @@ class JobLog:
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
         if self._life is not None:
             try:
-                note_life(self._life, os.environ)
+                record_job_start(self._life, os.environ)
             except OSError as error:
                 # A full disk is no reason to leave ranks that have just been started.
                 log.warning("it is not noted where this job runs: %s", error)
@@ -142,9 +144,9 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
     cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-    uri = choose_uri(env, config.tracking.uri, Path(config.runs_dir))
+    uri = resolve_uri(config, env)
     import_path = snapshot.import_path(code, run)
-    box = box_for(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
+    box = rank_container(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
     if box is not None:
         # The host's packages are not the image's.
@@ -160,7 +162,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             launcher,
             JobLog(life=run),
             # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
-            tracking_uri=uri if uri.startswith(("http://", "https://")) else None,
+            tracking_uri=uri if is_server(uri) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
             check_lease=held.check,
@@ -197,7 +199,7 @@ def _told(state: State) -> State:
 
 def _asked_by(run: RunDir, state: State) -> str | None:
     """Who has asked the last attempt to stop or end."""
-    request = run.attempt(state.attempt).asked()
+    request = run.attempt(state.attempt).read_request()
     return None if request is None else request.by
 
 

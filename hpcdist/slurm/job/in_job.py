@@ -13,12 +13,13 @@ from pathlib import Path
 
 from hpcdist.config.schema import ClusterConfig, Config
 from hpcdist.errors import ConfigError, HpcdistError, RunFolderError
-from hpcdist.run.folder import RunDir, State, read_record, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run import create
+from hpcdist.run.folder import RunDir, State, read_record
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.exposed_secrets import exposed_secrets
 from hpcdist.slurm.job.batch_step import supervise
 from hpcdist.slurm.nodelist import expand_tasks
-from hpcdist.supervisor import start
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
 
 def with_run_name(config: Config, job_id: str) -> Config:
     """Return the config with a run name: its own, or one that follows from the job and is the same after a requeue."""
-    return config if config.name else replace(config, name=f"{start.label_of(config)}-job{job_id}")
+    return config if config.name else replace(config, name=f"{create.label_of(config)}-job{job_id}")
 
 
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
@@ -89,11 +90,11 @@ def _is_incomplete(run: RunDir, job_id: str) -> bool:
 
 
 def _create(config: Config, cwd: Path, job_id: str) -> RunDir:
-    start.check_trainer(config, cwd)
+    create.check_trainer(config, cwd)
     if problems := exposed_secrets(config):
         raise ConfigError(problems)
     try:
-        run = start.create_run(config, cwd, launcher="slurm")
+        run = create.create_run(config, cwd, launcher="slurm")
     except RunFolderError as error:
         raise RunFolderError(f"{error} (or leave `name` out: then each job creates a new run)") from error
     # Last: with this file the folder is complete, and a requeued job continues with it.

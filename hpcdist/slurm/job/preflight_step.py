@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config, DataConfig
-from hpcdist.containers.runtimes import Box, outer_env
+from hpcdist.containers.runtimes import outer_env
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.machine.check import Check
 from hpcdist.machine.timed_command import last_line, run_within
-from hpcdist.preflight.judge import judge
+from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
-from hpcdist.run.folder import Attempt, RunDir, write_atomic, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import CurrentJob, signal_named_steps
 from hpcdist.slurm.job.srun import PREFLIGHT_STEP, preflight_command
 from hpcdist.slurm.job_components import allocations, components
@@ -65,7 +68,7 @@ class Preflight:
         nodes: Sequence[Sequence[str]],
         *,
         env: Mapping[str, str],
-        box: Box | None,
+        box: ContainerSpec | None,
         het: bool,
     ) -> None:
         self._run = run
@@ -192,7 +195,7 @@ class Preflight:
 
 
 def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
-    """The judge's findings; with what the tasks of silent nodes (`tasks` names each one's node) have said.
+    """The check_nodes's findings; with what the tasks of silent nodes (`tasks` names each one's node) have said.
 
     Where nobody has answered the step itself has failed, which says nothing of the nodes: ranks may still start.
     """
@@ -205,7 +208,7 @@ def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
                 fix="the ranks are started all the same",
             )
         ]
-    checks = judge(request, look.answers)
+    checks = check_nodes(request, look.answers)
     silent = {node: task for task, node in enumerate(tasks) if node not in look.answers}
     return [
         replace(check, text=f"{check.text}: {said}")
@@ -229,7 +232,7 @@ def told(checks: Sequence[Check], seconds: float) -> list[str]:
 
 
 def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
-    """`preflight.txt`: everything that was found, the worst first as the judge has it."""
+    """`preflight.txt`: everything that was found, the worst first as the check_nodes has it."""
     lines = [f"preflight of {len(nodes)} nodes ({', '.join(nodes)}), {seconds:.1f} s", ""]
     return "\n".join([*lines, *(f"{check.level:<8} {check.sentence()}" for check in checks), ""])
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from hpcdist.containers.node_steps import ContainerSteps
+from hpcdist.files.atomic import read_json
 from hpcdist.files.log_text import PIECE_BYTES, last_lines
 from hpcdist.files.retry import retry
 from hpcdist.machine.timed_command import last_line
-from hpcdist.run.folder import Attempt, read_json
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.current_job import signal_named_steps
 from hpcdist.slurm.job.srun import step_name
 from hpcdist.slurm.nodelist import expand
@@ -246,7 +247,7 @@ class RankStep:
         for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:
-                code = self._containers.meaning(self._attempt, rank, host, code)
+                code = self._containers.exit_code(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
@@ -259,7 +260,7 @@ class RankStep:
             return
         # What changes the folder in the same tick of its clock as the last change is not seen in its time.
         self._search_again = began < self._changed_at + FOLDER_TICK_S
-        outcomes = self._attempt.outcomes(besides=self._reported)
+        outcomes = self._attempt.outcomes(skip=self._reported)
         self._reported |= outcomes.keys()
         for rank, outcome in sorted(outcomes.items(), key=lambda item: float(item[1]["time"])):
             if outcome["outcome"] in ("failed", "rejected"):
@@ -291,7 +292,7 @@ class RankStep:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         if self._containers is not None:
-            self._containers.remove_left()
+            self._containers.remove_containers()
         self._guard.forget(self._process.pid)
         self._log.close()
         os.close(self._descriptor)

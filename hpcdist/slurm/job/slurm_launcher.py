@@ -12,10 +12,13 @@ from typing import Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.containers.node_steps import ContainerSteps
-from hpcdist.containers.runtimes import Box, outer_env
+from hpcdist.containers.runtimes import outer_env
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_within
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
 from hpcdist.slurm.job.node_ranks import parse_answers
@@ -63,7 +66,7 @@ class SlurmLauncher:
         env: Mapping[str, str],
         import_path: Sequence[str],
         cwd: Path,
-        box: Box | None = None,
+        box: ContainerSpec | None = None,
     ) -> None:
         parts = components(config)
         self.num_ranks = sum(part.num_ranks for part in parts)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.containers.runtimes import CONTAINERS_STEP, DEAF_TO_USR2, Box, contain
-from hpcdist.run.folder import Attempt
+from hpcdist.containers.runtimes import CONTAINERS_STEP, IGNORE_USR2, container_command
+from hpcdist.containers.spec import ContainerSpec
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.extra_flags import option_value
 from hpcdist.slurm.job_components import JobComponent, allocations, component_cluster, components, is_het
 from hpcdist.supervisor.plan import processor_env
@@ -25,7 +26,9 @@ _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_P
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
 
-def step_command(config: Config, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
+def step_command(
+    config: Config, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
+) -> list[str]:
     """The step that runs every rank of a run once, whatever its roles ask for, in containers where there is a box."""
     parts = components(config)
     if is_het(config):
@@ -37,7 +40,9 @@ def step_command(config: Config, attempt: Attempt, command: Sequence[str], box: 
     return _placed_command(cluster, sum(part.num_ranks for part in parts), attempt, command, box)
 
 
-def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: Box | None = None) -> list[str]:
+def srun_command(
+    cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
+) -> list[str]:
     """The step where all nodes hold equally many ranks.
 
     A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
@@ -46,16 +51,16 @@ def srun_command(cluster: ClusterConfig, attempt: Attempt, command: Sequence[str
     return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
 
 
-def _rank_words(attempt: Attempt, command: Sequence[str], box: Box | None) -> list[str]:
+def _rank_words(attempt: Attempt, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
     """A rank as a task: in a container, which for pyxis begins with flags of srun, or as it is."""
     if box is None:
-        return [*DEAF_TO_USR2, *command]
-    contained = contain(box, command, attempt)
-    return [*contained.srun, *contained.words]
+        return [*IGNORE_USR2, *command]
+    contained = container_command(box, command, attempt)
+    return [*contained.srun_flags, *contained.argv]
 
 
 def _het_command(
-    config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: Box | None
+    config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
 ) -> list[str]:
     """One step over all components: ranks count through them."""
     words = ["srun"]
@@ -70,8 +75,8 @@ def _het_command(
         if box is None:
             words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
         else:
-            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command, attempt)
-            words += [*contained.srun, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.words]
+            contained = container_command(replace(box, gpus=box.gpus if part.gpus_per_node else ""), command, attempt)
+            words += [*contained.srun_flags, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.argv]
     return words
 
 
@@ -83,7 +88,7 @@ def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
 
 
 def _placed_command(
-    cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: Box | None
+    cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
 ) -> list[str]:
     """The step where each rank is told its node, in the file that SLURM_HOSTFILE names."""
     flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
@@ -161,7 +166,7 @@ def preflight_command(
     parts: Sequence[JobComponent],
     nodes: Sequence[Sequence[str]],
     command: Sequence[str],
-    box: Box | None = None,
+    box: ContainerSpec | None = None,
     *,
     het: bool,
 ) -> list[str]:
@@ -188,8 +193,8 @@ def preflight_command(
         }
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
         if box is None:
-            words += [*DEAF_TO_USR2, *command]
+            words += [*IGNORE_USR2, *command]
         else:
-            contained = contain(replace(box, gpus=box.gpus and part.gpus_per_node > 0), command)
-            words += [*contained.srun, *contained.words]
+            contained = container_command(replace(box, gpus=box.gpus if part.gpus_per_node else ""), command)
+            words += [*contained.srun_flags, *contained.argv]
     return words

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config
-from hpcdist.containers import request as containing
+from hpcdist.containers.rank_container import container_problems
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import LARGEST
 from hpcdist.machine.storage import file_system
-from hpcdist.run.folder import read_json
+from hpcdist.run import create
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import Partition
@@ -30,7 +31,6 @@ from hpcdist.slurm.nodelist import expand
 from hpcdist.slurm.submit import submission
 from hpcdist.slurm.submit.partition_limits import Findings, check_partitions, requested_partitions
 from hpcdist.slurm.submit.runs_dir_check import runs_dir_problems
-from hpcdist.supervisor import start
 
 
 def check_config(config: Config, cwd: Path) -> None:
@@ -61,7 +61,7 @@ def check_submission(
     sbatch_flags = {name: value for cluster in requests for name, value in cluster.sbatch.items()}
     problems += rejected_flags("sbatch", {**sbatch_flags, **flags}, options=flags)
     problems += rejected_flags("srun", config.cluster.srun)
-    problems += containing.problems(config, cwd or Path.cwd(), os.environ)
+    problems += container_problems(config, cwd or Path.cwd(), os.environ)
     findings = _check_cluster(config, requests, missing_data)
     blocking = problems + ([] if force else findings.errors)
     estimate = ""
@@ -108,7 +108,7 @@ def _config_problems(config: Config, cwd: Path | None) -> list[str]:
     problems += exposed_secrets(config)
     try:
         if cwd is not None:
-            start.check_trainer(config, cwd)
+            create.check_trainer(config, cwd)
     except ConfigError as error:
         problems += error.problems
     return problems

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcdist.errors import UserMistake
 from hpcdist.run.lookup import resolve_run
-from hpcdist.run.status import job_of
+from hpcdist.run.slurm_job import job_of
 
 KINDS = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok", "singleton")
 _JOB = re.compile(r"\d+(_(\d+|\*))?")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, read_record, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, read_record
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job.batch_step import supervise_in_job

@@ -1,4 +1,4 @@
-"""Where the ranks of a run stand that makes no progress: collected on every node before they are killed.
+"""Stack traces of hung ranks, collected on every node before the ranks are killed.
 
-`node` runs once on each node, `collect` starts it and writes down what came back, `summary` finds the odd one out.
+`node` runs once on each node, `collect` starts it and saves its results, `summary` finds the ranks that differ.
 """

@@ -1,7 +1,7 @@
-"""What PyTorch's flight recorders tell: which collective each rank waits in, and who has not come to it.
+"""Records of PyTorch's flight recorders: the collective that each rank waits in, and the ranks that have not called it.
 
-A recorder keeps the last collectives of each process group with their numbers, which are the same on all ranks of the
-group. Ranks write theirs down when they are asked (`rank/telemetry/flight_recorder.py`). Pure functions.
+A recorder keeps the last collectives of each process group with their sequence numbers, which are equal on all ranks
+of the group. Ranks write their records on SIGUSR1 (`rank/telemetry/flight_recorder.py`). Pure functions.
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: How torch itself describes groups that nobody has described.
+#: torch's descriptions of groups that have none.
 _NO_LABELS = ("undefined", "default_pg", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """A rank's collectives in one process group."""
+    """Collectives of a rank in one process group."""
 
     backend: str
-    group: str  #: its name for torch, which is the same on all ranks
-    label: str = ""  #: how its maker describes it
-    last: int  #: number of the last one that was called
-    operation: str  #: which one that was: `all_reduce [4096]`
-    pending: tuple[tuple[int, str], ...] = ()  #: those that have not ended, the first called first
+    group: str  #: torch's name of the group, equal on all ranks
+    label: str = ""  #: description of the group, if it has one
+    last: int  #: sequence number of the last call
+    operation: str  #: operation of the last call: `all_reduce [4096]`
+    pending: tuple[tuple[int, str], ...] = ()  #: sequence numbers and operations of unfinished calls, in order
 
     @property
     def group_text(self) -> str:
         return "the default group" if self.group == "0" else f"group {self.label or self.group}"
 
     def text(self) -> str:
-        """`gloo, group control: waits in all_reduce [2] (number 7)`."""
+        """Return such as `gloo, group control: waits in all_reduce [2] (7)`."""
         number, operation = self.pending[0] if self.pending else (self.last, self.operation)
-        return (
-            f"{self.backend}, {self.group_text}: {'waits in' if self.pending else 'has ended'} {operation} ({number})"
-        )
+        verb = "waits in" if self.pending else "has finished"
+        return f"{self.backend}, {self.group_text}: {verb} {operation} ({number})"
 
 
 def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
-    """A rank's collectives by group, in the order of the groups' last calls.
+    """Return a rank's collectives by group, in the order of the groups' last calls.
 
     Args:
-        recorders: by backend, what its flight recorder wrote as JSON (`_dump_fr_trace_json`).
+        recorders: JSON of the flight recorder (`_dump_fr_trace_json`), by backend.
     """
     by_group: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for backend, recorded in recorders.items():
@@ -65,7 +64,7 @@ def calls_of(recorders: Mapping[str, Any]) -> list[Calls]:
 
 
 def _is_pending(entry: Mapping[str, Any]) -> bool:
-    # gloo's never leave the state `scheduled`, but are retired.
+    # Calls of gloo stay in the state `scheduled`; they are retired when finished.
     return not (entry["retired"] or entry["state"] == "completed")
 
 
@@ -77,9 +76,9 @@ def _operation(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
-    """A collective that some ranks wait in and others have not called."""
+    """A collective that some ranks wait in, and others have not called."""
 
-    call: Calls  #: one that waits
+    call: Calls  #: calls of one waiting rank
     number: int
     operation: str
     waiting: tuple[int, ...]
@@ -94,10 +93,10 @@ class Absence:
 
 
 def absences(calls: Mapping[int, Sequence[Calls]]) -> list[Absence]:
-    """For each group the first collective that some ranks wait in and others of them have not called yet.
+    """Return, for each group, the first collective that some of its ranks wait in and others have not called.
 
     Args:
-        calls: by rank. Who has called nothing of a group so far is not known to belong to it.
+        calls: by rank. A rank without any call in a group is not known to belong to it.
     """
     found = []
     for members in _by_group(calls):
@@ -123,30 +122,30 @@ def absences(calls: Mapping[int, Sequence[Calls]]) -> list[Absence]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Ranks that call different collectives of a group as the same one: they took different paths in the code."""
+    """Ranks of a group that call different collectives under one sequence number, because their code paths differ."""
 
     call: Calls
     number: int
     callers: tuple[tuple[str, tuple[int, ...]], ...]  #: by operation, most callers first
 
     def text(self) -> str:
-        said = ", but ".join(
+        calls = ", but ".join(
             f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {operation}" for operation, ranks in self.callers
         )
-        return f"as {self.call.backend} collective number {self.number} of {self.call.group_text} {said}"
+        return f"as {self.call.backend} collective number {self.number} of {self.call.group_text} {calls}"
 
 
 def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[Mismatch]:
-    """For each group the first collective that ranks wait in and that is another one for others of them."""
+    """Return, for each group, the first pending sequence number under which ranks call different collectives."""
     found = []
     for members in _by_group(calls):
         callers: dict[int, dict[str, list[int]]] = {}
         for rank, call in sorted(members.items()):
             for number, operation in call.pending:
                 callers.setdefault(number, {}).setdefault(operation.partition(" ")[0], []).append(rank)
-        torn = next((item for item in sorted(callers.items()) if len(item[1]) > 1), None)
-        if torn is not None:
-            number, by_operation = torn
+        mismatch = next((item for item in sorted(callers.items()) if len(item[1]) > 1), None)
+        if mismatch is not None:
+            number, by_operation = mismatch
             most_first = sorted(by_operation.items(), key=lambda item: -len(item[1]))
             groups = tuple((operation, tuple(ranks)) for operation, ranks in most_first)
             found.append(Mismatch(call=members[groups[0][1][0]], number=number, callers=groups))
@@ -154,7 +153,7 @@ def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[Mismatch]:
 
 
 def _by_group(calls: Mapping[int, Sequence[Calls]]) -> list[dict[int, Calls]]:
-    """Each group's members with their calls."""
+    """Return the calls of each group, by rank."""
     groups: dict[tuple[str, str], dict[int, Calls]] = {}
     for rank, own in calls.items():
         for call in own:
@@ -163,7 +162,7 @@ def _by_group(calls: Mapping[int, Sequence[Calls]]) -> list[dict[int, Calls]]:
 
 
 def ranks_text(ranks: Iterable[int], most: int = 6) -> str:
-    """`rank 7`, `ranks 0-3, 5`; of more than `most` stretches the rest is counted."""
+    """Return such as `rank 7` or `ranks 0-3, 5`; after `most` ranges, only the number of further ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-"""Stacks as py-spy and Python's faulthandler print them, and the place in the code that one stands at.
+"""Parsers of the stacks that py-spy and Python's faulthandler print, and the location that a stack is at.
 
 https://github.com/benfred/py-spy, https://docs.python.org/3/library/faulthandler.html. Pure functions.
 """
@@ -15,7 +15,7 @@ _SPIED_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)"
 _FAULT_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[.*\])? \(most recent call first\):")
 _FAULT_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
 _FAULT_OTHER = re.compile(r"|  \.\.\.|\.\.\.|  <no Python frame>|  <.*>")
-#: Code that is nobody's own: Python's, of installed packages, and what hpcdist puts around a trainer.
+#: Library code: Python's standard library, installed packages, and hpcdist's code around a trainer.
 _STDLIB = re.compile(r"^<|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)")
 _ROOT = re.compile(r"^.*/(?:site-packages|dist-packages|lib(?:64)?/python3[^/]*)/")
 _INSTALLED = re.compile(r"^.*/(?:site|dist)-packages/")
@@ -31,36 +31,36 @@ class Frame(NamedTuple):
     line: int
 
     def text(self) -> str:
-        """`all_reduce (torch/distributed/distributed_c10d.py:4181)`, `train (counting.py:29)`."""
+        """Return such as `all_reduce (torch/distributed/distributed_c10d.py:4181)` or `train (counting.py:29)`."""
         library = _ROOT.sub("", self.file)
         name = library if library != self.file else self.file.rpartition("/")[2]
         return f"{self.function} ({name}:{self.line})"
 
 
 class Place(NamedTuple):
-    """Where a stack stands: its innermost call, and the line of the user's own code that led there."""
+    """Location of a stack: its innermost call, and the line of user code that led there."""
 
     inner: Frame
     own: Frame
 
     def text(self) -> str:
-        """`wait (threading.py:629), called by train (counting.py:29)`."""
+        """Return such as `wait (threading.py:629), called by train (counting.py:29)`."""
         return self.inner.text() + (f", called by {self.own.text()}" if self.own != self.inner else "")
 
     def key(self) -> tuple[str, int, str, int]:
-        """Equal for equal places, whoever has printed the stacks: they name functions differently."""
+        """Return a key of the location without function names, which py-spy and faulthandler print differently."""
         return (*self.own_key(), self.inner.file, self.inner.line)
 
     def own_key(self) -> tuple[str, int]:
-        """Equal where the same line of the user's own code is executed."""
+        """Return a key of the line of user code."""
         return (self.own.file, self.own.line)
 
 
 def place_of(frames: Sequence[Frame]) -> Place | None:
-    """Where a stack, innermost call first, stands; None for one without frames.
+    """Return the location of a stack (innermost call first), or None if it has no frames.
 
-    The own code is the innermost frame that is of no library. A trainer that is installed as a package looks like
-    one: then it is the trainer's function, which hpcdist's worker has called. Before that it is the worker's own line.
+    User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
+    package, it is the function that hpcdist's worker called, or else the worker's own line.
     """
     if not frames:
         return None
@@ -76,25 +76,28 @@ def _is_library(file: str) -> bool:
     return any(pattern.search(file) for pattern in (_STDLIB, _INSTALLED, _OURS))
 
 
-def spied(text: str) -> list[Frame]:
-    """The main thread's stack in what `py-spy dump --full-filenames` prints of a process, innermost call first."""
+def parse_py_spy(text: str) -> list[Frame]:
+    """Parse `py-spy dump --full-filenames`. Returns the main thread's stack, innermost call first."""
     inside = False
     frames: list[Frame] = []
     for line in text.splitlines():
         if (thread := _SPIED_THREAD.fullmatch(line)) is not None:
             if frames:
-                break  # further processes below have main threads of their own
+                break  # the child processes that follow have main threads, too
             inside = thread["name"] == "MainThread"
         elif inside and (found := _SPIED_FRAME.fullmatch(line)) is not None:
             frames.append(Frame(found["function"], found["file"], int(found["line"])))
     return frames
 
 
-def printed(log: str) -> tuple[list[Frame], str]:
-    """The last stacks that a rank's faulthandler has printed into its log: the main thread's, and the whole text.
+def parse_faulthandler(log: str) -> tuple[list[Frame], str]:
+    """Parse the last dump of faulthandler in a rank's log.
 
-    The main thread is printed last. Processes that a rank has forked print into the same log; in those
-    multiprocessing stands below everything.
+    The main thread is the last one in a dump. Forked children of a rank print to the same log; their stacks contain
+    frames of multiprocessing.
+
+    Returns:
+        The main thread's stack, and the text of the dump.
     """
     for lines in reversed(_dumps(log)):
         threads: list[list[Frame]] = []
@@ -109,13 +112,13 @@ def printed(log: str) -> tuple[list[Frame], str]:
 
 
 def _dumps(log: str) -> list[list[str]]:
-    """What faulthandler has printed, each time as the lines from the first thread's to the last frame."""
+    """Return the dumps of faulthandler in a log, each as lines from the first thread's header to the last frame."""
     found: list[list[str]] = []
     lines: list[str] = []
     ended = True
     for line in log.splitlines():
         if _FAULT_THREAD.fullmatch(line):
-            # The main thread comes last, and a blank line stands between two threads, none between two dumps.
+            # A blank line separates two threads, but not two dumps.
             if ended or (lines and lines[-1]):
                 lines = []
                 found.append(lines)

@@ -1,4 +1,4 @@
-"""Which rank stands elsewhere than the others. Pure functions over what was seen of each."""
+"""Summary of the snapshots of all ranks, which finds the ranks that the others wait for. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,100 +7,106 @@ from dataclasses import dataclass
 
 from hpcdist.supervisor.hang.flight_records import absences, mismatches, ranks_text
 from hpcdist.supervisor.hang.frames import Place
-from hpcdist.supervisor.hang.snapshot_of_rank import Look
+from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
 
-#: Lines of the tables of ranks and of places, and files that are kept.
+#: Limit of the table rows for ranks and for locations, and of the stacks files.
 MAX_RANKS = 64
-#: Places that the sentence names, and hosts.
+#: Limit of the locations and hosts in the sentence.
 _NAMED = 3
-#: A process that could run all the time has had less than this share of it.
+#: A runnable process that got less than this share of a core is starved.
 _STARVED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the looks at all ranks come to."""
+    """Summary of a hang."""
 
-    sentence: str  #: for the run's last words
-    suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty where nothing tells
-    odd_first: tuple[int, ...]  #: all ranks that were seen, those that tell most first
-    hosts: Mapping[int, str]  #: where those ranks are
+    sentence: str  #: ends the reason of the run's failure
+    suspects: tuple[int, ...]  #: ranks that the others seem to wait for; empty if unclear
+    odd_first: tuple[int, ...]  #: all ranks with a snapshot, the suspects first
+    hosts: Mapping[int, str]  #: by rank
     text: str  #: the whole summary
 
 
-def summarize(looks: Sequence[Look], unseen: Mapping[int, str]) -> Summary:
-    """Group ranks by where they stand, and find the odd one out.
+def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str]) -> Summary:
+    """Group ranks by the location of their stacks, and find the suspects.
 
     Args:
-        looks: of the ranks that were found.
-        unseen: hosts of the ranks that were not.
+        snapshots: of all ranks that were found.
+        missing_ranks: hosts of the ranks that were not found, by rank.
     """
-    by_rank = {look.rank: look for look in sorted(looks, key=lambda look: look.rank)}
+    by_rank = {snapshot.rank: snapshot for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank)}
     groups = _groups(by_rank)
-    calls = {rank: look.calls for rank, look in by_rank.items()}
-    missing = absences(calls)
-    torn = mismatches(calls)
-    suspects = _suspects(by_rank, groups, {rank for absence in missing for rank in absence.absent})
-    told = list(dict.fromkeys([*(item.text() for item in torn), *(item.text() for item in missing)]))
-    apart = "; ".join(filter(None, [_starved(by_rank), _unseen(unseen)]))
-    sentence = "; ".join(filter(None, [_sentence(groups, suspects, all_seen=not unseen), *told[:1], apart]))
+    calls = {rank: snapshot.calls for rank, snapshot in by_rank.items()}
+    absent_calls = absences(calls)
+    mismatched = mismatches(calls)
+    suspects = _suspects(by_rank, groups, {rank for absence in absent_calls for rank in absence.absent})
+    collectives = list(dict.fromkeys([*(item.text() for item in mismatched), *(item.text() for item in absent_calls)]))
+    apart = "; ".join(filter(None, [_starved(by_rank), _no_snapshot(missing_ranks)]))
+    sentence = "; ".join(
+        filter(None, [_sentence(groups, suspects, all_seen=not missing_ranks), *collectives[:1], apart])
+    )
     place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
     odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -place[rank], rank)))
     return Summary(
         sentence=sentence,
         suspects=suspects,
         odd_first=odd_first,
-        hosts={rank: look.host for rank, look in by_rank.items()},
-        text=_text(sentence, groups, told, apart, [by_rank[rank] for rank in odd_first]),
+        hosts={rank: snapshot.host for rank, snapshot in by_rank.items()},
+        text=_text(sentence, groups, collectives, apart, [by_rank[rank] for rank in odd_first]),
     )
 
 
-def _groups(looks: Mapping[int, Look]) -> dict[str, list[int]]:
-    """Ranks by what they are at, the most first.
+def _groups(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
+    """Group ranks by location, the largest group first.
 
-    Where they are at too many places, as ranks are that compute, only the lines of their own code count.
+    If the locations are too many, as they are for computing ranks, only the lines of user code count.
     """
-    found = _by_place(looks, Place.key, Place.text)
-    if len(found) > max(_NAMED, len(looks) / 2):
-        found = _by_place(looks, Place.own_key, lambda place: place.own.text())
+    found = _by_place(snapshots, Place.key, Place.text)
+    if len(found) > max(_NAMED, len(snapshots) / 2):
+        found = _by_place(snapshots, Place.own_key, lambda place: place.own.text())
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
 
 
 def _by_place(
-    looks: Mapping[int, Look], key: Callable[[Place], object], text: Callable[[Place], str]
+    snapshots: Mapping[int, RankSnapshot], key: Callable[[Place], object], text: Callable[[Place], str]
 ) -> dict[str, list[int]]:
     texts: dict[object, str] = {}
     found: dict[str, list[int]] = {}
-    for rank, look in looks.items():
-        place = look.place
-        if look.is_stopped:
+    for rank, snapshot in snapshots.items():
+        place = snapshot.place
+        if snapshot.is_stopped:
             where = f" at {place.text()}" if place else ""
-            at = f"{look.state_text().partition(',')[0]}{where}"
+            at = f"{snapshot.state_text().partition(',')[0]}{where}"
         elif place is None:
-            at = f"no stack, {look.state_text().partition(',')[0]}"
+            at = f"no stack, {snapshot.state_text().partition(',')[0]}"
         else:
             at = texts.setdefault(key(place), f"in {text(place)}")
         found.setdefault(at, []).append(rank)
     return found
 
 
-def _starved(looks: Mapping[int, Look]) -> str:
-    """Ranks that do not hang at all: they want to run, and others have the processors."""
-    starved = [rank for rank, look in looks.items() if look.facts.state == "R" and look.cpu_s < _STARVED * look.over_s]
-    if len(starved) <= len(looks) / 2:
+def _starved(snapshots: Mapping[int, RankSnapshot]) -> str:
+    """Return a sentence about ranks that do not hang, but get too little CPU time; empty if there are none."""
+    starved = [
+        rank
+        for rank, snapshot in snapshots.items()
+        if snapshot.process.state == "R" and snapshot.cpu_s < _STARVED * snapshot.over_s
+    ]
+    if len(starved) <= len(snapshots) / 2:
         return ""
-    share = max(looks[rank].cpu_s / looks[rank].over_s for rank in starved)
+    share = max(snapshots[rank].cpu_s / snapshots[rank].over_s for rank in starved)
     get = "gets" if len(starved) == 1 else "get"
-    return f"{ranks_text(starved)} {get} at most {share:.0%} of a core: too much else runs on their nodes"
+    return f"{ranks_text(starved)} {get} at most {share:.0%} of a core: other processes use their CPUs"
 
 
 def _suspects(
-    looks: Mapping[int, Look], groups: Mapping[str, Sequence[int]], absent: Collection[int]
+    snapshots: Mapping[int, RankSnapshot], groups: Mapping[str, Sequence[int]], absent: Collection[int]
 ) -> tuple[int, ...]:
-    """Whom the others wait for: who cannot run, else who has not come to a collective, else the few among many."""
-    if stopped := [rank for rank, look in looks.items() if look.is_stopped]:
+    """Return the ranks that cannot run; else those that have not called a collective; else a small minority."""
+    if stopped := [rank for rank, snapshot in snapshots.items() if snapshot.is_stopped]:
         return tuple(stopped)
-    if idle := [rank for rank in absent if not any(call.pending for call in looks[rank].calls)]:
+    if idle := [rank for rank in absent if not any(call.pending for call in snapshots[rank].calls)]:
         return tuple(sorted(idle))
     most, *others = groups.values() if groups else [[]]
     few = sorted(rank for ranks in others for rank in ranks)
@@ -113,44 +119,48 @@ def _sentence(groups: Mapping[str, Sequence[int]], suspects: Sequence[int], *, a
     if len(groups) == 1:
         ((at, ranks),) = groups.items()
         who = "all ranks" if all_seen and len(ranks) > 1 else ranks_text(ranks)
-        return f"{who} stand{'s' * (len(ranks) == 1)} {at}"
+        return f"{who} {'is' if len(ranks) == 1 else 'are'} {at}"
     suspected = [item for item in groups.items() if set(item[1]) & set(suspects)]
     others = [item for item in groups.items() if item not in suspected]
     named = [f"{ranks_text(ranks)} {at}" for at, ranks in (*suspected, *others)]
-    more = [f"and {len(named) - _NAMED} places more"] if len(named) > _NAMED else []
-    said = "; ".join([*named[:_NAMED], *more])
+    more = [f"and {len(named) - _NAMED} more locations"] if len(named) > _NAMED else []
+    text = "; ".join([*named[:_NAMED], *more])
     if len(suspected) != 1 or suspected[0][1] != list(suspects):
-        return said
-    # Of one place, whose ranks are named already.
+        return text
+    # All suspects are at one location, whose ranks the sentence names first.
     who = ranks_text(suspects)
-    return f"{who} stand{'s' * (len(suspects) == 1)} elsewhere than the others:{said.removeprefix(who)}"
+    return f"{who} differ{'s' * (len(suspects) == 1)} from the others:{text.removeprefix(who)}"
 
 
-def _unseen(unseen: Mapping[int, str]) -> str:
-    if not unseen:
+def _no_snapshot(missing_ranks: Mapping[int, str]) -> str:
+    if not missing_ranks:
         return ""
-    hosts = sorted(set(unseen.values()))
-    where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
-    return f"nothing was seen of {ranks_text(unseen)} ({where})"
+    hosts = sorted(set(missing_ranks.values()))
+    listed = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+    return f"no snapshot of {ranks_text(missing_ranks)} ({listed})"
 
 
 def _text(
-    sentence: str, groups: Mapping[str, Sequence[int]], told: Sequence[str], apart: str, looks: Sequence[Look]
+    sentence: str,
+    groups: Mapping[str, Sequence[int]],
+    collectives: Sequence[str],
+    apart: str,
+    snapshots: Sequence[RankSnapshot],
 ) -> str:
-    lines = [sentence, "", "where the ranks stand:"]
+    lines = [sentence, "", "locations of the ranks:"]
     rows = [f"  {len(ranks):>5}  {ranks_text(ranks)}: {at}" for at, ranks in groups.items()]
-    lines += rows[:MAX_RANKS] + ([f"  and {len(rows) - MAX_RANKS} more places"] if len(rows) > MAX_RANKS else [])
-    if told:
-        lines += ["", "collectives, by the flight recorders:", *(f"  {text}" for text in told)]
+    lines += rows[:MAX_RANKS] + ([f"  and {len(rows) - MAX_RANKS} more locations"] if len(rows) > MAX_RANKS else [])
+    if collectives:
+        lines += ["", "collectives, from the flight recorders:", *(f"  {text}" for text in collectives)]
     if apart:
         lines += ["", apart]
     lines += ["", "processes:"]
-    for look in looks[:MAX_RANKS]:
-        closed = len(look.facts.half_closed)
+    for snapshot in snapshots[:MAX_RANKS]:
+        closed = len(snapshot.process.half_closed)
         peers = f", {closed} connections closed by the other side" if closed else ""
-        lines.append(f"  rank {look.rank} on {look.host}: {look.state_text()}{peers}")
-    if len(looks) > MAX_RANKS:
-        lines.append(f"  and {len(looks) - MAX_RANKS} more")
-    problems = sorted({look.problem for look in looks if look.problem})
+        lines.append(f"  rank {snapshot.rank} on {snapshot.host}: {snapshot.state_text()}{peers}")
+    if len(snapshots) > MAX_RANKS:
+        lines.append(f"  and {len(snapshots) - MAX_RANKS} more")
+    problems = sorted({snapshot.problem for snapshot in snapshots if snapshot.problem})
     lines += ["", *problems[:_NAMED]] if problems else []
-    return "\n".join([*lines, "", "the ranks' whole stacks: rank-NNNNN.stacks.txt, beside this file", ""])
+    return "\n".join([*lines, "", "complete stacks: rank-NNNNN.stacks.txt in this folder", ""])

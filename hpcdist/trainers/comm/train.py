@@ -44,8 +44,8 @@ from hpcdist.bench.patterns import DTYPES
 from hpcdist.bench.results import ARTIFACT, Pair, Place, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
+from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.context import Context
-from hpcdist.run.folder import write_atomic
 
 log = logging.getLogger(__name__)
 

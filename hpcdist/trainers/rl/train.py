@@ -25,13 +25,13 @@ import torch
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import ConfigError
+from hpcdist.files.atomic import write_atomic
 from hpcdist.rank.checkpointing import Restored
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.run.folder import write_atomic
 from hpcdist.trainers.rl.environments import Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.trainers.rl.inference import InferenceServer

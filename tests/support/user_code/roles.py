@@ -14,8 +14,8 @@ from gated import hold
 from torch import nn
 
 from hpcdist.config.schema import Config
+from hpcdist.files.atomic import write_json
 from hpcdist.rank.context import Context
-from hpcdist.run.folder import write_json
 
 
 def train(ctx: Context, cfg: Config) -> None:

@@ -13,7 +13,7 @@ from hpcdist.bench.groups import cuts
 from hpcdist.bench.measurement import Timing
 from hpcdist.bench.measurement_plan import Check, Measurement, elements, points, sizes
 from hpcdist.bench.operations import OPERATIONS
-from hpcdist.bench.pairs import FEW, rounds, tournament
+from hpcdist.bench.pairs import FEW, rounds, tournament_links
 from hpcdist.bench.patterns import DTYPES, NEVER, REDUCTIONS, contribution, message, reduced
 
 
@@ -137,7 +137,7 @@ def test_the_world_is_cut_by_nodes_and_by_rank() -> None:
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8, 17])
 def test_in_a_tournament_each_meets_each_and_nobody_plays_twice_at_once(num: int) -> None:
-    found = tournament(range(10, 10 + num))
+    found = tournament_links(range(10, 10 + num))
     for ways in found:
         busy = [rank for way in ways for rank in way]
         assert len(busy) == len(set(busy))

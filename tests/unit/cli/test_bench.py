@@ -15,8 +15,9 @@ from sample_comm import sample
 from hpcdist.bench.results import ARTIFACT, Results
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def left(tmp_path: Path) -> Callable[..., RunDir]:
 
     def left(name: str, results: Results | None, *, status: Any = "finished", experiment: str = "comm") -> RunDir:
         config = load_config("bench_comm", [f"name={name}", f"runs_dir={tmp_path}/runs", f"experiment={experiment}"])
-        run = start.create_run(config, tmp_path)
+        run = create.create_run(config, tmp_path)
         run.write_state(replace(run.read_state(), status=status, created=float(next(times))))
         if results is not None:
             (run.artifacts / ARTIFACT).parent.mkdir(parents=True)
@@ -164,7 +165,7 @@ def test_runs_that_there_are_not(bench: Callable[..., Result], left: Callable[..
 def test_left_in_the_background_it_says_how_to_see_it(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "detach", lambda run, env: 4711)
+    monkeypatch.setattr(local_run, "detach", lambda run, env: 4711)
     result = bench("comm", "--detach", "name=left")
     assert (result.code, result.err) == (0, "")
     assert result.out.endswith("report after the end of the run: hpcdist bench show left\n")

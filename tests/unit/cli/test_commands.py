@@ -22,12 +22,14 @@ from hpcdist_runs import closed_port
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, State, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run import create
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 from hpcdist.tracking import ui
 
 COMMANDS = (
@@ -85,7 +87,7 @@ def make(tmp_path: Path) -> Callable[..., RunDir]:
         path = tmp_path / "made.yaml"
         path.write_text("experiment: exp\n")
         config = load_config(path, [f"name={name}", f"runs_dir={tmp_path}/runs", *overrides])
-        run = start.create_run(config, tmp_path)
+        run = create.create_run(config, tmp_path)
         for _ in range(state.get("attempt", 0)):
             run.new_attempt()
         run.write_state(replace(run.read_state(), **state))
@@ -99,12 +101,12 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """No rank is started: `supervise` notes what it was given and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         seen.update(run=run, config=config, plan=plan, env=env)
         state: State = seen["ends"]
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen  # type: ignore[return-value]
 
@@ -344,7 +346,7 @@ def test_run_refuses_a_name_that_is_taken(
 ) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
-    assert one_line(result).endswith("choose another `name`, or go on with `hpcdist resume first`")
+    assert one_line(result).endswith("choose another `name`, or continue that run with `hpcdist resume first`")
     assert "run" not in supervised
 
 
@@ -352,7 +354,7 @@ def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
     assert one_line(result) == (
-        f"run folder {tmp_path}/file/runs/digits/first cannot be made (Not a directory):"
+        f"run folder {tmp_path}/file/runs/digits/first cannot be created (Not a directory):"
         " set `runs_dir` to a folder that you can write"
     )
 
@@ -361,7 +363,7 @@ def test_run_detached_says_how_to_follow(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(start, "detach", lambda run, env: seen.append(run.name) or 4711)
+    monkeypatch.setattr(local_run, "detach", lambda run, env: seen.append(run.name) or 4711)
     result = hpcdist("run", "ddp_digits", "name=first", "--detach")
     assert result.code == 0
     assert result.out.splitlines()[-1] == (
@@ -497,7 +499,7 @@ def test_an_ambiguous_name_lists_what_it_means(
     make("first")
     make("fire")
     assert one_line(hpcdist(command, "fir")) == (
-        "'fir' means 2 runs (exp/fire, exp/first): write more of the name, or the folder"
+        "'fir' matches 2 runs (exp/fire, exp/first): write more of the name, or the folder"
     )
 
 
@@ -517,8 +519,8 @@ def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("stop", "asked first to save and stop; `hpcdist status first` shows how far it is\n"),
-        ("cancel", "asked first to end at once\n"),
+        ("stop", "first will save and stop; `hpcdist status first` shows its progress\n"),
+        ("cancel", "first will end at once\n"),
     ],
 )
 def test_a_request_is_left_in_the_last_attempt(
@@ -583,7 +585,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
         slurm(job("CANCELLED"))
 
     monkeypatch.setattr("hpcdist.slurm.client.cancel_job", scancel)
-    said = "job 7 of first is taken out of the queue; `hpcdist resume first` puts it back\n"
+    said = "job 7 of first was taken out of the queue; `hpcdist resume first` submits it again\n"
     assert hpcdist(command, "first") == Result(0, said, "")
     assert asked == [("7", True)]
     state = run.read_state()
@@ -606,7 +608,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
         holding.__enter__()
 
     monkeypatch.setattr("hpcdist.run.stop.time.sleep", supervisor_starts)
-    assert hpcdist("stop", "first").out.startswith("asked first to save and stop")
+    assert hpcdist("stop", "first").out.startswith("first will save and stop")
     holding.__exit__(None, None, None)
     assert (read_json(run.attempt(1).request) or {})["action"] == "stop"
     assert run.read_state().status == "running"
@@ -617,11 +619,11 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     [
         (
             JobSnapshot(error="no squeue here"),
-            "nobody holds run first, and Slurm cannot be asked about job 7: no squeue here",
+            "run first has no supervisor, and Slurm does not answer about job 7: no squeue here",
         ),
         (
             JobSnapshot(),
-            "run first is not running: it is lost: Slurm does not know job 7 any more, and its supervisor left",
+            "run first is not running: it is lost: Slurm no longer knows job 7, and its supervisor did",
         ),
     ],
     ids=["away", "vanished"],
@@ -784,16 +786,16 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
     """How cells end, by the last part of their names; all others finish."""
     ends: dict[str, Callable[[RunDir], State]] = {}
 
-    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any) -> State:
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
         run.new_attempt()
         how = ends.get(run.name.rpartition("-")[2], lambda run: State(status="finished", reason="done"))
         state = replace(how(run), attempt=1)
         run.write_state(state)
         return state
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda choice: print("told the parent"))
+    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("told the parent"))
     return ends
 
 
@@ -841,7 +843,7 @@ def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], within: bool) -> None:
     def stopped(run: RunDir) -> State:
         if within:  # the supervisor's own handler leaves this
-            run.attempt(1).ask("stop", by="SIGINT", reason="SIGINT to the supervisor")
+            run.attempt(1).send_request("stop", by="SIGINT", reason="SIGINT to the supervisor")
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
         return State(status="finished")
@@ -857,7 +859,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
 
 def test_stopping_one_cell_leaves_the_others(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:
     def stopped(run: RunDir) -> State:
-        run.attempt(1).ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        run.attempt(1).send_request("stop", by="ada", reason="`hpcdist stop` by ada")
         return State(status="stopped", reason="saved")
 
     cells["seed_1"] = stopped

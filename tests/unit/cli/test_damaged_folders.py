@@ -19,15 +19,16 @@ from hpcdist.cli.review import experiment_links
 from hpcdist.config.loading import load_run_config
 from hpcdist.diagnostics.doctor.run_report import run_sections
 from hpcdist.errors import HpcdistError
+from hpcdist.files.atomic import read_json
 from hpcdist.run.find_by_config import unfinished
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
+from hpcdist.run.pending_config import newest_step
 from hpcdist.run.snapshot import code_state
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.submit.checks import longest_save
-from hpcdist.supervisor.pending_config import newest_step
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.shipping_state import ShippingState
@@ -276,7 +277,7 @@ def test_what_is_said_of_damaged_and_of_newer_files(whole: Path, tmp_path: Path)
             said[kind] = str(error).removeprefix(f"{path} ")
     assert said == {
         "torn": "is damaged (it holds no JSON object): restore it, or remove the run folder",
-        "newer": "was written by a newer hpcdist (format 2; this one reads up to 1): upgrade hpcdist",
+        "newer": "was written by a newer hpcdist (format 2; this version reads up to 1): upgrade hpcdist",
         "unknown": "is damaged: status cannot be 'dormant'",
         "later key": "stopped",
         "missing key": "is damaged: it has no status",

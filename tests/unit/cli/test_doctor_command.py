@@ -15,10 +15,10 @@ from hpcdist_runs import closed_port
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
-from hpcdist.diagnostics.doctor import runs_folder, sections, slurm, torch_trials
+from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
 from hpcdist.diagnostics.doctor.mlflow_store import revisions
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir
-from hpcdist.supervisor import start
 
 Doctor = Callable[..., tuple[int, str, str]]
 
@@ -30,13 +30,13 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stages = ("torch", "torchvision", "compute", "meet", "all-reduce")
-    rank = torch_trials.Trial(
+    rank = rank_startup.Trial(
         stages=tuple({"stage": s, "seconds": 0.1, "version": "2.15", "cuda": ""} for s in stages), code=0
     )
-    monkeypatch.setattr(torch_trials, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
-    monkeypatch.setattr(sections.slurm, "ask_slurm", lambda: slurm.Answers(missing=slurm.NEEDED))
-    monkeypatch.setattr(sections.facts, "gpu_device_files", lambda: 0)
-    monkeypatch.setattr(sections.resource_limits, "in_container", lambda: False)
+    monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
+    monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
+    monkeypatch.setattr(machine_report.facts, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(machine_report, "in_container", lambda: False)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hpcdist", "doctor", *arguments])
@@ -71,9 +71,9 @@ def test_a_page_for_people(doctor: Doctor, tmp_path: Path) -> None:
         "Slurm",
         "Containers",
     ]
-    assert "  ok       2 ranks, gloo  import 0.1 s, rendezvous 0.1 s, all-reduce right" in lines
+    assert "  ok       2 ranks, gloo  import 0.1 s, rendezvous 0.1 s, all-reduce correct" in lines
     assert f"{tmp_path}/runs" in out
-    assert lines[-1].startswith("Nothing was found that would make a run fail;")
+    assert lines[-1].startswith("No problem found that would make a run fail;")
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
 
 
@@ -97,7 +97,7 @@ def test_what_would_make_a_run_fail_ends_it_with_1(
     # A long path is never cut, so the line may break around it.
     words = " ".join(out.split())
     assert "FAILURE runs" in words
-    assert "1 thing would make a run fail" in words
+    assert "1 problem would make a run fail" in words
     assert f"- Folder of runs, runs: {tmp_path} belongs to" in words
 
 
@@ -132,7 +132,7 @@ def test_a_tracking_uri_that_has_lost_its_password(doctor: Doctor, monkeypatch: 
 
 def test_a_run_of_this_machine_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
     config = load_config("ddp_digits", ["name=first", f"runs_dir={tmp_path}/runs", "experiment=exp"])
-    run = start.create_run(config, tmp_path)
+    run = create.create_run(config, tmp_path)
     assert isinstance(run, RunDir)
     code, out, err = doctor("first", "--json")
     assert (code, err) == (0, "")
@@ -140,7 +140,7 @@ def test_a_run_of_this_machine_and_its_folder(doctor: Doctor, tmp_path: Path) ->
     found = checks(out)
     assert found["Run", "state"]["text"] == "created"
     assert found["Folder of runs", "runs"]["text"] == str(run.path)
-    assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db is made by the first run"
+    assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db does not exist; the first run creates it"
 
 
 def test_a_run_that_there_is_not(doctor: Doctor) -> None:

@@ -15,7 +15,9 @@ from rich.console import Console
 from hpcdist.cli import follow as following
 from hpcdist.cli.follow import follow, stream_log
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run import status
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
@@ -120,8 +122,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     """Sets what Slurm says from now on; each look is a new one."""
     now: list[JobSnapshot] = []
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: replace(now[-1]))
-    monkeypatch.setattr(job_snapshot, "POLL_EVERY_S", 0.0)
-    monkeypatch.setattr(job_snapshot, "POLL_UNAVAILABLE_S", 0.0)
+    monkeypatch.setattr(status, "QUERY_EVERY_S", 0.0)
+    monkeypatch.setattr(status, "QUERY_UNAVAILABLE_S", 0.0)
     return now.append
 
 
@@ -220,7 +222,7 @@ def test_waiting_shows_no_progress(
     [
         (job("CANCELLED"), "cancelled", "job 7 was cancelled in the queue"),
         (job("FAILED", exit_code=1, nodes="n1"), "failed", "job 7 ended as FAILED with exit code 1 on n1"),
-        (JobSnapshot(), "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+        (JobSnapshot(), "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
     ids=["cancelled", "failed", "vanished"],
 )

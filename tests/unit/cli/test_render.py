@@ -21,12 +21,13 @@ from hpcdist.cli import render
 from hpcdist.cli.render import RunView, format_metrics, show_end, show_plan
 from hpcdist.cli.run_tables import read_rows, show_runs, show_status
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
+from hpcdist.files.atomic import write_json
 from hpcdist.rank.roles import Roles
-from hpcdist.run.folder import Attempt, RunDir, State, write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold, holder
 from hpcdist.run.lookup import Listing
 from hpcdist.slurm import client, job_snapshot
-from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.plan import Plan, rank_command
@@ -392,26 +393,24 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
     write_json(gone.path / "slurm.json", {"job_id": "8"})
     asked: list[object] = []
 
-    def query_jobs(jobs: list[str]) -> dict[str, JobInfo]:
+    def ask_many(jobs: list[str]) -> dict[str, JobInfo]:
         asked.append(jobs)
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
-    monkeypatch.setattr(client, "query_jobs", query_jobs)
+    monkeypatch.setattr(client, "query_jobs", ask_many)
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: asked.append(job.id) or JobSnapshot())
     show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
     assert asked == [["7", "8"], "8"]
     text = text_of(console)
-    assert [word for word in ("job 7 waits (Priority)", "lost", "Slurm does not know job 8") if word not in text] == []
+    expected = ("job 7 waits (Priority)", "lost", "Slurm no longer knows job 8")
+    assert [word for word in expected if word not in text] == []
 
 
 def test_runs_say_that_slurm_is_away(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def query_jobs(jobs: list[str]) -> dict[str, JobInfo]:
-        raise SlurmError("no squeue here", installed=False)
-
     console = Console(file=io.StringIO(), width=120)
-    monkeypatch.setattr(client, "query_jobs", query_jobs)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot(error="no squeue here"))
     show_runs(console, *read_rows(listed(waiting(make(status="queued")))), runs_dir)
     assert "queued" in text_of(console)
     assert rows_of(console)[-1] == "Slurm does not report the states of jobs (no squeue here)"

@@ -16,10 +16,11 @@ import pytest
 import hpcdist
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
-from hpcdist.containers.images.local_run import without_secrets
+from hpcdist.containers.local_container import without_secrets
 from hpcdist.errors import UserMistake
+from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
 
 Call = Callable[..., tuple[int, str, str]]
 IMAGE: list[dict[str, Any]] = [
@@ -93,7 +94,7 @@ def test_a_config_of_ones_own_is_seen_inside_at_the_same_path(call: Call, podman
     code, output, _ = call("run", str(own), "--in", "podman", "--dry-run")
     assert code == 0
     words = shlex.split(output.splitlines()[-1])
-    mounted = [words[i + 1] for i, word in enumerate(words) if word == "--volume"]
+    mounted = [word.removeprefix("--volume=") for word in words if word.startswith("--volume=")]
     assert f"{own.parent}:{own.parent}" in mounted
     assert f"{tmp_path}/here:{tmp_path}/here" in mounted
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
@@ -104,7 +105,7 @@ def test_an_old_driver_is_told_before_the_start(
 ) -> None:
     labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
     (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
-    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver Version: 550.54'\n")
+    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 550.54\n")
     (podman / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code, _, errors = call("run", "ddp_digits", "--in", "podman")
@@ -118,7 +119,7 @@ def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:
     assert "hidden" not in output
     words = (podman / "words").read_text()
     assert "hidden" not in words
-    assert "--env\nHPCDIST_OVERRIDE_1\n" in words
+    assert "--env=HPCDIST_OVERRIDE_1\n" in words
     assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
 
 
@@ -174,11 +175,11 @@ def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.Mon
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
-    def supervise(run: RunDir, config: Any, *_: object) -> State:
+    def supervise(run: RunDir, config: Any, *_: object, **__: object) -> State:
         seen.update(run=run, config=config)
         return State(status="finished")
 
-    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
     return seen
 
@@ -203,7 +204,7 @@ def test_run_goes_on_with_a_stopped_run_when_asked_to(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    run = start.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
+    run = create.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
     run.write_state(replace(run.read_state(), status="stopped"))
     code, output, _ = call("run", "ddp_digits", *flags)
     assert code == 0

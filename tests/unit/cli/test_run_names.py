@@ -16,7 +16,8 @@ from hpcdist.cli.app import app, main
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs, list_runs, resolve, resolve_run
 from hpcdist.run.sweep_folder import SweepDir
 
@@ -124,9 +125,8 @@ def test_a_run_by_folder_name_and_prefix(
     for words in ENDING:
         code, said = command(*words, "--runs-dir", str(runs_dir), name)
         assert code == 2, (words, said)
-        assert said == ("hpcdist: run first is not running: nobody holds it, and its last state is 'finished'\n"), (
-            "the run was found"
-        )
+        expected = "hpcdist: run first is not running: it has no supervisor, and its last state is 'finished'\n"
+        assert said == expected, "the run was found"
 
 
 def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
@@ -137,7 +137,7 @@ def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> 
         assert isinstance(found, SweepDir)
         assert found.path == sweep.path
         code, said = command("stop", "--runs-dir", str(runs_dir), text)
-        assert (code, said) == (2, "hpcdist: nothing of sweep grid runs or waits (1 cells: 1 missing)\n")
+        assert (code, said) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
     with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
         resolve_run("grid", runs_dir)
 
@@ -146,7 +146,7 @@ def test_a_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
     make_sweep(runs_dir, "grid", "grid-1")
     make(runs_dir, "grid-1")
     assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
-    with pytest.raises(RunFolderError, match=r"^'gri' means 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
+    with pytest.raises(RunFolderError, match=r"^'gri' matches 2 runs \(exp/grid, exp/grid-1\): write more of the name"):
         resolve("gri", runs_dir)
 
 
@@ -184,7 +184,7 @@ def test_a_run_of_somebody_else_is_shown_by_name_and_not_acted_on(
         for text in ("theirs", str(others.path)):
             code, said = command(*words, "--runs-dir", str(runs_dir), text)
             assert code == 2, (words, said)
-            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts on own runs only"
+            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
             assert wanted in said
     assert not others.attempt(1).request.exists()
 
@@ -222,8 +222,8 @@ def test_a_folder_that_others_may_write_to_is_refused(
     if refused:
         path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
         assert said == (
-            f"hpcdist: {path} may be written by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
-            f" `hpcdist resume` would execute what they put there: `chmod -R go-w {run.path}`\n"
+            f"hpcdist: {path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
+            f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
         )
     else:
         assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"

@@ -104,7 +104,7 @@ def test_a_name_with_a_digest_is_asked_of_nobody(engine: FakeEngine) -> None:
 
 def test_buildah_is_not_asked(engine: FakeEngine) -> None:
     assert look_up(Engine("buildah"), "debian", pull=True).problem == (
-        "buildah does not tell digests; docker and podman do"
+        "buildah reports no digests; docker and podman do"
     )
     assert engine.calls() == []
 

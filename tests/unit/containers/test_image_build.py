@@ -96,7 +96,7 @@ def test_the_checkout_is_around_the_current_folder_or_this_one(tmp_path: Path) -
 
 def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
-    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* images are built from a checkout"):
+    with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
         find_checkout(tmp_path)
 
 

@@ -108,7 +108,7 @@ def test_the_archive_for_apptainer_does_not_stay(programs: Path, tmp_path: Path)
 
 
 def test_a_missing_tool_is_named_with_who_reads_its_form(programs: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserMistake, match=r"enroot is not installed here, and writes \.sqsh for enroot and pyxis"):
+    with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 

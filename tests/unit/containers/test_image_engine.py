@@ -47,7 +47,7 @@ def test_without_any_it_says_what_is_wrong_with_each(install: Install) -> None:
     with pytest.raises(UserMistake) as raised:
         find_engine(None, ALL)
     assert str(raised.value) == (
-        "no container engine to use here: docker is installed, but says: Cannot connect to the Docker daemon;"
+        "no container engine to use here: docker is installed, but fails: Cannot connect to the Docker daemon;"
         " podman is not installed; buildah is not installed"
     )
 
@@ -62,7 +62,7 @@ def test_a_failing_command_is_told_with_its_last_line(install: Install) -> None:
     with pytest.raises(ImageError, match="`podman image rm` failed: Error: no space left"):
         Engine("podman").output("image", "rm", "x")
     install("podman", "exit 3")
-    with pytest.raises(ImageError, match="failed: nothing more"):
+    with pytest.raises(ImageError, match="failed: no error message"):
         Engine("podman").output("ps")
     assert os.environ["PATH"].endswith("bin")
 

@@ -77,19 +77,16 @@ def test_another_version_is_refused(facts: ImageFacts) -> None:
         require_fit(replace(facts, labels=LABELS | {"org.opencontainers.image.version": "0.0.9"}), machine="x86_64")
 
 
-SMI = "| NVIDIA-SMI 550.54   Driver Version: {}   CUDA Version: 13.0  |"
-
-
 @pytest.mark.parametrize("version", ["580.65", "580.65.06", "600.10.1"])
 def test_a_driver_of_the_same_cuda_line_or_newer_will_do(facts: ImageFacts, version: str) -> None:
-    require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format(version))
+    require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), version)
     require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "something else")
-    require_driver(facts, SMI.format("390.1"))
+    require_driver(facts, "390.1")
 
 
 def test_an_older_driver_is_refused(facts: ImageFacts) -> None:
     with pytest.raises(ImageError) as raised:
-        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), SMI.format("550.54.15"))
+        require_driver(replace(facts, labels={"hpcdist.cuda": "13.2"}), "550.54.15")
     assert str(raised.value) == (
         "image hpcdist needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15 here: update the driver, use an"
         " image with an older torch, or launch.device=cpu"
@@ -108,7 +105,7 @@ def program(folder: Path, script: str) -> None:
             "Error: inspecting object: x: image not known",
             "podman has no image 'x': `hpcdist image build` makes one here, `podman pull x` fetches one",
         ),
-        ("Error: database is locked", "podman cannot look at image 'x': Error: database is locked"),
+        ("Error: database is locked", "podman cannot inspect image 'x': Error: database is locked"),
     ],
 )
 def test_a_missing_image_is_told_from_a_failing_engine(

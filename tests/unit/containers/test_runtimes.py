@@ -9,7 +9,8 @@ import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.containers import runtimes as container
-from hpcdist.containers.runtimes import SCRIPT, Box, Mount, contain, outer_env, remove_command, without_nested
+from hpcdist.containers.runtimes import SCRIPT, container_command, outer_env, remove_command
+from hpcdist.containers.spec import ContainerSpec, Mount, without_nested
 from hpcdist.errors import UserMistake
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job.srun import step_command
@@ -20,21 +21,21 @@ MOUNTS = (
     Mount(source="/shared", target="/shared"),
     Mount(source="/scratch/imagenet", target="/data", read_only=True),
 )
-BOX = Box(
+SPEC = ContainerSpec(
     runtime="podman",
     image="localhost/hpcdist:0.1.0",
     run=RUN.path,
     mounts=MOUNTS,
     workdir=Path("/shared/project"),
     env=("SLURM_*", "NCCL_*", "WANDB_MODE"),
-    gpus=True,
+    gpus="all",
     python="/opt/hpcdist/bin/python3",
     extra_args=("--cgroups=disabled",),
 )
 NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
 WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
 FIRST = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
-DEAF = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
+IGNORE_USR2 = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
 SRUN = [
     "srun", "--job-name=attempt-001", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=1",
     "--gpus-per-node=4", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append",
@@ -42,13 +43,13 @@ SRUN = [
 ]  # fmt: skip
 
 
-def step(box: Box) -> list[str]:
+def step(spec: ContainerSpec) -> list[str]:
     config = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4))
-    return step_command(config, RUN.attempt(1), rank_command(RUN.path, box.python), box)
+    return step_command(config, RUN.attempt(1), rank_command(RUN.path, spec.python), spec)
 
 
 def test_podman() -> None:
-    assert step(BOX) == [
+    assert step(SPEC) == [
         *SRUN,
         "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
         "podman", "run", "--rm", "--pull=never",
@@ -65,7 +66,7 @@ def test_podman() -> None:
 
 
 def test_docker() -> None:
-    assert step(replace(BOX, runtime="docker", extra_args=("--shm-size=8g",))) == [
+    assert step(replace(SPEC, runtime="docker", extra_args=("--shm-size=8g",))) == [
         *SRUN,
         "sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001", NAMES,
         "docker", "run", "--rm", "--pull=never",
@@ -82,7 +83,7 @@ def test_docker() -> None:
 
 
 def test_apptainer() -> None:
-    assert step(replace(BOX, runtime="apptainer", image="/images/hpcdist.sif", extra_args=("--writable-tmpfs",))) == [
+    assert step(replace(SPEC, runtime="apptainer", image="/images/hpcdist.sif", extra_args=("--writable-tmpfs",))) == [
         *SRUN,
         "sh", str(SCRIPT), "plain",
         "apptainer", "exec", "--no-home",
@@ -91,27 +92,27 @@ def test_apptainer() -> None:
         "--nv",
         "--writable-tmpfs",
         "/images/hpcdist.sif",
-        *DEAF, *WORKER,
+        *IGNORE_USR2, *WORKER,
     ]  # fmt: skip
 
 
 def test_charliecloud() -> None:
     mounts = (MOUNTS[0], Mount(source="/tmp/runs", target="/tmp/runs"), Mount(source="/tmp/a", target="/data"))
-    box = replace(BOX, runtime="charliecloud", image="/images/hpcdist", mounts=mounts, extra_args=(), image_env=True)
-    assert step(box) == [
+    spec = replace(SPEC, runtime="charliecloud", image="/images/hpcdist", mounts=mounts, extra_args=(), image_env=True)
+    assert step(spec) == [
         *SRUN,
         "sh", str(SCRIPT), "plain",
         "ch-run", "--set-env",
         "--bind=/shared:/shared", "--bind=/tmp/a:/data",
         "--cd=/shared/project",
         "/images/hpcdist", "--",
-        *DEAF, *WORKER,
+        *IGNORE_USR2, *WORKER,
     ]  # fmt: skip
-    assert "--set-env" not in step(replace(box, image_env=False))
+    assert "--set-env" not in step(replace(spec, image_env=False))
 
 
 def test_enroot() -> None:
-    assert step(replace(BOX, runtime="enroot", image="/images/hpcdist.sqsh", extra_args=("--rw",))) == [
+    assert step(replace(SPEC, runtime="enroot", image="/images/hpcdist.sqsh", extra_args=("--rw",))) == [
         *SRUN,
         "sh", str(SCRIPT), "once", NAMES,
         "enroot", "start", f"--rc={SCRIPT}",
@@ -120,25 +121,25 @@ def test_enroot() -> None:
         "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         "--rw",
         "/images/hpcdist.sqsh", "in", "/shared/project",
-        *DEAF, *WORKER,
+        *IGNORE_USR2, *WORKER,
     ]  # fmt: skip
 
 
 def test_pyxis() -> None:
-    assert step(replace(BOX, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
+    assert step(replace(SPEC, runtime="pyxis", image="/images/hpcdist.sqsh", extra_args=("--container-writable",))) == [
         *SRUN,
         "--container-image=/images/hpcdist.sqsh",
         "--container-mounts=/shared:/shared,/scratch/imagenet:/data:ro",
         "--container-workdir=/shared/project",
         "--no-container-entrypoint", "--no-container-mount-home", "--no-container-remap-root",
         "--container-writable",
-        *DEAF, *WORKER,
+        *IGNORE_USR2, *WORKER,
     ]  # fmt: skip
 
 
 def test_pyxis_without_mounts_has_no_empty_list() -> None:
     """The look at an image has no mounts, and srun refuses `--container-mounts=`."""
-    words = step(replace(BOX, runtime="pyxis", mounts=()))
+    words = step(replace(SPEC, runtime="pyxis", mounts=()))
     assert not [word for word in words if word.startswith("--container-mounts")]
 
 
@@ -150,7 +151,7 @@ def test_components_of_their_own_are_contained_each_for_itself() -> None:
             roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
         ),
     )
-    words = step_command(config, RUN.attempt(1), rank_command(RUN.path, BOX.python), BOX)
+    words = step_command(config, RUN.attempt(1), rank_command(RUN.path, SPEC.python), SPEC)
     colon = words.index(":")
     for part, gpu in ((words[:colon], False), (words[colon:], True)):
         assert ("--device=nvidia.com/gpu=all" in part) == gpu
@@ -168,25 +169,25 @@ def test_components_of_their_own_are_contained_each_for_itself() -> None:
 
 def test_without_gpus_no_runtime_is_asked_for_them() -> None:
     for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
-        words = step(replace(BOX, runtime=runtime, gpus=False))[len(SRUN) :]
+        words = step(replace(SPEC, runtime=runtime, gpus=""))[len(SRUN) :]
         assert not [word for word in words if "gpu" in word or word == "--nv"], runtime
-    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(BOX, runtime="enroot", gpus=False))
+    assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(SPEC, runtime="enroot", gpus=""))
 
 
 @pytest.mark.parametrize(
     ("runtime", "words"),
     [
-        ("podman", ["sh", str(SCRIPT), "once", NAMES, *container.podman(BOX), "true"]),
-        ("docker", ["sh", str(SCRIPT), "once", NAMES, *container.docker(BOX), "true"]),
-        ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(BOX), *DEAF, "true"]),
+        ("podman", ["sh", str(SCRIPT), "once", NAMES, *container.podman(SPEC), "true"]),
+        ("docker", ["sh", str(SCRIPT), "once", NAMES, *container.docker(SPEC), "true"]),
+        ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(SPEC), *IGNORE_USR2, "true"]),
     ],
 )
 def test_what_ends_by_itself_needs_no_lifeline(runtime: str, words: list[str]) -> None:
-    assert contain(replace(BOX, runtime=runtime), ["true"]).words == words
+    assert container_command(replace(SPEC, runtime=runtime), ["true"]).argv == words
 
 
 def test_what_a_run_has_left_is_found_by_its_label() -> None:
-    assert remove_command(BOX) == [
+    assert remove_command(SPEC) == [
         "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
     ]  # fmt: skip
 
@@ -208,22 +209,22 @@ def test_where_a_container_inherits_the_environment_it_is_cut_down_first(
 ) -> None:
     monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
     seen = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
-    box = replace(BOX, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
+    spec = replace(SPEC, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
     for runtime in ("apptainer", "charliecloud"):
-        assert outer_env(replace(box, runtime=runtime), ENV) == seen
+        assert outer_env(replace(spec, runtime=runtime), ENV) == seen
     below_pyxis = seen | {
         "ENROOT_LOGIN_SHELL": "no",
         "NVIDIA_VISIBLE_DEVICES": "all",
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
     }
-    assert outer_env(replace(box, runtime="pyxis"), ENV) == below_pyxis
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == below_pyxis
     monkeypatch.setattr(container, "INFINIBAND", tmp_path)
     with_cards = below_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
-    assert outer_env(replace(box, runtime="pyxis"), ENV) == with_cards
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == with_cards
     theirs = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
-    assert outer_env(replace(box, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
-    assert outer_env(replace(box, runtime="enroot"), theirs) == theirs
-    assert outer_env(box, ENV) == ENV, "podman's client is the host's; its container gets names"
+    assert outer_env(replace(spec, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
+    assert outer_env(replace(spec, runtime="enroot"), theirs) == theirs
+    assert outer_env(spec, ENV) == ENV, "podman's client is the host's; its container gets names"
 
 
 @pytest.mark.parametrize(
@@ -247,5 +248,5 @@ def test_what_another_mount_shows_already_is_left_out() -> None:
 
 
 def test_a_path_that_no_runtime_can_mount_is_refused() -> None:
-    with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: no runtime takes ':' or ',' in a path"):
+    with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: runtimes allow no ':' or ',' in a path"):
         without_nested([Mount(source="/a:b", target="/a:b")])

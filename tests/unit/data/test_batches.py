@@ -135,7 +135,7 @@ def test_unreadable_image_in_a_stream_is_one_sentence(tmp_path: Path, num_worker
     path.write_text("<html>404")
     broken = FolderImages([path], torch.tensor([0]), image_size=4, num_threads=1)
     split = StreamingSplit(broken, mean=MEAN, std=STD, num_workers=num_workers)
-    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \([^\n]*\): mend or remove it$"):
+    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \([^\n]*\): repair or remove it$"):
         run(split, torch.tensor([0]))
 
 

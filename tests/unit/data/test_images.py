@@ -141,14 +141,14 @@ def test_unreadable_image_is_named(tmp_path: Path, damage: str) -> None:
     else:
         path.unlink()
     source = FolderImages([path], torch.tensor([0]), image_size=7, num_threads=1)
-    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \(.*\): mend or remove it$"):
+    with pytest.raises(DataError, match=rf"^{path} cannot be read as an image \(.*\): repair or remove it$"):
         source.image(0, None)
     with pytest.raises(DataError, match=r"broken\.jpg"):
         source.all_images()
 
 
 def test_folder_without_classes(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"{tmp_path} has no folders: image_folder expects"):
+    with pytest.raises(DataError, match=rf"{tmp_path} has no class folders: image_folder expects"):
         class_names(tmp_path)
 
 
@@ -159,11 +159,11 @@ def test_folder_that_cannot_be_listed(tmp_path: Path) -> None:
 
 def test_class_without_images(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(DataError, match=rf"{tmp_path}/a holds no images \(\.jpg, "):
+    with pytest.raises(DataError, match=rf"{tmp_path}/a has no images \(\.jpg, "):
         list_images(tmp_path, ["a"])
 
 
 def test_class_that_training_does_not_know(tmp_path: Path) -> None:
     save(tmp_path / "b" / "1.png", (1, 2, 3))
-    with pytest.raises(DataError, match=rf"{tmp_path}/b is a class that the training images do not have"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/b is not a class of the training images"):
         list_images(tmp_path, ["a"])

@@ -120,13 +120,13 @@ def test_idx_pair(tmp_path: Path) -> None:
 
 def test_idx_pair_of_different_lengths(tmp_path: Path) -> None:
     paths = write_pair(tmp_path, torch.zeros(2, 3, 3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8))
-    with pytest.raises(DataError, match=r"images of shape \[2, 3, 3\] and .*labels of shape \[3\] do not belong"):
+    with pytest.raises(DataError, match=r"images of shape \[2, 3, 3\] and .*labels of shape \[3\] do not match"):
         read_idx_pair(*paths, num_classes=10)
 
 
 def test_idx_label_out_of_range(tmp_path: Path) -> None:
     paths = write_pair(tmp_path, torch.zeros(1, 3, 3, dtype=torch.uint8), torch.tensor([10], dtype=torch.uint8))
-    with pytest.raises(DataError, match="labels holds label 10, but there are only 10 classes"):
+    with pytest.raises(DataError, match="labels has label 10, but there are 10 classes"):
         read_idx_pair(*paths, num_classes=10)
 
 
@@ -172,7 +172,7 @@ def test_digits_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="digits comes with scikit-learn, which is not installed"):
+    with pytest.raises(DataError, match="digits is part of scikit-learn, which is not installed"):
         read_digits()
 
 
@@ -218,6 +218,6 @@ def test_cifar10_crafted_file_runs_nothing(tmp_path: Path, monkeypatch: pytest.M
             return os.mkdir, (str(tmp_path / "ran"),)
 
     path = cifar_file(tmp_path, monkeypatch, pickle.dumps(Crafted()))
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir has no place in a CIFAR-10 file"):
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir is not allowed in a CIFAR-10 file"):
         read_cifar10_batch(path)
     assert not (tmp_path / "ran").exists()

@@ -100,7 +100,7 @@ def test_settings_are_read_back_unless_a_crash_has_cut_them(recorded: Layout) ->
 
 
 def test_no_cluster_there(layout: Layout) -> None:
-    with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` makes one"):
+    with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` creates one"):
         cluster.require_settings(layout)
     assert cluster.status(layout) == cluster.Status(None)
     assert not cluster.status(layout).is_up
@@ -118,7 +118,7 @@ def test_no_cluster_there(layout: Layout) -> None:
 )
 def test_what_needs_root_says_so(call: Callable[[Layout], object], layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(DevClusterError, match=r"needs root, .*: sudo \$\(which hpcdist\) devcluster "):
+    with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
         call(layout)
 
 
@@ -136,7 +136,7 @@ def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> 
     with subprocess.Popen([tmp_path / "slurmctld", "60"]) as daemon:
         try:
             assert (daemon.pid, "slurmctld") in processes.foreign_slurm(layout)
-            with pytest.raises(DevClusterError, match="never stands beside another Slurm"):
+            with pytest.raises(DevClusterError, match="cannot run beside another Slurm"):
                 host.refuse_beside_slurm(layout)
         finally:
             daemon.kill()
@@ -144,27 +144,29 @@ def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> 
 
 def test_no_namespaces_allowed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "succeeds", lambda command: False)
-    with pytest.raises(DevClusterError, match=r"does not allow root to make network namespaces.*--privileged"):
+    with pytest.raises(DevClusterError, match=r"does not allow root to create network namespaces.*--privileged"):
         host.require_namespaces()
 
 
 def test_a_state_folder_of_somebody_else(layout: Layout) -> None:
     layout.state.mkdir()
     (layout.state / "thesis.tex").touch()
-    with pytest.raises(DevClusterError, match="holds files that are not of a dev cluster"):
+    with pytest.raises(DevClusterError, match="contains other files than a dev cluster's"):
         host.require_folder(layout)
     assert (layout.state / "thesis.tex").exists()
 
 
 def test_a_state_folder_without_a_place(layout: Layout) -> None:
-    with pytest.raises(DevClusterError, match=r"there is no folder .*/nowhere to make it in"):
+    with pytest.raises(DevClusterError, match=r"its parent folder .*/nowhere does not exist"):
         host.require_folder(Layout(layout.state.parent / "nowhere" / "state"))
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
 def test_a_state_folder_that_daemons_cannot_reach_or_trust(layout: Layout, mode: int) -> None:
     layout.state.parent.chmod(mode)
-    with pytest.raises(DevClusterError, match="must be open to users munge and mysql, and writable by its owner alone"):
+    with pytest.raises(
+        DevClusterError, match="must be accessible to users munge and mysql, and writable by its owner only"
+    ):
         host.require_folder(layout)
     layout.state.parent.chmod(0o755)
     host.require_folder(layout)
@@ -180,7 +182,7 @@ def test_names_that_hosts_has_already(layout: Layout, tmp_path: Path, monkeypatc
 def test_an_interface_of_another_cluster(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "LINK", "lo")
     monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
-    with pytest.raises(DevClusterError, match=r"interface lo is there already: .* with its own --state"):
+    with pytest.raises(DevClusterError, match=r"interface lo already exists: .* with its own --state"):
         host.require_free_network(TWO, layout)
 
 
@@ -230,12 +232,12 @@ def put_command(path: Path, script: str) -> None:
 
 def test_nothing_is_installed_over_a_slurm_of_the_site(bare_machine: Path) -> None:
     host.SITE_CONF.touch()
-    with pytest.raises(DevClusterError, match=r"slurm.conf shows a Slurm of this machine's own"):
+    with pytest.raises(DevClusterError, match=r"slurm.conf belongs to another Slurm on this machine"):
         host.install({})
 
 
 def test_install_knows_apt_alone(bare_machine: Path) -> None:
-    with pytest.raises(DevClusterError, match=r"--install knows apt-get alone: install slurmctld .* by this system's"):
+    with pytest.raises(DevClusterError, match=r"--install supports apt-get only: install slurmctld .* by the package"):
         host.install({})
 
 
@@ -327,7 +329,7 @@ def test_processes_of_a_namespace_are_found() -> None:
 def test_processes_that_outlive_sigkill_are_told(monkeypatch: Patch) -> None:
     monkeypatch.setattr(processes, "members", lambda namespaces: [2**22 + 1])  # no process can have this id
     monkeypatch.setattr(processes, "KILL_WITHIN_S", 0.0)
-    with pytest.raises(DevClusterError, match=r"processes 4194305 do not end on SIGKILL"):
+    with pytest.raises(DevClusterError, match=r"processes 4194305 do not end after SIGKILL"):
         processes.kill_members([(0, 0)])
 
 
@@ -358,7 +360,7 @@ def test_another_shape_needs_a_down_first(recorded: Layout, monkeypatch: Patch) 
     monkeypatch.setattr(processes, "members", lambda namespaces: [1])
     assert cluster._choose(recorded, {"num_nodes": 2}) == TWO
     assert cluster._choose(recorded, {}) == TWO
-    with pytest.raises(DevClusterError, match=r"is up with --nodes 2, not 8: `hpcdist devcluster down` first"):
+    with pytest.raises(DevClusterError, match=r"is running with --nodes 2, not 8: `hpcdist devcluster down` first"):
         cluster._choose(recorded, {"num_nodes": 8})
 
 
@@ -374,7 +376,7 @@ def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) ->
 def test_faults_need_a_node_that_is_there(recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
         nodes.kill_node(recorded, "n3")
-    with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not up: `hpcdist devcluster up`"):
+    with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not running: `hpcdist devcluster up`"):
         nodes.start_node(recorded, "n1")
 
 

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.diagnostics.doctor.job_endings import endings
-from hpcdist.diagnostics.doctor.slurm import NEEDED, Answers, Once, ask_slurm, client, partitions
+from hpcdist.diagnostics.doctor.job_endings import job_end_checks
+from hpcdist.diagnostics.doctor.slurm_checks import (
+    NEEDED,
+    Cached,
+    SlurmFacts,
+    client_checks,
+    partition_checks,
+    read_slurm,
+)
 from hpcdist.machine.check import Check
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
@@ -24,8 +31,8 @@ MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=OFF State=UP
 NODES = "main|4|8|32768|gpu:2|idle|n[1-4]\nhigh|4|8|32768|gpu:2|idle|n[1-4]\n"
 
 
-def answers(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> Answers:
-    return Answers(settings=RECORDED | settings, seconds=0.01, partitions=parse_partitions(partitions, nodes))
+def answers(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> SlurmFacts:
+    return SlurmFacts(settings=RECORDED | settings, seconds=0.01, partitions=parse_partitions(partitions, nodes))
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -49,42 +56,42 @@ def refuses(message: str) -> object:
 
 def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_client, "run", says("devcluster\nroot\nroot\n"))
-    assert client(answers(), "root") == [
+    assert client_checks(answers(), "root") == [
         Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
-        Check(name="accounting", level="ok", text="root may charge devcluster, root (cluster.account)"),
+        Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
     ]
 
 
 def test_without_slurm_it_is_a_note_and_without_an_answer_a_failure() -> None:
-    (nothing,) = client(Answers(missing=NEEDED), "ada")
+    (nothing,) = client_checks(SlurmFacts(missing=NEEDED), "ada")
     assert (nothing.level, "devcluster up" in nothing.fix) == ("note", True)
-    (inside,) = client(Answers(missing=NEEDED), "ada", in_container=True)
+    (inside,) = client_checks(SlurmFacts(missing=NEEDED), "ada", in_container=True)
     assert (inside.level, inside.fix) == ("ok", "")
-    (away,) = client(Answers(away="scontrol gave no answer in 10 s"), "ada")
+    (away,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
     assert (away.level, away.text) == ("failure", "scontrol gave no answer in 10 s: `hpcdist submit` would fail")
-    (unset,) = client(Answers(away="scontrol: fatal: Could not establish a configuration source"), "ada")
+    (unset,) = client_checks(SlurmFacts(away="scontrol: fatal: Could not establish a configuration source"), "ada")
     assert (unset.level, "SLURM_CONF" in unset.fix) == ("warning", True)
 
 
 def test_half_a_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    (check,) = client(Answers(missing=("sbatch", "scontrol")), "ada")
+    (check,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
     assert check.level == "failure"
-    assert check.text.startswith("sbatch, scontrol not found, others of Slurm's are")
+    assert check.text.startswith("sbatch, scontrol not found, other Slurm commands are")
 
 
 @pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
 def test_a_slurm_that_is_older_than_any_tested(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_client, "run", says("root\n"))
-    assert client(answers(SLURM_VERSION=version), "root")[0].level == level
+    assert client_checks(answers(SLURM_VERSION=version), "root")[0].level == level
 
 
 def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     def level(**settings: str) -> str:
-        return client(answers(**settings), "ada")[-1].level
+        return client_checks(answers(**settings), "ada")[-1].level
 
     monkeypatch.setattr(slurm_client, "run", refuses("sacctmgr: slurm_persist_conn_open: Connection refused"))
     assert level(AccountingStorageType="accounting_storage/none") == "note"
-    check = client(answers(), "ada")[-1]
+    check = client_checks(answers(), "ada")[-1]
     assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
     monkeypatch.setattr(slurm_client, "run", says(""))
     assert level(AccountingStorageEnforce="associations,limits") == "failure"
@@ -93,11 +100,11 @@ def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert ask_slurm() == Answers(missing=NEEDED)
+    assert read_slurm() == SlurmFacts(missing=NEEDED)
     for name in NEEDED:
         (tmp_path / name).write_text("#!/bin/sh\necho 'slurm_load_ctl_conf error: Unable to contact' >&2; exit 1\n")
         (tmp_path / name).chmod(0o755)
-    found = ask_slurm()
+    found = read_slurm()
     assert (found.missing, found.reached, found.away) == (
         (),
         False,
@@ -107,7 +114,7 @@ def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPat
 
 def test_sections_share_one_question() -> None:
     asked = []
-    once = Once(lambda: asked.append(1) or Answers())  # type: ignore[func-returns-value]
+    once = Cached(lambda: asked.append(1) or SlurmFacts())  # type: ignore[func-returns-value]
     assert once() is once()
     assert asked == [1]
 
@@ -117,7 +124,7 @@ def test_sections_share_one_question() -> None:
 
 def test_partitions_as_they_are() -> None:
     text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day"
-    assert partitions(answers()) == [
+    assert partition_checks(answers()) == [
         Check(name="main", level="ok", text=f"{text} (default)"),
         Check(name="high", level="ok", text=text),
     ]
@@ -130,13 +137,13 @@ def test_partitions_with_less_to_offer() -> None:
         "PartitionName=ill State=UP MaxTime=INFINITE\n" + many
     )
     nodes = "ill|2|16|64000|(null)|drained|n[1-2]\n" + "".join(f"p{n}|1|4|1024|(null)|idle|m{n}\n" for n in range(14))
-    found = by_name(partitions(answers(partitions=listed, nodes=nodes)))
+    found = by_name(partition_checks(answers(partitions=listed, nodes=nodes)))
     assert found["down"].level == "note"
     assert found["down"].text == "DOWN; 0 nodes; at most 60, 2 nodes a job, accounts ada, bob only"
     assert found["ill"].level == "warning"
-    assert found["ill"].text == "no node takes jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
+    assert found["ill"].text == "no node accepts jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
     assert found["more"].text == "4 partitions: p10, p11, p12, p13"
-    assert found["default"].text == "no partition is the default: a run has to say cluster.partition"
+    assert found["default"].text == "no partition is the default: set cluster.partition"
 
 
 @pytest.mark.parametrize(
@@ -145,42 +152,42 @@ def test_partitions_with_less_to_offer() -> None:
 )
 def test_time_limits_as_people_say_them(longest: str, said: str) -> None:
     listed = f"PartitionName=p MaxTime={longest} State=UP"
-    check, _ = partitions(answers(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
+    check, _ = partition_checks(answers(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
     assert check.text.endswith(said)
 
 
 def test_partitions_that_nobody_tells() -> None:
-    assert partitions(Answers()) == []
-    assert partitions(Answers(settings=RECORDED))[0].level == "warning"
-    assert partitions(Answers(settings=RECORDED, partitions=[]))[0].level == "failure"
+    assert partition_checks(SlurmFacts()) == []
+    assert partition_checks(SlurmFacts(settings=RECORDED))[0].level == "warning"
+    assert partition_checks(SlurmFacts(settings=RECORDED, partitions=[]))[0].level == "failure"
 
 
 # --- how jobs end
 
 
 def test_what_a_stock_cluster_makes_of_the_end_of_a_job() -> None:
-    told = [check.sentence() for check in endings(answers(KillWait="30 sec"))]
+    told = [check.sentence() for check in job_end_checks(answers(KillWait="30 sec"))]
     assert told == [
-        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); ahead of its time limit a run saves by"
-        " itself (cluster.signal_lead_s)",
-        "preemption: decided by partition; SIGTERM announces it, which is enough for hpcdist (no"
-        " preempt_send_user_signal)",
-        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm puts the run"
-        " back into the queue",
+        "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); a run saves a checkpoint before its time"
+        " limit (cluster.signal_lead_s)",
+        "preemption: decided by partition; SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal"
+        " is not set)",
+        "preemption: preempted in main: SIGTERM, and SIGKILL 30 s later (GraceTime 0 + KillWait 30); Slurm requeues the"
+        " run",
         "preemption: jobs in high are never preempted",
-        "lost node: Slurm notices it within 15 s (SlurmdTimeout)",
-        "clean-up: processes are found by linuxproc when a job ends; one that cannot be killed for 60 s drains its node"
-        " (UnkillableStepTimeout)",
+        "lost node: Slurm detects it within 15 s (SlurmdTimeout)",
+        "clean-up: Slurm finds a job's processes by linuxproc; a process that cannot be killed within 60 s drains its"
+        " node (UnkillableStepTimeout)",
         "sweeps: up to 1000 runs in one array (MaxArraySize)",
     ]
-    assert endings(Answers()) == []
+    assert job_end_checks(SlurmFacts()) == []
 
 
 def preempted(**changes: str) -> Check:
     listed = PARTITIONS
     for key, value in changes.items():
         listed = listed.replace(f"{key}={'0' if key == 'GraceTime' else 'REQUEUE'}", f"{key}={value}", 1)
-    return endings(answers(partitions=listed))[2]
+    return job_end_checks(answers(partitions=listed))[2]
 
 
 def test_too_little_time_to_save_is_told_with_its_parts() -> None:
@@ -192,20 +199,20 @@ def test_too_little_time_to_save_is_told_with_its_parts() -> None:
 
 def test_modes_of_preemption() -> None:
     gone = preempted(PreemptMode="CANCEL")
-    assert (gone.level, "does not put the run back" in gone.text) == ("note", True)
+    assert (gone.level, "does not requeue the run" in gone.text) == ("note", True)
     assert gone.fix.startswith("`hpcdist resume RUN`")
     stopped = preempted(PreemptMode="GANG,SUSPEND")
-    assert (stopped.level, "stopped where they are" in stopped.text) == ("note", True)
+    assert (stopped.level, "suspends the processes" in stopped.text) == ("note", True)
     assert "launch.hang_timeout_s" in stopped.fix
-    off = endings(answers(PreemptType="preempt/none"))[1]
-    assert off.text == "off: no job is ended for another one's sake"
-    signalled = endings(answers(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
-    assert "Slurm's user signal comes ahead of it" in signalled.text
+    off = job_end_checks(answers(PreemptType="preempt/none"))[1]
+    assert off.text == "off: no job ends because of another one"
+    signalled = job_end_checks(answers(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
+    assert "Slurm sends the user signal before it" in signalled.text
 
 
 def test_settings_that_get_in_the_way() -> None:
     def names(**settings: str) -> dict[str, str]:
-        return {check.name: check.level for check in endings(answers(**settings)) if check.name != "preemption"}
+        return {check.name: check.level for check in job_end_checks(answers(**settings)) if check.name != "preemption"}
 
     assert names(RequeueExit="1-3")["requeue"] == "warning"
     assert "requeue" not in names(RequeueExit="142,143")

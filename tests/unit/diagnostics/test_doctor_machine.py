@@ -12,11 +12,12 @@ import pytest
 
 from hpcdist.diagnostics.doctor import container_runtimes, software
 from hpcdist.diagnostics.doctor import runs_folder as folder
-from hpcdist.diagnostics.doctor.container_runtimes import Host, Said
-from hpcdist.diagnostics.doctor.gpus import gpus
-from hpcdist.diagnostics.doctor.host_name import names
-from hpcdist.diagnostics.doctor.resource_limits import Share, container, in_container, look_inside, processors
-from hpcdist.diagnostics.doctor.runs_folder import GIB, Tries, runs_folder
+from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container, read_container
+from hpcdist.diagnostics.doctor.container_runtimes import CommandResult, Host
+from hpcdist.diagnostics.doctor.gpus import gpu_checks
+from hpcdist.diagnostics.doctor.host_name import host_name_checks
+from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
+from hpcdist.diagnostics.doctor.runs_folder import GIB, FolderTests, folder_checks
 from hpcdist.machine.check import Check
 from hpcdist.machine.facts import Gpu
 
@@ -28,7 +29,7 @@ def levels(checks: Sequence[Check]) -> dict[str, str]:
 
 # --- cores, memory, limits
 
-PLENTY = Share(
+PLENTY = ResourceLimits(
     cores=16,
     quota=None,
     memory_bytes=64 * GIB,
@@ -43,7 +44,7 @@ PLENTY = Share(
 
 
 def test_a_machine_with_plenty() -> None:
-    assert [check.sentence() for check in processors(PLENTY)] == [
+    assert [check.sentence() for check in resource_checks(PLENTY)] == [
         "cores: 16",
         "memory: 64.0 GiB",
         "shared memory: 32.0 GiB of 32.0 GiB free in /dev/shm",
@@ -62,18 +63,18 @@ def test_what_keeps_ranks_from_what_the_machine_has() -> None:
         max_processes=100,
         locked_bytes=2**16,
     )
-    found = processors(tight)
+    found = resource_checks(tight)
     assert set(levels(found).values()) == {"warning"}
     told = {check.name: check.sentence() for check in found}
-    assert "16 visible, but a quota allows the time of 1.0" in told["cores"]
-    assert "1.0 GiB by a cgroup's limit" in told["memory"]
+    assert "16 visible, but a CPU quota of 1.0 cores" in told["cores"]
+    assert "1.0 GiB (cgroup limit)" in told["memory"]
     assert "--ipc=host or --shm-size" in told["shared memory"]
     assert "at most 256 (ulimit)" in told["open files"]
     assert "ulimit -u" in told["processes"]
     assert "at most 64 KiB may be locked, and InfiniBand" in told["locked memory"]
-    assert levels(processors(replace(PLENTY, shm_bytes=None)))["shared memory"] == "failure"
-    assert levels(processors(replace(PLENTY, cores=1)))["cores"] == "note"
-    assert "locked memory" not in levels(processors(replace(PLENTY, locked_bytes=2**16, rdma=False)))
+    assert levels(resource_checks(replace(PLENTY, shm_bytes=None)))["shared memory"] == "failure"
+    assert levels(resource_checks(replace(PLENTY, cores=1)))["cores"] == "note"
+    assert "locked memory" not in levels(resource_checks(replace(PLENTY, locked_bytes=2**16, rdma=False)))
 
 
 def kernel(root: Path, files: dict[str, str]) -> Path:
@@ -95,7 +96,7 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
             "sys/fs/cgroup/system.slice/memory.max": "max\n",
         },
     )
-    found = Share.inspect(second)
+    found = ResourceLimits.inspect(second)
     assert (found.quota, found.memory_limit_bytes, found.shm_bytes) == (1.5, GIB, None)
     first = kernel(
         tmp_path / "v1",
@@ -107,7 +108,7 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "536870912\n",
         },
     )
-    found = Share.inspect(first)
+    found = ResourceLimits.inspect(first)
     assert (found.quota, found.memory_limit_bytes) == (0.5, GIB // 2)
     unlimited = kernel(
         tmp_path / "none",
@@ -118,9 +119,9 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         },
     )
-    found = Share.inspect(unlimited)
+    found = ResourceLimits.inspect(unlimited)
     assert (found.quota, found.memory_limit_bytes) == (None, None)
-    assert Share.inspect().cores == len(os.sched_getaffinity(0))
+    assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
 
 
 # --- inside a container
@@ -130,8 +131,8 @@ def test_a_container_that_was_given_all(tmp_path: Path) -> None:
     root = kernel(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
     assert in_container(root)
     image = {"image": "localhost/hpcdist", "image_build": "abc"}
-    inside = look_inside(image, {"HOME": str(tmp_path), "USER": "ada"}, root)
-    assert container(inside) == [Check(name="image", level="ok", text="localhost/hpcdist build abc")]
+    inside = read_container(image, {"HOME": str(tmp_path), "USER": "ada"}, root)
+    assert container_checks(inside) == [Check(name="image", level="ok", text="localhost/hpcdist build abc")]
 
 
 def test_what_is_forgotten_when_a_container_is_started_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +140,10 @@ def test_what_is_forgotten_when_a_container_is_started_by_hand(tmp_path: Path, m
     root = kernel(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
     assert in_container(root)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    found = container(look_inside({}, {"HOME": "/nowhere"}, root))
+    found = container_checks(read_container({}, {"HOME": "/nowhere"}, root))
     assert levels(found) == {"image": "note", "GPUs": "warning", "home": "note", "user": "note"}
     assert "docker: --gpus all" in found[1].fix
-    assert found[2].text.startswith("/nowhere cannot be written")
+    assert found[2].text.startswith("/nowhere is not writable")
 
 
 # --- GPUs
@@ -151,9 +152,9 @@ H200 = Gpu(index=0, name="NVIDIA H200", used_mb=500, total_mb=143771, uncorrecte
 
 
 def test_gpus_that_are_well() -> None:
-    assert gpus([H200], 1, 1, "580.65") == [Check(name="GPU 0", level="ok", text="NVIDIA H200, 140 GiB")]
+    assert gpu_checks([H200], 1, 1, "580.65") == [Check(name="GPU 0", level="ok", text="NVIDIA H200, 140 GiB")]
     slice_ = replace(H200, used_mb=None, total_mb=None, uncorrected_errors=None)
-    assert gpus([slice_], 1, 1, "580.65")[0].level == "ok"
+    assert gpu_checks([slice_], 1, 1, "580.65")[0].level == "ok"
 
 
 def test_gpus_that_are_not() -> None:
@@ -162,17 +163,17 @@ def test_gpus_that_are_not() -> None:
         replace(H200, index=1, throttled=("power brake",)),
         replace(H200, index=2, used_mb=100_000, pids=(41, 42)),
     ]
-    found = gpus(ill, 1, 3, "580.65")
+    found = gpu_checks(ill, 1, 3, "580.65")
     assert levels(found) == {"GPU 0": "warning", "GPU 1": "warning", "GPU 2": "warning", "visible": "note"}
-    assert "2 memory errors (ECC)" in found[0].text
-    assert found[1].text.endswith("slowed down, power brake")
+    assert "2 uncorrected memory errors (ECC)" in found[0].text
+    assert found[1].text.endswith("throttled, power brake")
     assert found[2].text.endswith("97.7 GiB in use by process 41, 42")
-    assert found[3].text == "1 of 3 by CUDA_VISIBLE_DEVICES"
+    assert found[3].text == "1 of 3 according to CUDA_VISIBLE_DEVICES"
 
 
 def test_without_gpus_training_is_on_the_cpus() -> None:
-    assert [check.sentence() for check in gpus([], 0, 0, "")] == ["GPUs: none here: training runs on the CPUs"]
-    (check,) = gpus([], 0, 2, "550.54")
+    assert [check.sentence() for check in gpu_checks([], 0, 0, "")] == ["GPUs: none: training uses the CPUs"]
+    (check,) = gpu_checks([], 0, 2, "550.54")
     assert (check.level, "nvidia-smi shows no GPU" in check.text) == ("warning", True)
 
 
@@ -181,7 +182,7 @@ def test_without_gpus_training_is_on_the_cpus() -> None:
 
 def test_a_name_that_resolves_both_ways() -> None:
     found = {"address": "10.0.0.7", "forward_s": 0.002, "reverse": "n7.site", "reverse_s": 0.003}
-    assert [check.sentence() for check in names("n7", found, is_node=True)] == [
+    assert [check.sentence() for check in host_name_checks("n7", found, is_node=True)] == [
         "own name: n7 → 10.0.0.7 (2 ms)",
         "reverse: 10.0.0.7 → n7.site (3 ms)",
     ]
@@ -195,23 +196,23 @@ def test_a_name_that_resolves_both_ways() -> None:
         ({"address": "127.0.1.1", "forward_s": 0.0, "reverse": "n7", "reverse_s": 0.0}, "n7 resolves to 127.0.1.1"),
         (
             {"address": "10.0.0.7", "forward_s": 5.2, "reverse": "n7", "reverse_s": 0.0},
-            "n7 → 10.0.0.7 takes 5.2 s, and each rank asks",
+            "n7 → 10.0.0.7 takes 5.2 s, and each rank looks it up",
         ),
     ],
 )
 def test_a_name_that_leads_nowhere_matters_on_nodes(found: dict[str, object], said: str) -> None:
-    node, alone = names("n7", found, is_node=True)[0], names("n7", found, is_node=False)[0]
+    node, alone = host_name_checks("n7", found, is_node=True)[0], host_name_checks("n7", found, is_node=False)[0]
     assert node.text.startswith(said)
     assert (node.level, alone.level) == ("warning", "note")
-    assert alone.text.endswith("runs on this machine alone do not mind")
+    assert alone.text.endswith("runs on this machine alone are not affected")
     assert node.fix
 
 
 def test_a_slow_way_back() -> None:
     found = {"address": "10.0.0.7", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 10.0}
-    back = names("n7", found, is_node=True)[1]
+    back = host_name_checks("n7", found, is_node=True)[1]
     assert (back.level, "takes 10.0 s and fails (Unknown host)" in back.text) == ("warning", True)
-    quick = names("n7", found | {"reverse_s": 0.01}, is_node=True)[1]
+    quick = host_name_checks("n7", found | {"reverse_s": 0.01}, is_node=True)[1]
     assert (quick.level, "harmless" in quick.text) == ("ok", True)
 
 
@@ -219,20 +220,22 @@ def test_a_slow_way_back() -> None:
 
 ADA = Host(uid=1000, user="ada", has_gpus=False, subuid="ada:100000:65536\n")
 WELL = {
-    "docker": Said(code=0, out="27.1.1\n"),
-    "podman": Said(code=0, out="podman version 4.3.1\n"),
-    "apptainer": Said(code=0, out="apptainer version 1.3.4-1.el9\n"),
-    "singularity": Said(code=0, out="singularity-ce version 4.1.0\n"),
-    "enroot": Said(code=0, out="3.5.0\n"),
-    "ch-run": Said(code=0, err="0.31\n"),
-    "srun": Said(code=0, out="      --container-image=[USER@][REGISTRY#]IMAGE\n"),
-    "unshare": Said(code=0),
+    "docker": CommandResult(code=0, out="27.1.1\n"),
+    "podman": CommandResult(code=0, out="podman version 4.3.1\n"),
+    "apptainer": CommandResult(code=0, out="apptainer version 1.3.4-1.el9\n"),
+    "singularity": CommandResult(code=0, out="singularity-ce version 4.1.0\n"),
+    "enroot": CommandResult(code=0, out="3.5.0\n"),
+    "ch-run": CommandResult(code=0, err="0.31\n"),
+    "srun": CommandResult(code=0, out="      --container-image=[USER@][REGISTRY#]IMAGE\n"),
+    "unshare": CommandResult(code=0),
 }
 
 
-def runtimes_of(host: Host, *here: str, **said: Said) -> list[Check]:
+def runtimes_of(host: Host, *here: str, **said: CommandResult) -> list[Check]:
     answers = WELL | {name.replace("_", "-"): answer for name, answer in said.items()}
-    return container_runtimes.runtimes(host, which=lambda name: name in here, ask=lambda command: answers[command[0]])
+    return container_runtimes.runtime_checks(
+        host, which=lambda name: name in here, ask=lambda command: answers[command[0]]
+    )
 
 
 def test_every_runtime_that_is_here_has_a_line() -> None:
@@ -249,9 +252,9 @@ def test_every_runtime_that_is_here_has_a_line() -> None:
 
 
 def test_none_is_a_note_and_a_slurm_without_pyxis_no_word() -> None:
-    (none,) = runtimes_of(ADA, "srun", srun=Said(code=0, out="--help"))
+    (none,) = runtimes_of(ADA, "srun", srun=CommandResult(code=0, out="--help"))
     assert (none.name, none.level) == ("runtimes", "note")
-    assert container_runtimes.runtimes(ADA, wanted=False, which=lambda name: None) == []
+    assert container_runtimes.runtime_checks(ADA, expected=False, which=lambda name: None) == []
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,7 @@ def test_none_is_a_note_and_a_slurm_without_pyxis_no_word() -> None:
     ],
 )
 def test_a_docker_that_this_user_cannot_use(error: str, fix: str) -> None:
-    broken = Said(code=1, err=f"{error}\n")
+    broken = CommandResult(code=1, err=f"{error}\n")
     (check,) = runtimes_of(ADA, "docker", docker=broken)
     assert (check.level, error in check.text, check.fix.startswith(fix)) == ("warning", True, True)
     docker, podman = runtimes_of(ADA, "docker", "podman", docker=broken)
@@ -273,11 +276,11 @@ def test_a_podman_without_root_needs_sub_ids_and_namespaces() -> None:
     (check,) = runtimes_of(replace(ADA, subuid="bob:100000:65536\n"), "podman")
     assert (check.level, check.fix.startswith("`sudo usermod --add-subuids")) == ("warning", True)
     assert runtimes_of(replace(ADA, uid=0, subuid=""), "podman")[0].level == "ok"
-    forbidden = Said(code=1, err="unshare: unshare failed: Operation not permitted\n")
+    forbidden = CommandResult(code=1, err="unshare: unshare failed: Operation not permitted\n")
     for tool in ("podman", "enroot", "ch-run"):
         (check,) = runtimes_of(ADA, tool, unshare=forbidden)
-        assert (check.level, "user namespace (unshare: unshare failed" in check.text) == ("warning", True), tool
-    missing = Said(code=None, err="[Errno 2] No such file or directory: 'unshare'")
+        assert (check.level, "user namespaces (unshare: unshare failed" in check.text) == ("warning", True), tool
+    missing = CommandResult(code=None, err="[Errno 2] No such file or directory: 'unshare'")
     assert runtimes_of(ADA, "podman", unshare=missing)[0].level == "ok", "not tried is not forbidden"
 
 
@@ -288,7 +291,7 @@ def test_gpus_need_a_toolkit_for_containers() -> None:
     (podman,) = runtimes_of(host, "podman")
     assert (podman.level, "nvidia-ctk cdi generate" in podman.fix) == ("warning", True)
     assert [check.level for check in runtimes_of(replace(host, cdi=True), "docker", "podman")] == ["ok", "ok"]
-    with_runtime = Said(code=0, out='{"nvidia":{"path":"nvidia-container-runtime"}}')
+    with_runtime = CommandResult(code=0, out='{"nvidia":{"path":"nvidia-container-runtime"}}')
     assert runtimes_of(host, "docker", docker=with_runtime)[0].level == "ok"
     assert runtimes_of(host, "apptainer")[0].text.endswith("GPUs by --nv")
 
@@ -302,18 +305,20 @@ def test_a_tool_that_breaks_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "enroot").write_text("#!/bin/sh\nread -r line\n")
     (tmp_path / "enroot").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(container_runtimes, "ANSWER_S", 0.01)
-    assert container_runtimes.ask(["/bin/sleep", "60"]) == Said(code=None, err="no answer within 0.01 s")
-    assert container_runtimes.ask(["podman"]).code is None
-    (check,) = runtimes_of(ADA, "apptainer", apptainer=Said(code=127, err="libsubid.so.4: cannot open\n"))
-    assert (check.level, check.text) == ("warning", "installed, but: libsubid.so.4: cannot open")
+    monkeypatch.setattr(container_runtimes, "TIMEOUT_S", 0.01)
+    assert container_runtimes.run_command(["/bin/sleep", "60"]) == CommandResult(
+        code=None, err="no answer within 0.01 s"
+    )
+    assert container_runtimes.run_command(["podman"]).code is None
+    (check,) = runtimes_of(ADA, "apptainer", apptainer=CommandResult(code=127, err="libsubid.so.4: cannot open\n"))
+    assert (check.level, check.text) == ("warning", "installed, but fails: libsubid.so.4: cannot open")
 
 
 # --- the folder of runs
 
 
 #: Without writing for a second in each test.
-QUICK = Tries(speed=lambda *_: 2.0**30)
+QUICK = FolderTests(speed=lambda *_: 2.0**30)
 
 
 def fails(message: str) -> Callable[[Path], str]:
@@ -321,63 +326,64 @@ def fails(message: str) -> Callable[[Path], str]:
 
 
 def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
-    found = runs_folder(tmp_path / "runs")
+    found = folder_checks(tmp_path / "runs")
     assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
         "writing": found[3].level
     }
-    assert found[0].text == f"{tmp_path}/runs (made by the first run)"
+    assert found[0].text == f"{tmp_path}/runs (the first run creates it)"
     assert list(tmp_path.iterdir()) == [], "nothing is made by looking"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.os, "access", lambda path, mode: False)  # root may write everywhere
-    (check,) = runs_folder(tmp_path)
+    (check,) = folder_checks(tmp_path)
     me = os.getuid()
     assert check.level == "failure"
     assert check.text == (
         f"{tmp_path} belongs to {tmp_path.owner()} ({me}) and cannot be written by user {me}: a run would fail"
     )
-    assert check.fix == "choose another: --runs-dir, or HPCDIST_RUNS_DIR"
-    (check,) = runs_folder(tmp_path, in_container=True)
-    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or choose another")
+    assert check.fix == "set another folder by --runs-dir or HPCDIST_RUNS_DIR"
+    (check,) = folder_checks(tmp_path, in_container=True)
+    assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
 
 
 def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").touch(mode=0o600)
     tmp_path.chmod(0o775)
     (tmp_path / "mlflow.db").chmod(0o640)
-    folder_check, database_check = runs_folder(tmp_path, tries=QUICK)[1:3]
+    folder_check, database_check = folder_checks(tmp_path, tries=QUICK)[1:3]
     assert (folder_check.name, folder_check.level) == ("owner", "warning")
     assert f"group or others may write to {tmp_path} (mode 0775)" in folder_check.text
     assert folder_check.fix == f"chmod go-w {tmp_path}"
     assert (database_check.name, database_check.level) == ("database", "warning")
     assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
     monkeypatch.setattr(folder, "foreign_owner", lambda path: "user bob" if path.name == "mlflow.db" else None)
-    (check,) = (check for check in runs_folder(tmp_path, tries=QUICK) if check.name == "owner")
+    (check,) = (check for check in folder_checks(tmp_path, tries=QUICK) if check.name == "owner")
     assert (check.level, check.text) == (
         "failure",
-        f"the database {tmp_path}/mlflow.db belongs to user bob: a run is refused, since a folder of runs has one user",
+        f"the database {tmp_path}/mlflow.db belongs to user bob: runs are refused,"
+        " because a folder of runs has a single owner",
     )
-    assert "share results in a tracking server" in check.fix
+    assert "share results by an MLflow server" in check.fix
 
 
 def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
-    monkeypatch.setattr(folder, "is_with_the_root", lambda place: True)
-    check = runs_folder(tmp_path, in_container=True, tries=QUICK)[1]
+    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: True)
+    check = folder_checks(tmp_path, in_container=True, tries=QUICK)[1]
     assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
-    assert runs_folder(tmp_path, tries=QUICK)[1].level == "ok"
-    monkeypatch.setattr(folder, "is_with_the_root", lambda place: False)
-    assert runs_folder(tmp_path, in_container=True, tries=QUICK)[1].level == "ok"
+    assert folder_checks(tmp_path, tries=QUICK)[1].level == "ok"
+    monkeypatch.setattr(folder, "is_in_container_layer", lambda place: False)
+    assert folder_checks(tmp_path, in_container=True, tries=QUICK)[1].level == "ok"
 
 
 def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
     def read_only(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    found = runs_folder(tmp_path, tries=Tries(speed=read_only))
+    found = folder_checks(tmp_path, tries=FolderTests(speed=read_only))
     assert levels(found)["writing"] == "failure"
     assert "could not be written (Read-only file system)" in found[-1].text
 
@@ -393,23 +399,23 @@ def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
 )
 def test_space(space: dict[str, int], level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.storage, "space", lambda path: space)
-    check = next(check for check in runs_folder(tmp_path, tries=QUICK) if check.name == "space")
+    check = next(check for check in folder_checks(tmp_path, tries=QUICK) if check.name == "space")
     assert (check.level, said in check.text) == (level, True)
 
 
 def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
-    found = runs_folder(
+    found = folder_checks(
         tmp_path,
         on_cluster=False,
         tries=replace(QUICK, rename=fails("a reader saw no file"), exclusive=fails("made twice")),
     )
     assert levels(found)["replacing"] == levels(found)["making once"] == "failure"
-    found = runs_folder(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
+    found = folder_checks(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
     assert levels(found)["locks"] == "warning"
     for offset_s, said in ((40.0, "40 s ahead of this"), (-40.0, "40 s behind this")):
-        clock = runs_folder(tmp_path, tries=replace(QUICK, clock=lambda path, by=offset_s: by))[-1]
+        clock = folder_checks(tmp_path, tries=replace(QUICK, clock=lambda path, by=offset_s: by))[-1]
         assert (clock.name, clock.level, said in clock.text) == ("clock", "warning", True)
-    slow = runs_folder(tmp_path, tries=Tries(speed=lambda *_: 2.0**20))
+    slow = folder_checks(tmp_path, tries=FolderTests(speed=lambda *_: 2.0**20))
     assert (slow[3].level, "1 MiB/s" in slow[3].text) == ("note", True)
 
 
@@ -417,7 +423,7 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     ("kind", "on_cluster", "level", "said"),
     [
         ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
-        ("", True, "ok", "of unknown type (server:/home): whether other machines see it cannot be told"),
+        ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),
         ("ext4", False, "ok", "of this machine"),
         ("ext4", True, "warning", "Slurm's nodes must see it"),
         ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
@@ -427,7 +433,7 @@ def test_whether_nodes_see_it(
     kind: str, on_cluster: bool, level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: (kind, "server:/home"))
-    check = runs_folder(tmp_path, on_cluster=on_cluster, tries=QUICK)[1]
+    check = folder_checks(tmp_path, on_cluster=on_cluster, tries=QUICK)[1]
     assert (check.level, said in check.text) == (level, True), check
 
 
@@ -435,13 +441,13 @@ def test_whether_nodes_see_it(
 
 
 def test_this_python_and_this_checkout() -> None:
-    found = software.software(torch_wanted=True, cuda="", driver="")
+    found = software.software_checks(torch_required=True, cuda="", driver="")
     assert levels(found) == {"Python": "ok", "hpcdist": "ok"}
 
 
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "OLDEST_PYTHON", (3, 99))
-    assert software.software(torch_wanted=True, cuda="", driver="")[0].level == "failure"
+    assert software.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
@@ -451,27 +457,27 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], require
 
 def test_torch_is_missed_where_runs_train(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {}, {})
-    check = software.software(torch_wanted=True, cuda="", driver="")[-1]
+    check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.name, check.level, check.fix) == ("torch", "failure", "`pip install 'hpcdist[train]'`")
-    assert software.software(torch_wanted=False, cuda="", driver="")[-1].level == "note"
+    assert software.software_checks(torch_required=False, cuda="", driver="")[-1].level == "note"
 
 
 def test_a_torchvision_made_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
     installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
-    check = software.software(torch_wanted=True, cuda="", driver="")[-1]
+    check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.level, check.fix) == ("failure", software.TOGETHER)
-    assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 made for 2.14.1: it would not import"
+    assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
     installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
-    assert "torch" not in levels(software.software(torch_wanted=True, cuda="", driver=""))
+    assert "torch" not in levels(software.software_checks(torch_required=True, cuda="", driver=""))
 
 
 def test_the_driver_against_torchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
-    old = software.software(torch_wanted=True, cuda="13.2", driver="550.54.15")[-1]
+    old = software.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
     assert (old.name, old.level) == ("driver", "failure")
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text
-    new = software.software(torch_wanted=True, cuda="13.2", driver="580.82.07")[-1]
-    assert new.sentence() == "driver: 580.82.07, new enough for CUDA 13.2"
-    cpu = software.software(torch_wanted=True, cuda="", driver="580.82.07")[-1]
+    new = software.software_checks(torch_required=True, cuda="13.2", driver="580.82.07")[-1]
+    assert new.sentence() == "driver: 580.82.07, supports CUDA 13.2"
+    cpu = software.software_checks(torch_required=True, cuda="", driver="580.82.07")[-1]
     assert (cpu.name, cpu.level, "built without CUDA" in cpu.text) == ("torch", "warning", True)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from hpcdist.diagnostics.doctor.page import document, section_lines, summary_lines, would_fail
-from hpcdist.diagnostics.doctor.section import Section, examine
+from hpcdist.diagnostics.doctor.section import Section, execute
 from hpcdist.machine.check import Check
 
 WELL = Check(name="cores", level="ok", text="16")
@@ -26,8 +26,8 @@ def test_parts_are_looked_at_at_once_and_told_in_their_order() -> None:
         return [FULL]
 
     waited: list[Sequence[str]] = []
-    sections = [Section(title="One", look=first, within_s=30), Section(title="Two", look=second, within_s=30)]
-    assert list(examine(sections, waited.append)) == [("One", [WELL]), ("Two", [FULL])]
+    sections = [Section(title="One", run=first, timeout_s=30), Section(title="Two", run=second, timeout_s=30)]
+    assert list(execute(sections, waited.append)) == [("One", [WELL]), ("Two", [FULL])]
 
 
 def test_a_part_that_hangs_or_breaks_is_a_finding() -> None:
@@ -42,15 +42,15 @@ def test_a_part_that_hangs_or_breaks_is_a_finding() -> None:
 
     waited: list[Sequence[str]] = []
     sections = [
-        Section(title="Folder", look=hang, within_s=0.05, on_hang="is its server up?"),
-        Section(title="MLflow", look=broken),
-        Section(title="Cores", look=lambda: [WELL]),
+        Section(title="Folder", run=hang, timeout_s=0.05, timeout_fix="is its server up?"),
+        Section(title="MLflow", run=broken),
+        Section(title="Cores", run=lambda: [WELL]),
     ]
-    hung, failed, well = examine(sections, waited.append)
+    hung, failed, well = execute(sections, waited.append)
     never.set()
     text = "no answer within 0.05 s"
     assert hung == ("Folder", [Check(name="Folder", level="warning", text=text, fix="is its server up?")])
-    text = "could not be looked at: OSError: [Errno 5] Input/output error"
+    text = "this section failed: OSError: [Errno 5] Input/output error"
     assert failed == ("MLflow", [Check(name="MLflow", level="warning", text=text)])
     assert well == ("Cores", [WELL])
     assert waited[0][0] == "Folder"
@@ -84,12 +84,12 @@ def test_the_end_says_what_counts() -> None:
     def end(*checks: Check) -> str:
         return "\n".join(line for _, line in summary_lines([("Part", checks)], 80))
 
-    assert end(WELL) == "Nothing was found that would make a run fail; no warnings."
-    assert end(WELL, SLOW) == "Nothing was found that would make a run fail; 1 warning above."
+    assert end(WELL) == "No problem found that would make a run fail; no warnings."
+    assert end(WELL, SLOW) == "No problem found that would make a run fail; 1 warning above."
     assert end(FULL, SLOW, SLOW) == (
-        "1 thing would make a run fail (2 warnings above):\n  - Part, space: 0.0 GiB free of 100.0: a run would fail"
+        "1 problem would make a run fail (2 warnings above):\n  - Part, space: 0.0 GiB free of 100.0: a run would fail"
     )
-    assert end(FULL, FULL).startswith("2 things would make a run fail (no warnings):\n")
+    assert end(FULL, FULL).startswith("2 problems would make a run fail (no warnings):\n")
 
 
 def test_one_document_for_programs() -> None:

@@ -13,11 +13,12 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
-from hpcdist.diagnostics.doctor import live_nodes, run_report
+from hpcdist.diagnostics.doctor import job_nodes, run_report
 from hpcdist.diagnostics.doctor.run_report import attempts, node_checks, preflight, run_sections
+from hpcdist.files.atomic import write_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.cluster_nodes import parse_node_states
 from hpcdist.slurm.job_info import JobInfo
@@ -47,7 +48,7 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def looked(run: RunDir, config: Config | None = None) -> dict[str, list[Check]]:
     """Findings by title."""
-    return {section.title: section.look() for section in run_sections(run, config or load_config("ddp_digits"))}
+    return {section.title: section.run() for section in run_sections(run, config or load_config("ddp_digits"))}
 
 
 def fail(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
@@ -64,7 +65,7 @@ def test_a_run_of_this_machine(run: RunDir) -> None:
     found = looked(run)
     assert list(found) == ["Run", "Attempts", "Preflight"], "its machine comes after that"
     assert found["Run"] == [
-        Check(name="state", level="warning", text="failed: so it is", fix="why: `hpcdist explain first`")
+        Check(name="state", level="warning", text="failed: so it is", fix="for the cause run `hpcdist explain first`")
     ]
 
 
@@ -73,19 +74,19 @@ def test_a_run_that_was_started_elsewhere_says_so(run: RunDir) -> None:
     run.write_state(replace(run.read_state(), status="stopped", reason="asked to"))
     state, host = looked(run)["Run"]
     assert (state.level, host.level) == ("ok", "note")
-    assert host.text.startswith("it was started on elsewhere, and this is")
+    assert host.text.startswith("the run was started on elsewhere; the sections below")
 
 
 def test_a_run_whose_supervisor_is_gone(run: RunDir) -> None:
     (state,) = looked(run)["Run"]
     assert (state.level, state.text) == ("warning", "lost")
-    assert state.fix.startswith("`hpcdist resume first` goes on")
+    assert state.fix.startswith("`hpcdist resume first` continues it")
 
 
 def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING")
     run.new_attempt()
-    assert [check.text for check in attempts(run)] == ["1 started, none has failed"]
+    assert [check.text for check in attempts(run)] == ["1 started, none failed"]
     fail(run, "n3.site")
     assert attempts(run) == [
         Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed at step 40: was killed by SIGKILL")
@@ -102,7 +103,7 @@ def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> 
     for node in ("n1", "n2", "n1", "n4"):
         fail(run, node)
     first, *shown = attempts(run)
-    assert (first.text, len(shown)) == ("1 earlier ones failed, too", 5)
+    assert (first.text, len(shown)) == ("1 earlier ones failed as well", 5)
     assert "suspect" not in {check.name for check in shown}, "nodes fail here and there"
 
 
@@ -116,7 +117,7 @@ def test_what_the_preflight_found(run: RunDir) -> None:
     assert (head.level, head.text, found) == ("note", "1 finding before attempt 1, 0 min ago, on 2 nodes", disk)
     write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(fine)]})
     (head,) = preflight(run)
-    assert (head.level, head.text) == ("ok", "all was well before attempt 1, 0 min ago, on 2 nodes")
+    assert (head.level, head.text) == ("ok", "no problems before attempt 1, 0 min ago, on 2 nodes")
 
 
 # --- nodes, by Slurm
@@ -139,7 +140,7 @@ def test_states_of_nodes() -> None:
     assert three.text == "down* (does not answer), since 2026-11-20 14:50, 'Not responding' by slurm"
     assert {two.level, three.level} == {"warning"}
     (unknown,) = node_checks(parse_node_states(SINFO), ["n9"])
-    assert (unknown.level, unknown.text) == ("warning", "Slurm knows no such node any more")
+    assert (unknown.level, unknown.text) == ("warning", "Slurm has no node of this name any more")
     many = "".join(f"m{number}|idle|||||Unknown|Unknown|none\n" for number in range(40))
     assert node_checks(parse_node_states(many), [f"m{number}" for number in range(40)])[-1].text == "24 idle"
 
@@ -148,15 +149,15 @@ def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[
     slurm("COMPLETED", nodes="n1,n4", sinfo=SINFO)
     write_json(run.path / "job.json", {"job_id": "7", "lives": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
     found = looked(run)
-    assert [check.name for check in found["Nodes, by Slurm"]] == ["n2", "n3", "n1", "n4"]
-    assert found["Nodes, looked at"][0].text.startswith("the run has no nodes at present")
+    assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
+    assert found["Node preflight"][0].text.startswith("the run has no nodes at present")
 
 
 def test_a_slurm_that_is_away(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("RUNNING", away="scontrol gave no answer in 10 s")
     found = looked(run)
     assert [check.level for check in found["Run"]] == ["ok", "warning"]
-    assert found["Nodes, by Slurm"] == []
+    assert found["Nodes in Slurm"] == []
 
 
 # --- nodes, looked at
@@ -168,8 +169,8 @@ class Srun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command, self.token = "", False, [""], ""
-        monkeypatch.setattr(live_nodes.subprocess, "run", self)
-        monkeypatch.setattr(live_nodes, "read_answers", lambda text: self.answers)
+        monkeypatch.setattr(job_nodes.subprocess, "run", self)
+        monkeypatch.setattr(job_nodes, "read_answers", lambda text: self.answers)
         monkeypatch.setattr(run_report.shutil, "which", lambda name: name)
 
     def __call__(
@@ -200,9 +201,9 @@ def test_nodes_are_asked_beside_the_ranks(
         judged.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(live_nodes, "judge", judge)
+    monkeypatch.setattr(job_nodes, "check_nodes", judge)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
-    slow, beside = looked(run, config)["Nodes, looked at"]
+    slow, beside = looked(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")
     assert srun.command[:7] == [
         "srun",
@@ -223,9 +224,9 @@ def test_nodes_that_do_not_answer(run: RunDir, slurm: Callable[..., None], monke
     slurm("RUNNING", sinfo=SINFO)
     srun = Srun(monkeypatch)
     srun.errors = "srun: error: Unable to create step for job 7: Invalid job id specified\n"
-    (check,) = looked(run)["Nodes, looked at"]
+    (check,) = looked(run)["Node preflight"]
     assert (check.level, "Unable to create step" in check.text) == ("warning", True)
     srun.hangs = True
-    (check,) = looked(run)["Nodes, looked at"]
+    (check,) = looked(run)["Node preflight"]
     assert (check.level, "did not end within 60 s" in check.text) == ("warning", True)
     assert not list(run.path.glob(".doctor-*"))

@@ -14,7 +14,7 @@ import pytest
 from hpcdist_runs import closed_port
 
 from hpcdist.diagnostics.doctor import mlflow_store as module
-from hpcdist.diagnostics.doctor.mlflow_store import Store, revisions, store
+from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, revisions, store_checks
 from hpcdist.machine.check import Check
 from hpcdist.tracking.uri import redact_uri, sqlite_path
 
@@ -24,8 +24,8 @@ BEFORE = revisions()[HEAD]
 
 def looked(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
     """The last finding: the first is about the client."""
-    found = Store(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
-    client, *checks = store(found, env or {}, file_system)
+    found = MlflowStore(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
+    client, *checks = store_checks(found, env or {}, file_system)
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]
 
@@ -53,7 +53,7 @@ def test_the_revisions_are_those_of_the_installed_mlflow(tmp_path: Path) -> None
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     check = looked(f"sqlite:///{tmp_path}/mlflow.db")
-    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db is made by the first run")
+    assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,20 +74,20 @@ def test_an_outdated_schema_is_told_with_the_command_that_mends_it(tmp_path: Pat
 def test_a_schema_of_a_newer_mlflow(tmp_path: Path) -> None:
     check = looked(database(tmp_path / "mlflow.db", "feedfacecafe"))
     assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
-    assert "has the schema feedfacecafe, which this MLflow does not know" in check.text
+    assert "has the schema feedfacecafe of a newer MLflow than the installed one" in check.text
 
 
 def test_an_empty_database_and_one_that_is_none(tmp_path: Path) -> None:
     check = looked(database(tmp_path / "empty.db", ""))
-    assert (check.level, "the first run makes its tables" in check.text) == ("ok", True)
+    assert (check.level, "the first run creates its tables" in check.text) == ("ok", True)
     (tmp_path / "text.db").write_text("no database\n" * 100)
     check = looked(f"sqlite:///{tmp_path}/text.db")
     assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
 
 
 def test_a_database_on_another_machines_file_system(tmp_path: Path) -> None:
-    found = Store(uri="", shown="", database=tmp_path / "mlflow.db")
-    _, shared, _ = store(found, {}, "nfs4")
+    found = MlflowStore(uri="", shown="", database=tmp_path / "mlflow.db")
+    _, shared, _ = store_checks(found, {}, "nfs4")
     assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
 
 
@@ -152,14 +152,14 @@ def test_a_server_that_is_not_there() -> None:
     uri = f"http://ada:secret@127.0.0.1:{closed_port()}"
     check = looked(uri)
     assert check.level == "warning", "training goes on without it"
-    assert "cannot be reached ([Errno 111] Connection refused): training goes on" in check.text
+    assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
     assert "secret" not in check.text
 
 
 def test_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    monkeypatch.setattr(module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(module, "SERVER_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         check = looked(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)
@@ -169,7 +169,7 @@ def test_a_server_that_is_something_else(answering: Callable[..., str]) -> None:
     check = looked(answering(health=404))
     assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
     check = looked(answering(search=lambda _: (500, "")))
-    assert (check.level, "lists no experiments (answer 500)" in check.text) == ("warning", True)
+    assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
 
 
 def test_missing_and_refused_credentials_are_told_apart(answering: Callable[..., str]) -> None:
@@ -177,7 +177,7 @@ def test_missing_and_refused_credentials_are_told_apart(answering: Callable[...,
     uri = answering(search=lambda sent: (200, "{}") if sent == right else (401, ""))
     ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
     check = looked(uri)
-    assert (check.level, "wants a user and a password (answer 401)" in check.text) == ("warning", True)
+    assert (check.level, "requires a user and a password (answer 401)" in check.text) == ("warning", True)
     check = looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
     assert (check.level, "refuses ada (answer 401)" in check.text) == ("warning", True)
     assert looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"

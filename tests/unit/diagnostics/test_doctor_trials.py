@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from hpcdist.diagnostics.doctor import torch_trials
+from hpcdist.diagnostics.doctor import rank_startup
+from hpcdist.diagnostics.doctor.rank_startup import Trial, rank_checks, torch_checks, try_ranks
 from hpcdist.diagnostics.doctor.software import TOGETHER
-from hpcdist.diagnostics.doctor.torch_trials import Trial, judge_ranks, judge_torch, try_ranks
 from hpcdist.rank import startup_check
 
 WELL = (
@@ -26,9 +26,9 @@ WELL = (
 
 def test_two_ranks_add_up_on_this_machine() -> None:
     tried = try_ranks("cpu", "gloo", 2)
-    (ranks,) = judge_ranks(tried, "2 ranks, gloo")
-    assert (ranks.level, ranks.text.endswith("all-reduce right")) == ("ok", True), tried
-    torch, torchvision = judge_torch(tried)
+    (ranks,) = rank_checks(tried, "2 ranks, gloo")
+    assert (ranks.level, ranks.text.endswith("all-reduce correct")) == ("ok", True), tried
+    torch, torchvision = torch_checks(tried)
     assert (torch.name, torch.level, torchvision.level) == ("torch", "ok", "ok")
 
 
@@ -51,20 +51,24 @@ def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
                 stages=stages("torch", "torchvision", "compute", error="RuntimeError: the CUDA driver is old"), code=1
             ),
             "a small matrix product fails: RuntimeError: the CUDA driver is old",
-            "`nvidia-smi` shows",
+            "see `nvidia-smi`",
         ),
-        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not end within 90 s", "NCCL_DEBUG"),
+        (Trial(stages=stages("torch", "torchvision", "compute")), "loopback did not finish within 90 s", "NCCL_DEBUG"),
         (
             Trial(stages=stages("torch", "torchvision", "compute", "meet"), code=-11, errors="a\nFatal: bus error\n"),
-            "an all-reduce ended it by signal 11: Fatal: bus error",
+            "an all-reduce ended the rank with signal 11: Fatal: bus error",
             "/dev/shm",
         ),
-        (Trial(stages=(), code=127), "importing torch ended it by exit code 127: nothing more", "pip install"),
+        (
+            Trial(stages=(), code=127),
+            "importing torch ended the rank with exit code 127: no error message",
+            "pip install",
+        ),
     ],
     ids=["import", "compute", "hang", "signal", "exit"],
 )
 def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -> None:
-    (check,) = judge_ranks([Trial(stages=WELL, code=0), second], "2 ranks, nccl")
+    (check,) = rank_checks([Trial(stages=WELL, code=0), second], "2 ranks, nccl")
     assert (check.name, check.level) == ("2 ranks, nccl", "failure")
     assert said in check.text
     assert fix in check.fix
@@ -72,24 +76,24 @@ def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -
 
 def test_ranks_on_gpus_tell_which_nccl_they_have() -> None:
     gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in WELL)
-    (check,) = judge_ranks([Trial(stages=gpu, code=0)], "1 rank, nccl")
-    assert (check.level, check.text.endswith("all-reduce right, NCCL 2.29.3")) == ("ok", True)
+    (check,) = rank_checks([Trial(stages=gpu, code=0)], "1 rank, nccl")
+    assert (check.level, check.text.endswith("all-reduce correct, NCCL 2.29.3")) == ("ok", True)
 
 
 def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
-    (check,) = judge_ranks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
-    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not end within 90 s")
+    (check,) = rank_checks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
+    assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not finish within 90 s")
 
 
 def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks() -> None:
     broken = {"stage": "torchvision", "seconds": 1.0, "error": "RuntimeError: operator torchvision::nms does not exist"}
     tried = [Trial(stages=(WELL[0], broken, *WELL[2:]), code=0)]
-    assert judge_ranks(tried, "1 rank")[0].level == "ok"
-    check = judge_torch(tried)[1]
+    assert rank_checks(tried, "1 rank")[0].level == "ok"
+    check = torch_checks(tried)[1]
     assert (check.level, check.fix) == ("failure", TOGETHER)
     assert check.text.endswith("RuntimeError: operator torchvision::nms does not exist")
     missing = {"stage": "torchvision", "seconds": 0.0, "error": "ModuleNotFoundError: No module named 'torchvision'"}
-    assert judge_torch([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
+    assert torch_checks([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
 
 
 def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
@@ -102,7 +106,7 @@ def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
         start_new_session=True,
     )
     select.select([process.stdout], [], [])
-    assert torch_trials._finish(process, deadline=0.0) == Trial(stages=(WELL[0],))
+    assert rank_startup._finish(process, deadline=0.0) == Trial(stages=(WELL[0],))
     assert process.returncode == -signal.SIGKILL
 
 

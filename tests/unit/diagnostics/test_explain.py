@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hpcdist.diagnostics.explain import explain
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
@@ -76,7 +77,7 @@ def rows(run: RunDir) -> dict[str, str]:
         ),
         (
             {"status": "created", "attempt": 0, "reason": ""},
-            "created: it was never started; `hpcdist resume first` starts it",
+            "created, but never started; `hpcdist resume first` starts it",
         ),
     ],
     ids=["finished", "restarted", "created"],
@@ -92,7 +93,7 @@ def test_a_run_at_work(run: RunDir) -> None:
     with hold(run):
         assert explain(run) == ["running; nothing to explain"]
         os.utime(run.attempt(1).beat(0), (0, time.time() - 100))
-        assert explain(run)[0].startswith("running; nothing to explain (but rank 0 gave its last sign of life 10")
+        assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
 
 
 def test_what_the_last_restart_was_for(run: RunDir) -> None:
@@ -127,9 +128,9 @@ def test_an_exception_of_the_users_own(run: RunDir) -> None:
     log(run, 1, "[W] Address already in use, trying the next\nstep 4\n2026 ERROR\nValueError: loss is nan\n")
     assert rows(run) == {
         "status": "failed: so it is",
-        "cause": 'an exception in the code that trains, at File "/me/train.py", line 7, in step',
+        "cause": 'an exception in the training code, at File "/me/train.py", line 7, in step',
         "evidence": "attempts/001/rank-00001.log:4: ValueError: loss is nan",
-        "fix": "mend it, then `hpcdist resume first --with-current-code`",
+        "fix": "fix the code, then `hpcdist resume first --with-current-code`",
     }
 
 
@@ -138,7 +139,7 @@ def test_a_known_error_of_a_rank(run: RunDir) -> None:
     outcome(run, 0, error)
     log(run, 0, f"step 1\n2026-11-20 08:00:00 ERROR rank 0 on n1: {error}\n")
     found = rows(run)
-    assert found["cause"] == "a disk is full, or a quota is used up"
+    assert found["cause"] == "a disk is full, or a quota is exceeded"
     assert found["evidence"].startswith("attempts/001/rank-00000.log:2: 2026-11-20 08:00:00 ERROR rank 0 on n1: Checkp")
 
 
@@ -146,15 +147,15 @@ def test_a_rejected_config(run: RunDir) -> None:
     outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
     put(run, rejected=True)
     found = rows(run)
-    assert found["cause"] == "what was asked for cannot be run"
+    assert found["cause"] == "the configuration cannot run on these nodes"
     assert found["evidence"].endswith("outcome.json: checkpoint.monitor='x' is not measured: use one of train/loss")
-    assert found["fix"] == "correct it, then `hpcdist resume first key=value …`"
+    assert found["fix"] == "correct the key, then `hpcdist resume first key=value …`"
 
 
 def test_a_trainer_whose_module_is_missing_is_more_than_a_mistake(run: RunDir) -> None:
     error = "trainer 'mine:train' cannot be imported: ModuleNotFoundError: No module named 'einops'"
     outcome(run, 0, error, kind="rejected")
-    assert rows(run)["cause"] == "Python does not find einops where the ranks run"
+    assert rows(run)["cause"] == "the ranks' Python does not find einops"
 
 
 # --- a rank that left no word
@@ -165,12 +166,12 @@ def test_a_killed_rank_and_what_slurm_printed(run: RunDir) -> None:
     outcome(run, 0, GLOO_PEER, peer=True)
     log(run, 0, f"{GLOO_PEER}\n")
     found = rows(run)
-    assert found["cause"].startswith("something killed the rank from outside")
+    assert found["cause"].startswith("the rank was killed from outside")
     (run.attempt(1).path / "srun.log").write_text(
         "srun: error: n2: task 3: Out Of Memory\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     )
     found = rows(run)
-    assert found["cause"] == "the host's memory, or what the job may use of it, is full"
+    assert found["cause"] == "the host's memory, or the job's share of it, is exhausted"
     assert found["evidence"] == "attempts/001/srun.log:1: srun: error: n2: task 3: Out Of Memory"
 
 
@@ -181,7 +182,7 @@ def test_a_hang_shows_where_the_first_rank_stood(run: RunDir) -> None:
     )
     log(run, 1, f"step 3\n{stack}  File \"train.py\", line 40 in wait\n")  # fmt: skip
     found = rows(run)
-    assert found["cause"] == "the ranks stood still"
+    assert found["cause"] == "the ranks hung"
     assert found["evidence"] == 'attempts/001/rank-00001.log:5: File "train.py", line 40 in wait'
 
 
@@ -190,19 +191,19 @@ def test_a_hang_shows_who_stood_elsewhere_than_the_others(run: RunDir) -> None:
     put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stacks of all ranks are in …)")
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("rank 1 on n1 made no progress for launch.hang_timeout_s=15 s\n")
-    run.attempt(1).stacks_summary.write_text("rank 1 stands elsewhere than the others: in wait (a.py:3)\n\nmore\n")
+    run.attempt(1).stacks_summary.write_text("rank 1 differs from the others: in wait (a.py:3)\n\nmore\n")
     found = rows(run)
-    assert found["cause"] == "the ranks stood still: rank 1 stands elsewhere than the others: in wait (a.py:3)"
-    assert found["evidence"].startswith("attempts/001/stacks.txt, and the stacks of each rank in attempts/001/rank-*")
+    assert found["cause"] == "the ranks hung: rank 1 differs from the others: in wait (a.py:3)"
+    assert found["evidence"].startswith("attempts/001/stacks.txt, and each rank's stack trace in attempts/001/rank-*")
     # What made it hang may stand in a log.
     log(run, 0, "OSError: [Errno 28] No space left on device\n")
-    assert rows(run)["cause"] == "a disk is full, or a quota is used up"
+    assert rows(run)["cause"] == "a disk is full, or a quota is exceeded"
 
 
 def test_only_peers_were_lost(run: RunDir) -> None:
     outcome(run, 0, GLOO_PEER, peer=True)
     log(run, 0, f"{GLOO_PEER}\n")
-    assert rows(run)["cause"] == "another rank died first, without a word"
+    assert rows(run)["cause"] == "another rank died first without an error message"
 
 
 def test_nothing_was_left(run: RunDir) -> None:
@@ -222,11 +223,11 @@ def test_a_supervisor_that_was_killed(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
-        ("OUT_OF_MEMORY", "the job used more memory than it had asked for"),
+        ("OUT_OF_MEMORY", "the job used more memory than it requested"),
         ("TIMEOUT", "the job reached its time limit before the ranks had saved"),
         ("NODE_FAIL", "a node failed"),
-        ("PREEMPTED", "a job of higher priority took the nodes"),
-        ("CANCELLED", "the job was cancelled (scancel, or the cluster's staff)"),
+        ("PREEMPTED", "a job of higher priority preempted this one"),
+        ("CANCELLED", "the job was cancelled (scancel, by the user or an administrator)"),
     ],
 )
 def test_how_a_job_ended(run: RunDir, slurm: Callable[..., None], state: str, cause: str) -> None:
@@ -243,7 +244,7 @@ def test_how_a_job_ended(run: RunDir, slurm: Callable[..., None], state: str, ca
 
 def test_a_step_that_was_out_of_memory(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("FAILED", exit_code=1, nodes="n1", step_states=("CANCELLED", "OUT_OF_MEMORY"))
-    assert rows(run)["cause"] == "the job used more memory than it had asked for"
+    assert rows(run)["cause"] == "the job used more memory than it requested"
 
 
 def test_a_job_that_was_cancelled_after_its_run_had_failed_explains_nothing(
@@ -251,13 +252,13 @@ def test_a_job_that_was_cancelled_after_its_run_had_failed_explains_nothing(
 ) -> None:
     outcome(run, 0, "ValueError: nan")
     slurm("CANCELLED", nodes="n1")
-    assert rows(run)["cause"] == "an exception in the code that trains"
+    assert rows(run)["cause"] == "an exception in the training code"
 
 
 @pytest.mark.parametrize(
     ("reason", "cause"),
     [
-        ("Priority", "jobs of higher priority come first (Priority)"),
+        ("Priority", "jobs of higher priority run first (Priority)"),
         ("ReqNodeNotAvail,_UnavailableNodes:n4", "nodes that it asks for are down or reserved (ReqNodeNotAvail,"),
         ("AssocGrpCpuLimit", "a limit of the account or quality of service is reached (AssocGrpCpuLimit)"),
         ("Cleaning", "Cleaning"),
@@ -286,7 +287,7 @@ def test_what_someone_asked_for(run: RunDir) -> None:
     put(run, status="stopped", reason="stopped with everything saved (`hpcdist stop` by ada)")
     found = rows(run)
     assert found["cause"] == "stopped with everything saved (`hpcdist stop` by ada)"
-    assert found["fix"] == "`hpcdist resume first` goes on from the newest checkpoint"
+    assert found["fix"] == "`hpcdist resume first` continues from the newest checkpoint"
 
 
 # --- nodes that are not fit
@@ -300,9 +301,9 @@ def test_a_node_that_is_not_fit_is_the_cause_with_the_preflights_own_fix(run: Ru
     put(run, reason=reason)
     assert rows(run) == {
         "status": f"failed: {reason}",
-        "cause": "n3 is not fit for a run: disk: no space left on device",
-        "evidence": "attempts/001/preflight.txt, before any rank was started",
+        "cause": "n3 is unfit for a run: disk: no space left on device",
+        "evidence": "attempts/001/preflight.txt, before the ranks started",
         "fix": "remove old",
     }
     write_json(run.attempt(1).preflight, {"checks": [disk | {"node": "", "text": "on all 4 nodes: full"}]})
-    assert rows(run)["cause"] == "the nodes are not fit for a run: disk: on all 4 nodes: full"
+    assert rows(run)["cause"] == "the nodes are unfit for a run: disk: on all 4 nodes: full"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.files.atomic import read_json
 from hpcdist.files.bounded_json import parse_json, read_json_value
-from hpcdist.run.folder import read_json
 
 
 @pytest.mark.parametrize(

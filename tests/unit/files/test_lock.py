@@ -41,7 +41,7 @@ def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
         with (
             pytest.raises(
-                RunFolderError, match=r"\.lock\.held is locked by another process for more than 0\.1 s: `fus"
+                RunFolderError, match=r"\.lock\.held has been locked by another process for more than 0\.1 s: `fus"
             ),
             exclusive(path, within_s=0.1),
         ):
@@ -54,7 +54,7 @@ def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None
 def test_with_flock_there_is_no_second_file(path: Path, held: Path) -> None:
     with exclusive(path):
         assert not held.exists()
-        refused = pytest.raises(RunFolderError, match=r"\.lock is locked by another process for more than 0\.1 s")
+        refused = pytest.raises(RunFolderError, match=r"\.lock has been locked by another process for more than 0\.1 s")
         with refused, exclusive(path, within_s=0.1):
             pytest.fail("held twice")
 
@@ -91,7 +91,7 @@ def test_a_long_lock_without_flock_is_left_out_with_a_warning(
 ) -> None:
     with open(path, "a") as file:
         flock_if_possible(file)
-    assert caplog.messages[0].startswith(f"no lock on {path} (")
+    assert caplog.messages[0].startswith(f"{path} cannot be locked (")
 
 
 def test_other_errors_of_a_lock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ LIMITED = """
 import sys, time
 from pathlib import Path
 from hpcdist.files import log_limit
-log_limit.LOOK_EVERY_S = 0.01
+log_limit.CHECK_EVERY_S = 0.01
 assert log_limit.limit_log(Path(sys.argv[1]), 0.5) == (sys.argv[2] == "yes")
 for number in range(60_000):
     print(f"line {number:06d} " + "x" * 80, flush=number % 100 == 0)

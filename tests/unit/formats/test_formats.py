@@ -17,7 +17,8 @@ from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweep_folder import SweepDir, sweep_of
 from hpcdist.tracking.journal import JournalWriter
@@ -89,10 +90,10 @@ def test_a_sweep_of_the_first_format_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (2, r"^a\.json was written by a newer hpcdist \(format 2; this one reads up to 1\): upgrade hpcdist$"),
-        ("1", r"^a\.json is damaged: its format is '1', not a whole number$"),
-        (-1, r"^a\.json is damaged: its format is '-1', not a whole number$"),
-        (True, r"^a\.json is damaged: its format is 'True', not a whole number$"),
+        (2, r"^a\.json was written by a newer hpcdist \(format 2; this version reads up to 1\): upgrade hpcdist$"),
+        ("1", r"^a\.json is damaged: its format is '1', not an integer$"),
+        (-1, r"^a\.json is damaged: its format is '-1', not an integer$"),
+        (True, r"^a\.json is damaged: its format is 'True', not an integer$"),
     ],
 )
 def test_other_formats_are_refused(number: object, message: str) -> None:

@@ -1,4 +1,4 @@
-"""torch.compile without what it needs is refused before it starts."""
+"""A run with torch.compile is refused before it starts if the compiler or the headers are missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.machine import compiler
+from hpcdist.machine.compiler import require_compiler
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def install(machine: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "there", "missing"),
+    ("device", "installed", "missing"),
     [
         ("cpu", (), "a C++ compiler (g++) and Python's headers (Python.h)"),
         ("cpu", ("gcc", "Python.h"), "a C++ compiler (g++)"),
@@ -32,21 +32,21 @@ def install(machine: Path, *names: str) -> None:
         ("cuda", ("g++", "Python.h"), "a C compiler (gcc)"),
     ],
 )
-def test_what_is_missing_is_named(machine: Path, device: str, there: tuple[str, ...], missing: str) -> None:
-    install(machine, *there)
+def test_missing_parts_are_named(machine: Path, device: str, installed: tuple[str, ...], missing: str) -> None:
+    install(machine, *installed)
     with pytest.raises(ConfigError) as raised:
-        compiler.check(device, {"PATH": str(machine)})
+        require_compiler(device, {"PATH": str(machine)})
     assert str(raised.value).startswith(f"model.compile=true needs {missing}, not found here: install g++")
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "g++"), ("cuda", "clang")])
-def test_where_all_is_there_nothing_is_said(machine: Path, device: str, name: str) -> None:
+def test_complete_installation_is_accepted(machine: Path, device: str, name: str) -> None:
     install(machine, name, "Python.h")
-    compiler.check(device, {"PATH": str(machine)})
+    require_compiler(device, {"PATH": str(machine)})
 
 
-def test_the_users_own_compiler_counts(machine: Path) -> None:
+def test_compiler_of_the_environment_is_used(machine: Path) -> None:
     install(machine, "mine", "Python.h")
-    compiler.check("cpu", {"PATH": str(machine), "CXX": "mine -O1"})
+    require_compiler("cpu", {"PATH": str(machine), "CXX": "mine -O1"})
     with pytest.raises(ConfigError):
-        compiler.check("cpu", {"PATH": str(machine), "CXX": "absent"})
+        require_compiler("cpu", {"PATH": str(machine), "CXX": "absent"})

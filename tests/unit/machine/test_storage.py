@@ -59,7 +59,7 @@ def test_a_replacement_that_leaves_a_gap(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_file_that_is_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.os, "O_EXCL", 0)
-    assert storage.exclusive_problem(tmp_path) == "the same file was made twice"
+    assert storage.exclusive_problem(tmp_path) == "the same file was created twice"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +84,13 @@ def test_a_file_of_another_machine_is_seen_with_its_content(tmp_path: Path) -> N
 def test_a_dead_file_system_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = threading.Event()
     monkeypatch.setattr(storage, "space", lambda path: dead.wait() and {})
-    found = storage.look_at(tmp_path, 0.01)
+    found = storage.describe(tmp_path, 0.01)
     dead.set()
     assert found["error"] == "no answer in 0.01 s"
     assert found["folder"] == str(tmp_path)
 
 
 def test_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    found = storage.look_at(tmp_path / "a" / "b", 5.0)
+    found = storage.describe(tmp_path / "a" / "b", 5.0)
     assert found["total"] >= found["free"] > 0
     assert found["kind"]

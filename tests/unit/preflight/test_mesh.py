@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from hpcdist.preflight.judge import judge
+from hpcdist.network import tournament
 from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh
-from hpcdist.preflight.peers import tournament
+from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
-from hpcdist.preflight.wire import connected
+from hpcdist.preflight.protocol import connected
 
 #: Far more than a probe takes, so that a hang is told as one.
 LIMIT_S = 60
@@ -109,7 +109,7 @@ def test_healthy_nodes_reach_each_other_though_one_starts_before_the_others(tmp_
     assert measured == {(one, other) for one, other in pairs if one < other}, "the first one of each pair"
     assert not any("ephemeral" in peer or "stalled" in peer for peer in pairs.values())
     assert all(answer["witness"] and answer["checkpoints"]["bytes_s"] > 0 for answer in answers.values())
-    assert [check.level for check in judge(request, answers) if check.level == "failure"] == []
+    assert [check.level for check in check_nodes(request, answers) if check.level == "failure"] == []
     assert list(tmp_path.iterdir()) == [tmp_path / "preflight"], "what was written for a speed is gone"
 
 
@@ -161,14 +161,16 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
         peers = answers[node]["network"]["peers"]
         assert peers["n3"] == {"status": "refused"}
         assert peers["n5"] == {"status": "stranger", "detail": "a probe of another job"}
-        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 leads"}
+        assert peers["n6"] == {"status": "stranger", "detail": "n1, to which the name n6 resolves"}
         assert peers["n7.invalid"]["status"] == "unresolved"
         if node != "n4":
             assert peers["n4"] == {"status": "stranger", "detail": "another program"}
     assert answers["n1"]["network"]["peers"]["n2"]["sent_bytes_s"] > 0, "the others are measured all the same"
     assert answers["n4"]["network"]["port_problem"] == "Address already in use"
     assert answers["n4"]["network"]["listener"], "one of those that listen on this port of this machine's addresses"
-    found = [(check.name, check.node) for check in judge(request, answers) if check.level in ("failure", "warning")]
+    found = [
+        (check.name, check.node) for check in check_nodes(request, answers) if check.level in ("failure", "warning")
+    ]
     assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
 
 
@@ -203,10 +205,10 @@ def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes)
     refused = answers["n1"]["network"]["strangers"]
     assert refused > 100
     assert "strangers" not in answers["n2"]["network"]
-    found = judge(request, answers)
+    found = check_nodes(request, answers)
     assert [check for check in found if check.level in ("failure", "warning")] == []
     assert [(check.node, check.level, check.text) for check in found if check.name == "port"] == [
-        ("n1", "note", f"{refused:,} connections to port {request.port} were of no probe of this job, and were closed")
+        ("n1", "note", f"{refused:,} connections to port {request.port} came from other programs and were closed")
     ]
 
 
@@ -298,7 +300,7 @@ def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
 def test_a_probe_needs_the_standard_library_alone() -> None:
     """It starts on every node before anything else does, and also where torch is what is broken."""
     code = (
-        "import sys, hpcdist.preflight.probe, hpcdist.preflight.judge\n"
+        "import sys, hpcdist.preflight.probe, hpcdist.preflight.node_checks\n"
         "print([name for name in ('torch', 'psutil', 'numpy', 'omegaconf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from hpcdist.files.atomic import read_json
 from hpcdist.rank.telemetry import heartbeat
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 
 class Turns:

@@ -10,7 +10,7 @@ import pytest
 from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.telemetry.nccl_log import NOT_SEEN, OTHER, SOCKETS, active_infiniband, judge, log_env, transport
 from hpcdist.rank.topology import Topology
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 
 TOPOLOGY = Topology(
     rank=2,

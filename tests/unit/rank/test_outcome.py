@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.files.atomic import read_json
 from hpcdist.rank.outcome import Outcome
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 
 
 def test_a_long_exception_is_cut_in_the_middle(runs_dir: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
+from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
-from hpcdist.run.find_by_config import unfinished
-from hpcdist.run.folder import RunDir, write_json
-from hpcdist.supervisor.start import create_run
+from hpcdist.run.create import create_run
+from hpcdist.run.find_by_config import find_unfinished
+from hpcdist.run.folder import RunDir
 
 Make = Callable[..., RunDir]
 
@@ -53,46 +54,46 @@ def test_the_newest_stopped_run_of_the_same_config(config: Config, make: Make) -
     make("old", "stopped", created=1)
     make("new", "stopped", created=2)
     make("other", "stopped", created=3, seed=1)
-    found = unfinished(config)
+    found = find_unfinished(config)
     assert found is not None
     assert found.name == "new"
 
 
 def test_one_whose_supervisor_was_killed_counts_as_unfinished(config: Config, make: Make) -> None:
     make("killed", "running")
-    assert unfinished(config) is not None
+    assert find_unfinished(config) is not None
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "cancelled", "created", "queued"])
 def test_what_has_ended_or_not_begun_is_left_alone(config: Config, make: Make, status: str) -> None:
     make("first", status)
-    assert unfinished(config) is None
+    assert find_unfinished(config) is None
 
 
 def test_a_run_of_slurms_is_not_ours(config: Config, make: Make) -> None:
     write_json(make("queued-once", "stopped").path / "slurm.json", {"job_id": "1"})
-    assert unfinished(config) is None
+    assert find_unfinished(config) is None
 
 
 def test_a_name_chooses_among_them(config: Config, make: Make) -> None:
     make("one", "stopped", created=1)
     make("two", "stopped", created=2)
-    found = unfinished(replace(config, name="one"))
+    found = find_unfinished(replace(config, name="one"))
     assert found is not None
     assert found.name == "one"
-    assert unfinished(replace(config, name="three")) is None
+    assert find_unfinished(replace(config, name="three")) is None
 
 
 def test_a_config_that_cannot_be_read_any_more_is_passed_over(config: Config, make: Make) -> None:
     run = make("old", "stopped")
     run.config.write_text("no_such_key: 1\n")
-    assert unfinished(config) is None
+    assert find_unfinished(config) is None
 
 
 def test_one_that_is_held_here_is_left_alone(config: Config, make: Make) -> None:
     run = make("busy", "running")
     with lease.hold(run):
-        assert unfinished(config) is None
+        assert find_unfinished(config) is None
 
 
 def test_a_holder_in_another_container_that_renews_lives(
@@ -101,7 +102,7 @@ def test_a_holder_in_another_container_that_renews_lives(
     run = make("busy", "running")
     elsewhere(run, renewed=time.time() - 9)
     monkeypatch.setattr(lease.time, "sleep", lambda _: elsewhere(run, renewed=time.time()))
-    assert unfinished(config) is None
+    assert find_unfinished(config) is None
 
 
 def test_a_holder_in_another_container_that_goes_stale_is_dead(
@@ -117,7 +118,7 @@ def test_a_holder_in_another_container_that_goes_stale_is_dead(
         monkeypatch.setattr(lease.time, "time", lambda: now + lease.STALE_S)
 
     monkeypatch.setattr(lease.time, "sleep", sleep)
-    found = unfinished(config)
+    found = find_unfinished(config)
     assert found is not None
     assert found.name == "killed"
     assert len(waited) == 1

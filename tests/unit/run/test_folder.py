@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, read_json, write_atomic, write_json
+from hpcdist.files.atomic import read_json, write_atomic, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lookup import find_runs, resolve_run
 
 
@@ -78,7 +79,8 @@ def test_create_makes_a_private_folder_in_state_created(runs_dir: Path) -> None:
 def test_create_refuses_an_existing_run_and_leaves_it_alone(runs_dir: Path) -> None:
     run = make(runs_dir, "exp", "first")
     with pytest.raises(
-        RunFolderError, match=r"first exists already: choose another `name`, or go on with `hpcdist resume first`$"
+        RunFolderError,
+        match=r"first exists already: choose another `name`, or continue that run with `hpcdist resume first`$",
     ):
         RunDir.create(run.path)
     assert run.config.is_file()
@@ -90,7 +92,9 @@ def test_create_says_when_the_folder_cannot_be_made(tmp_path: Path, blocker: str
     path = tmp_path / blocker
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("a file")
-    with pytest.raises(RunFolderError, match=r"cannot be made \(.+\): set `runs_dir` to a folder that you can write$"):
+    with pytest.raises(
+        RunFolderError, match=r"cannot be created \(.+\): set `runs_dir` to a folder that you can write$"
+    ):
         RunDir.create(tmp_path / "runs" / "exp" / "first")
     assert path.read_text() == "a file"
 
@@ -150,7 +154,7 @@ def test_outcomes_by_rank_without_torn_ones(runs_dir: Path) -> None:
 
 def test_a_request(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
-    attempt.ask("stop", by="ada", reason="lunch")
+    attempt.send_request("stop", by="ada", reason="lunch")
     request = read_json(attempt.request)
     assert request is not None
     assert (request["action"], request["by"], request["reason"]) == ("stop", "ada", "lunch")
@@ -189,7 +193,7 @@ def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
     make(runs_dir, "mnist", "fire")
     with pytest.raises(
         RunFolderError,
-        match=r"^'fir' means 2 runs \(digits/first, mnist/fire\): write more of the name, or the folder$",
+        match=r"^'fir' matches 2 runs \(digits/first, mnist/fire\): write more of the name, or the folder$",
     ):
         resolve_run("fir", runs_dir)
 
@@ -197,7 +201,7 @@ def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
 def test_one_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
     make(runs_dir, "digits", "first")
     mnist = make(runs_dir, "mnist", "first")
-    with pytest.raises(RunFolderError, match=r"^'first' means 2 runs"):
+    with pytest.raises(RunFolderError, match=r"^'first' matches 2 runs"):
         resolve_run("first", runs_dir)
     assert resolve_run("mnist/first", runs_dir).path == mnist.path
 
@@ -235,6 +239,6 @@ def test_a_request_reaches_the_attempt_that_begins_as_it_is_written(
     for _ in range(2):
         run.new_attempt()
     monkeypatch.setattr(run, "read_state", lambda: states.pop(0))
-    run.ask("stop", by="ada", reason="lunch")
+    run.send_request("stop", by="ada", reason="lunch")
     assert [(read_json(run.attempt(number).request) or {}).get("by") for number in (1, 2)] == ["ada", "ada"]
     assert states == []

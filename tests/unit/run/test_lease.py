@@ -22,8 +22,9 @@ import psutil
 import pytest
 
 from hpcdist.errors import LeaseLostError, RunFolderError
+from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run import lease
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, holder
 
 #: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.
@@ -280,7 +281,7 @@ def test_a_full_disk_does_not_end_the_renewing(
     with caplog.at_level(logging.WARNING), hold(run):
         assert renewed.wait(10)
     assert caplog.messages == [
-        "the lease of run first could not be renewed: [Errno 28] No space left on device",
+        "the lease of run first cannot be renewed: [Errno 28] No space left on device",
         "the lease of run first is renewed again",
     ]
 
@@ -302,7 +303,7 @@ def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch)
 def test_a_holder_whose_clock_differs_is_not_displaced(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew_s: float
 ) -> None:
-    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
     write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
     looks = 0
     read = read_json
@@ -318,13 +319,13 @@ def test_a_holder_whose_clock_differs_is_not_displaced(
     with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run):
         pytest.fail("held by two")
     assert caplog.messages == [
-        "run first was held by process 1 on n2; waiting up to 60 s to see that it is not renewed"
+        "run first was held by process 1 on n2; waiting up to 60 s to make sure that it is not renewed"
     ]
 
 
 def test_a_lease_that_is_released_while_it_is_watched_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lease(run, host="n2", pid=1, renewed=time.time() - 61)
-    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
     monkeypatch.setattr(lease.time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
     with hold(run):
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
@@ -366,5 +367,5 @@ def test_a_lease_that_cannot_be_removed_does_not_fail_the_run(
     with hold(run):
         pass
     assert caplog.messages == [
-        f"the lease of run first could not be removed: [Errno 30] Read-only file system: '{run.lease}'"
+        f"the lease of run first cannot be removed: [Errno 30] Read-only file system: '{run.lease}'"
     ]

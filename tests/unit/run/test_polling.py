@@ -26,15 +26,15 @@ def test_small_runs_write_once_a_second() -> None:
 def test_a_sign_of_life_is_seen_in_half_the_time_of_a_hang(num_ranks: int, hang_timeout_s: float) -> None:
     written = polling.beat_interval_s(num_ranks - 1, num_ranks, hang_timeout_s)
     look_s = min(0.2, hang_timeout_s / 8)
-    looks = -(-num_ranks // polling.looks_at_once(num_ranks, look_s, hang_timeout_s))
+    looks = -(-num_ranks // polling.num_due_ranks(num_ranks, look_s, hang_timeout_s))
     assert written + looks * look_s <= 0.51 * hang_timeout_s + 2 * look_s
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_looks_are_bounded_and_miss_nobody(num_ranks: int) -> None:
-    assert polling.looks_at_once(num_ranks, 0.2, DEFAULT_HANG_S) <= max(1, 0.2 * polling.LOOKS_PER_S + 1)
-    assert polling.looks_at_once(num_ranks, 0.0, DEFAULT_HANG_S) == 1, "also after looks in quick succession"
-    assert polling.looks_at_once(num_ranks, 1e6, DEFAULT_HANG_S) == num_ranks
+    assert polling.num_due_ranks(num_ranks, 0.2, DEFAULT_HANG_S) <= max(1, 0.2 * polling.CHECKS_PER_S + 1)
+    assert polling.num_due_ranks(num_ranks, 0.0, DEFAULT_HANG_S) == 1, "also after looks in quick succession"
+    assert polling.num_due_ranks(num_ranks, 1e6, DEFAULT_HANG_S) == num_ranks
 
 
 def test_system_metrics_of_many_nodes_are_bounded() -> None:

@@ -65,8 +65,8 @@ def test_a_folder_of_root_may_be_used_and_one_of_a_third_user_not(
     with pytest.raises(
         RunFolderError,
         match=r"^runs_dir /elsewhere belongs to user 987653, not to user 987654: set `runs_dir` to a folder of your"
-        r" own, such as '\$\{oc.env:HOME\}/runs', and share results in a tracking server \(`tracking.uri`\);"
-        r" a container is started as the folder's owner with `--user \$\(id -u\):\$\(id -g\)`$",
+        r" own, such as '\$\{oc.env:HOME\}/runs', and share results through a tracking server \(`tracking.uri`\);"
+        r" start a container as the folder's owner with `--user \$\(id -u\):\$\(id -g\)`$",
     ):
         owned.require_own(Path("/elsewhere"), "runs_dir")
     assert owned.foreign_owner(Path("/elsewhere/missing")) is not None

@@ -17,8 +17,9 @@ import pytest
 import hpcdist
 from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
 from hpcdist.errors import UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.run import snapshot
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import CodeState, import_path, take
 from hpcdist.run.snapshot_filter import is_secret_file
 

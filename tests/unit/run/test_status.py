@@ -12,10 +12,20 @@ from typing import Any
 
 import pytest
 
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.status import close_if_dead, job_lives, job_of, note_life, stand
-from hpcdist.slurm import job_snapshot
+from hpcdist.run.slurm_job import job_of, job_starts, record_job_start
+from hpcdist.run.status import (
+    QUERY_EVERY_S,
+    QUERY_UNAVAILABLE_S,
+    StatusWatch,
+    close_if_lost,
+    query_jobs,
+    status_from,
+)
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
@@ -86,8 +96,8 @@ def test_how_a_run_stands(
 ) -> None:
     put(run, status=status, reason="a reason")
     with hold(run) if held else nullcontext():
-        found = stand(run, look)
-    assert (found.name, found.over) == (name, over)
+        found = status_from(run, look)
+    assert (found.name, found.final) == (name, over)
     if name == "lost" and look is not None and look.is_over:
         assert found.reason != "a reason"
     else:
@@ -96,7 +106,7 @@ def test_how_a_run_stands(
 
 def test_what_no_restart_cures_is_over(run: RunDir) -> None:
     put(run, status="failed", rejected=True)
-    assert stand(run, RUNNING).over
+    assert status_from(run, RUNNING).final
 
 
 def test_which_job_a_run_is(run: RunDir) -> None:
@@ -105,6 +115,85 @@ def test_which_job_a_run_is(run: RunDir) -> None:
     assert job_of(run) is None
     write_json(run.path / "slurm.json", {"job_id": 7, "job_name": "exp/first", "cluster": "c"})
     assert job_of(run) == JobRef(id="7", name="exp/first", cluster="c")
+
+
+# --- several runs
+
+
+@pytest.fixture
+def jobs(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RunDir], list[Any], dict[str, JobSnapshot]]:
+    """Three submitted runs, the queries that reach Slurm, and Slurm's answers by job."""
+    runs = [RunDir.create(runs_dir / "exp" / f"run-{number}") for number in range(3)]
+    for number, one in enumerate(runs):
+        write_json(one.path / "slurm.json", {"job_id": f"7_{number}"})
+        put(one, status="queued")
+    queries: list[Any] = []
+    answers: dict[str, JobSnapshot] = {}
+
+    def ask_many(ids: list[str]) -> dict[str, JobInfo]:
+        queries.append(ids)
+        if error := answers.get("error"):
+            raise SlurmError(error.error, installed=True)
+        return {job: answer.info for job, answer in answers.items() if answer.info is not None}
+
+    def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:
+        queries.append(job.id)
+        return answers.get(job.id, JobSnapshot())
+
+    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
+    return runs, queries, answers
+
+
+def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
+    runs, queries, answers = jobs
+    local = RunDir.create(runs_dir / "exp" / "local")
+    put(runs[1], status="failed")
+    answers["7_0"] = PENDING
+    found = query_jobs([*runs, local])
+    assert found == {runs[0].path: PENDING, runs[1].path: VANISHED, runs[2].path: VANISHED}
+    assert queries == [["7_0", "7_1", "7_2"], "7_2"], "a job that squeue does not know, of a run that has not ended"
+    assert query_jobs(runs, skip_ended=True).keys() == {runs[0].path, runs[2].path}
+    answers["error"] = AWAY
+    assert {snapshot.error for snapshot in query_jobs(runs).values()} == {"no answer"}
+    assert query_jobs([local]) == {}
+
+
+def test_a_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
+    runs, queries, answers = jobs
+    now = 0.0
+    watch = StatusWatch(clock=lambda: now)
+
+    def poll() -> list[tuple[str, bool]]:
+        return [(status.name, status.final) for status in watch.poll(runs)]
+
+    answers |= {"7_0": PENDING, "7_1": PENDING, "7_2": PENDING}
+    assert poll() == [("queued", False)] * 3
+    del answers["7_1"]
+    now += QUERY_EVERY_S
+    assert [poll(), poll()] == [[("queued", False)] * 3] * 2, "one snapshot, however often it is read"
+    put(runs[2], status="finished")
+    now += QUERY_EVERY_S
+    assert poll() == [("queued", False), ("lost", True), ("finished", True)]
+    num_queries = len(queries)
+    write_json(runs[1].path / "slurm.json", {"job_id": "8"})
+    answers["8"] = JobSnapshot(info=JobInfo(id="8", state="PENDING"))
+    assert poll()[1] == ("queued", False), "submitted again"
+    assert len(queries) > num_queries
+
+
+def test_slurm_is_queried_less_often_while_it_does_not_answer(jobs: Any) -> None:
+    runs, queries, answers = jobs
+    now = 0.0
+    watch = StatusWatch(clock=lambda: now)
+    answers["error"] = AWAY
+    for seconds in (0.0, QUERY_EVERY_S, QUERY_UNAVAILABLE_S - 1):
+        now = seconds
+        assert [status.slurm_error for status in watch.poll(runs)] == ["no answer"] * 3
+    assert len(queries) == 1
+    now = QUERY_UNAVAILABLE_S
+    watch.poll(runs)
+    assert len(queries) == 2
 
 
 # --- closing
@@ -137,9 +226,9 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
         (
             JobSnapshot(info=JobInfo(id="7", state="COMPLETED", nodes="n1")),
             "failed",
-            "job 7 ended as COMPLETED on n1, its supervisor left no word",
+            "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status",
         ),
-        (VANISHED, "failed", "Slurm does not know job 7 any more, and its supervisor left no word"),
+        (VANISHED, "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
     ids=lambda value: getattr(getattr(value, "facts", None), "state", None),
 )
@@ -149,12 +238,12 @@ def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
 ) -> None:
     put(run, status=before, attempt=1)
     slurm(look)
-    assert close_if_dead(run) == reason
+    assert close_if_lost(run) == reason
     state = run.read_state()
     assert (state.status, state.reason, state.attempt) == (status, reason, 1)
     assert state.ended is not None
     assert (state.ended == 1700.0) == (look is OVER)
-    assert close_if_dead(run) == ""
+    assert close_if_lost(run) == ""
 
 
 @pytest.mark.parametrize("look", [PENDING, RUNNING, AWAY, NO_SLURM], ids=["pending", "running", "away", "no slurm"])
@@ -164,7 +253,7 @@ def test_a_run_that_lives_or_may_live_is_not_closed(
 ) -> None:
     put(run, status=before)
     slurm(look)
-    assert close_if_dead(run) == ""
+    assert close_if_lost(run) == ""
     assert run.read_state().status == before
 
 
@@ -175,17 +264,17 @@ def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(
     other = {"host": "n9", "pid": 1, "started": 0.0, "user": "ada", "acquired": 0.0, "renewed": time.time()}
     write_json(run.lease, other | {"job_id": "7"})
     slurm(VANISHED)
-    assert close_if_dead(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
+    assert close_if_lost(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
     slurm(OVER)
-    assert close_if_dead(run) == "job 7 ended as NODE_FAIL on n2"
+    assert close_if_lost(run) == "job 7 ended as NODE_FAIL on n2"
     assert not run.lease.exists()
 
 
 def test_a_run_of_this_machine_is_closed_by_its_lease(run: RunDir) -> None:
-    assert close_if_dead(run) == "", "it waits for its start"
+    assert close_if_lost(run) == "", "it waits for its start"
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": 500.0, "acquired": 0}
     write_json(run.lease, dead)
-    assert close_if_dead(run) == "its supervisor died"
+    assert close_if_lost(run) == "its supervisor died"
     assert (run.read_state().status, run.read_state().ended) == ("failed", 500.0)
 
 
@@ -196,25 +285,25 @@ def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatc
     asked: list[str] = []
     facts = JobInfo(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
 
-    def take_snapshot(job: JobRef) -> JobSnapshot:
+    def look_at(job: JobRef) -> JobSnapshot:
         asked.append(job.id)
         return JobSnapshot(info=facts)
 
-    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
-    note_life(run, env)
+    record_job_start(run, env)
     facts = replace(facts, restarts=1, submitted=200.0, started=207.0, nodes="n3")
-    note_life(run, env)
+    record_job_start(run, env)
     assert asked == ["40_1", "40_1"]
-    assert job_lives(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
+    assert job_starts(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
     write_json(run.path / "slurm.json", {"job_id": "42"})
-    assert job_lives(run) == [], "of another job"
-    note_life(run, {"SLURM_JOB_ID": "42"})
-    assert job_lives(run) == [{"nodes": "n3", "queue_s": 7.0}]
+    assert job_starts(run) == [], "of another job"
+    record_job_start(run, {"SLURM_JOB_ID": "42"})
+    assert job_starts(run) == [{"nodes": "n3", "queue_s": 7.0}]
 
 
 def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: AWAY)
-    note_life(run, {"SLURM_JOB_ID": "41"})
+    record_job_start(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

@@ -11,7 +11,8 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import RunFolderError
-from hpcdist.run.folder import RunDir, Status, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir, Status
 from hpcdist.run.lease import hold
 from hpcdist.run.lookup import find_runs
 from hpcdist.run.sweep import Sweep, make_sweep, parse_axes

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.errors import HpcdistError
-from hpcdist.run.folder import RunDir, State, Status, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import batch_step
 from hpcdist.supervisor.restart_policy import Failure
@@ -47,7 +48,7 @@ def after(
 ) -> State:
     """The state that follows an attempt which ended as `status`, stopped `by` someone."""
     if by is not None:
-        run.attempt(1).ask("stop", by=by, reason=f"asked by {by}")
+        run.attempt(1).send_request("stop", by=by, reason=f"asked by {by}")
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
     after = batch_step._after(run, cast(CurrentJob, job), state, avoid, max_requeues)
@@ -140,7 +141,7 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
     run: RunDir, status: Status, by: str | None, over: bool
 ) -> None:
     if by is not None:
-        run.attempt(1).ask("stop", by=by, reason="…")
+        run.attempt(1).send_request("stop", by=by, reason="…")
     job = cast(CurrentJob, FakeJob(1))
     assert batch_step._is_over(run, State(status=status, attempt=1), job) == over
 
@@ -193,7 +194,7 @@ def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     noted: list[RunDir] = []
-    monkeypatch.setattr(batch_step, "note_life", lambda life, _env: noted.append(life))
+    monkeypatch.setattr(batch_step, "record_job_start", lambda life, _env: noted.append(life))
     report = batch_step.JobLog(life=run)
     assert noted == []
     report.attempt(run.attempt(1), 4)
@@ -203,6 +204,6 @@ def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(batch_step, "note_life", full)
+    monkeypatch.setattr(batch_step, "record_job_start", full)
     batch_step.JobLog(life=run).attempt(run.attempt(1), 4)
     assert caplog.messages[-1] == "it is not noted where this job runs: No space left on device"

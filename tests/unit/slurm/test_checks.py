@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
-from hpcdist.run.folder import write_json
+from hpcdist.files.atomic import write_json
 from hpcdist.slurm.submit.checks import check_config, check_submission, longest_save
 
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.run.folder import RunDir, State, Status, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.slurm.submit.dependency import resolve
 
 

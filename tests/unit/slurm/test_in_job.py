@@ -11,7 +11,8 @@ import pytest
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import ConfigError, RunFolderError
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.slurm.job import in_job
 from hpcdist.slurm.job.in_job import cluster_from_job, run_in_job
 

@@ -1,13 +1,13 @@
-"""Snapshots of a run's job, and how often a JobWatch takes them."""
+"""Snapshots of a run's job."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm import client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
-from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, JobWatch, take_snapshot
+from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot, take_snapshot
 
 RUNNING = JobInfo(id="1", name="timeout", state="RUNNING")
 
@@ -43,19 +43,3 @@ def test_job_is_not_over_while_slurm_does_not_answer(monkeypatch: pytest.MonkeyP
     snapshot = take_snapshot(JobRef(id="8"))
     assert snapshot == JobSnapshot(error="no answer", installed=installed)
     assert not snapshot.is_over
-
-
-def test_watch_polls_every_few_seconds_and_less_often_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, answers = 100.0, [JobSnapshot(), JobSnapshot(error="no answer"), JobSnapshot()]
-    polled: list[float] = []
-
-    def take(job: JobRef) -> JobSnapshot:
-        polled.append(now)
-        return answers[len(polled) - 1]
-
-    monkeypatch.setattr(job_snapshot, "take_snapshot", take)
-    watch = JobWatch(JobRef(id="1"), clock=lambda: now)
-    while now < 140.0:
-        assert watch.snapshot() is answers[len(polled) - 1]
-        now += 0.5
-    assert polled == [100.0, 105.0, 135.0]

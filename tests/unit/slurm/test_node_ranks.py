@@ -9,7 +9,8 @@ import psutil
 import pytest
 from still_ranks import still_ranks
 
-from hpcdist.run.folder import Attempt, RunDir
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.job import node_ranks
 from hpcdist.slurm.job.node_ranks import kill_ranks, main, parse_answers
 

@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, DataConfig, PreflightConfig, RoleRequest
-from hpcdist.containers.runtimes import Box
+from hpcdist.containers.spec import ContainerSpec
 from hpcdist.errors import HpcdistError, PreflightError
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.check import Check
 from hpcdist.preflight.probe import Request
-from hpcdist.run.folder import RunDir, read_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import preflight_step
 from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoint_bytes
@@ -200,7 +201,7 @@ def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
 def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
     scene.judge([DISK])
     scene.say("n1")
-    scene.attempt.ask("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
+    scene.attempt.send_request("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
     scene.look()
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 
@@ -274,7 +275,7 @@ def test_the_step_of_a_heterogeneous_job_stands_in_containers_with_gpus_where_as
     config = Config(
         roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
     )
-    box = Box(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus=True)
+    box = ContainerSpec(runtime="apptainer", image="/i.sif", run=Path("/r"), mounts=(), workdir=Path("/r"), gpus="all")
     words = preflight_command(config, components(config), [("n1",), ("n2", "n3")], ["probe"], box, het=True)
     first, second = words[1 : words.index(":")], words[words.index(":") + 1 :]
     assert first[0] == "--het-group=0"

@@ -14,7 +14,9 @@ from supervisor_scene import Recorder
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.errors import HpcdistError, PreflightError
-from hpcdist.run.folder import Attempt, RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob
 from hpcdist.slurm.job import orphaned_steps, rank_step

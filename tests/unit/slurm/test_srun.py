@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
-from hpcdist.run.folder import Attempt
+from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.job.srun import rank_env, roll_call_command, srun_command, standby_command, step_command
 
 RANK = ["python", "-m", "worker", "/shared/my run"]

@@ -10,7 +10,8 @@ import pytest
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import UserMistake
-from hpcdist.run.folder import RunDir, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.submit import submission
 

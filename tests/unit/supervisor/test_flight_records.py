@@ -39,7 +39,7 @@ def test_the_last_calls_of_each_group() -> None:
         entry(4, "gloo:barrier", done=False, input_sizes=[]),
     ]
     own, default = calls_of({"gloo": {"entries": recorded}})
-    assert (own.text(), own.pending) == ("gloo, group control: has ended all_reduce [4×2] (1)", ())
+    assert (own.text(), own.pending) == ("gloo, group control: has finished all_reduce [4×2] (1)", ())
     assert (default.last, default.operation) == (4, "barrier")
     assert default.pending == ((3, "all_reduce [4×2]"), (4, "barrier"))
     assert default.text() == "gloo, the default group: waits in all_reduce [4×2] (3)"

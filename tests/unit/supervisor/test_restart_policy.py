@@ -90,8 +90,8 @@ def test_a_failure_says_which_role_it_struck() -> None:
     struck = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
     assert struck.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
     hung = failure("hung", "made no progress", 7)
-    told = replace(hung, detail="rank 1 stands elsewhere than the others")
-    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 stands elsewhere than the others"
+    told = replace(hung, detail="rank 1 differs from the others")
+    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"
     assert told.same_as(hung), "the lines of two stacks may differ"
 
 
@@ -144,7 +144,7 @@ OTHER = failure(error="OSError: disk", step=3)
             False,
             Decision(restart=False, reason="rank 1 on n1 failed with no GPU"),
         ),
-        # Nor are nodes that are not fit for a run: they are the same a second later.
+        # Nor are nodes that are unfit for a run: they are the same a second later.
         (
             [Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")],
             9,

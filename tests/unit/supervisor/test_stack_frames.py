@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.supervisor.hang.frames import Frame, place_of, printed, spied
+from hpcdist.supervisor.hang.frames import Frame, parse_faulthandler, parse_py_spy, place_of
 
 SPIED = """\
 Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
@@ -49,8 +49,8 @@ TEXT = "wait (threading.py:327), called by train (counting.py:28)"
 
 
 def test_both_forms_tell_the_same_place() -> None:
-    by_spy = place_of(spied(SPIED))
-    frames, text = printed(f"step 14\n{PRINTED}WARNING: so it goes\n")
+    by_spy = place_of(parse_py_spy(SPIED))
+    frames, text = parse_faulthandler(f"step 14\n{PRINTED}WARNING: so it goes\n")
     by_rank = place_of(frames)
     assert by_spy is not None
     assert by_rank is not None
@@ -58,7 +58,7 @@ def test_both_forms_tell_the_same_place() -> None:
     assert by_rank.text() == TEXT
     assert by_spy.text() == f"Condition.{TEXT}"
     assert text == PRINTED, "all threads, and nothing else of the log"
-    assert len(spied(SPIED)) == 6, "of the rank's main thread, not of processes below it"
+    assert len(parse_py_spy(SPIED)) == 6, "of the rank's main thread, not of processes below it"
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ def test_both_forms_tell_the_same_place() -> None:
     ids=["a forked process after it", "a forked process before it", "twice", "twice, apart"],
 )
 def test_the_last_stacks_of_the_rank_itself_count(log: str) -> None:
-    place = place_of(printed(log)[0])
+    place = place_of(parse_faulthandler(log)[0])
     assert place is not None
     assert place.text() == TEXT
 
 
 @pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
 def test_no_stacks(log: str) -> None:
-    assert printed(log) == ([], "")
-    assert spied(log) == []
+    assert parse_faulthandler(log) == ([], "")
+    assert parse_py_spy(log) == []
     assert place_of([]) is None
 
 

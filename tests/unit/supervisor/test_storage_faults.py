@@ -17,7 +17,7 @@ import pytest
 from io_faults import Fault, recorded
 
 from hpcdist.run.folder import RunDir
-from hpcdist.run.status import close_if_dead
+from hpcdist.run.status import close_if_lost
 
 SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
@@ -211,5 +211,5 @@ def test_a_folder_that_stays_away_fails_the_run_and_its_status_is_true_later(pla
     assert third["on_disk"][0] == "running"
     assert third["notes"] == [f"{player.folder}/run-0002/state.json cannot be written: Input/output error"]
     run = RunDir(player.folder / "run-0002")
-    assert close_if_dead(run) == "its supervisor died"
+    assert close_if_lost(run) == "its supervisor died"
     assert run.read_state().status == "failed"

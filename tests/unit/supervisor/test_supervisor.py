@@ -20,7 +20,8 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
 
 from hpcdist.errors import LeaseLostError
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.shipper_process import ShipperProcess
 
 FOREVER: list[list[Any]] = [["forever", None]]
@@ -236,7 +237,7 @@ def test_restarts_of_an_earlier_supervisor_are_counted_on(scene: Scene) -> None:
 
 def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
     scene.script(first=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]])
-    scene.report.on_attempt = lambda attempt: attempt.ask("stop", by="ada", reason="`hpcdist stop` by ada")
+    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
@@ -252,7 +253,7 @@ def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene)
     supervisor = scene.supervisor()
 
     def broken() -> str:
-        scene.run.ask("stop", by="ada", reason="`hpcdist stop` by ada")
+        scene.run.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
         return ""
 
     scene.launcher.broken = broken  # type: ignore[method-assign]
@@ -288,7 +289,7 @@ def test_a_signal_that_is_taken_over_at_the_end_stays_so(scene: Scene) -> None:
 
 def test_fake_ranks_that_are_done_before_they_see_the_request_have_finished(scene: Scene) -> None:
     scene.script(first=[[["await", "{attempt}/request.json"], *DONE], QUIETLY])
-    scene.report.on_attempt = lambda attempt: attempt.ask("stop", by="ada", reason="too late")
+    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="too late")
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
 
@@ -319,7 +320,7 @@ def test_a_fake_rank_that_fails_while_stopping_does_not_keep_the_others_waiting(
     """The grace of a stop is for saving; once one rank has failed there is nothing to save."""
     scene.launch = {"stop_grace_s": 600.0}
     scene.script(first=[STUBBORN, [["await", "{attempt}/request.json"], *fails("OSError: disk full")]])
-    scene.report.on_attempt = lambda attempt: attempt.ask("stop", by="ada", reason="lunch")
+    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
     state = scene.supervise()
     assert (state.status, state.attempt) == ("failed", 1)
     assert state.reason == ("rank 1 on fakehost failed with OSError: disk full at step 5, while it was asked to stop")
@@ -334,7 +335,9 @@ def test_a_stop_asked_for_after_a_failure_gives_fake_ranks_no_more_time(scene: S
 
 def test_cancelled_fake_ranks_are_killed(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
-    scene.report.on_progress = lambda _: scene.run.attempt(1).ask("cancel", by="ada", reason="`hpcdist cancel` by ada")
+    scene.report.on_progress = lambda _: scene.run.attempt(1).send_request(
+        "cancel", by="ada", reason="`hpcdist cancel` by ada"
+    )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
     assert alive.has_ended(10)
@@ -380,7 +383,7 @@ def test_an_error_of_the_supervisor_itself_is_the_last_state(scene: Scene, alive
 def test_a_plain_script_is_asked_to_stop_by_sigterm(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "up"], ["forever", None]], [["print", "up"], ["forever", None]]])
-    scene.report.on_attempt = lambda attempt: attempt.ask("stop", by="ada", reason="lunch")
+    scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
     state = scene.supervise()
     assert (state.status, state.reason) == ("stopped", "stopped with everything saved (lunch)")
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from hpcdist.config.schema import Config, LaunchConfig, TrainerConfig
-from hpcdist.run.folder import Attempt, Request, RunDir, read_json
-from hpcdist.run.polling import LOOKS_PER_S
+from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.folder import RunDir
+from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
 from hpcdist.supervisor.stragglers import Told
@@ -86,7 +88,7 @@ class Scene:
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
         monkeypatch.setattr(watch_module, "read_json", self._read)
-        monkeypatch.setattr(attempt, "asked", self._asked)
+        monkeypatch.setattr(attempt, "read_request", self._read_request)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
@@ -107,9 +109,9 @@ class Scene:
         self.stats.append(rank)
         return self.ranks.sign(rank)
 
-    def _asked(self, *, within_s: float) -> Request | None:
+    def _read_request(self, *, within_s: float) -> Request | None:
         self.reads.append("request.json")
-        return Attempt(self.ranks.attempt.path).asked(within_s=within_s)
+        return Attempt(self.ranks.attempt.path).read_request(within_s=within_s)
 
     def _read(self, path: Path, **_: object) -> dict[str, Any] | None:
         self.reads.append(path.name)
@@ -126,7 +128,7 @@ def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
     scene.ranks.end_at = 200.0
     assert scene.watch.until_over() is None
     per_s = len(scene.stats) / scene.ranks.time
-    assert per_s <= LOOKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
+    assert per_s <= CHECKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
     assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
     assert scene.reads.count("request.json") == scene.ranks.looks
     assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
@@ -139,7 +141,7 @@ def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: in
     assert failure is not None
     assert (failure.kind, failure.rank, failure.host, failure.step) == ("hung", victim, f"n{victim}", 10 * victim)
     late_s = scene.ranks.time - (100 + HANG_S)
-    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / LOOKS_PER_S + 2
+    assert -scene.ranks.interval_s <= late_s <= 2 * NUM_RANKS / CHECKS_PER_S + 2
     assert scene.limits == [STACKS_S]
 
 
@@ -289,15 +291,15 @@ def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, m
     assert told.startswith(
         "n2 is 43 % slower than the median node (compute 90.0 ms against 60.0 ms a step, data alike)"
     )
-    (line,) = attempt.straggler_lines()
+    (line,) = attempt.straggler_events()
     assert (line["text"], line["event"], line["name"], line["rank"]) == (told, "slow", "n2", 2)
-    assert attempt.straggling() == [told]
+    assert attempt.current_stragglers() == [told]
 
     ranks.exits, ranks.end_at = {}, 220.0
     assert watch.until_over() is None
     assert notes[1:] == ["n2 is as fast as the median node again"]
-    assert len(attempt.straggler_lines()) == 2
-    assert attempt.straggling() == []
+    assert len(attempt.straggler_events()) == 2
+    assert attempt.current_stragglers() == []
 
 
 def test_a_full_disk_does_not_keep_a_straggler_from_being_told(

@@ -16,8 +16,9 @@ from mlflow import MlflowClient
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import RunDir, write_json
-from hpcdist.run.polling import LOOKS_PER_S
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.journal_tail import Point
 
@@ -358,7 +359,7 @@ def test_journals_of_many_nodes_are_asked_less_often(scene: Scene) -> None:
         (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
     live = scene.shipper()
     live.ship_once()
-    assert live.pause_s == 16 / LOOKS_PER_S
+    assert live.pause_s == 16 / CHECKS_PER_S
 
 
 def test_the_best_and_the_final_checkpoint_are_kept_at_the_end(scene: Scene) -> None:

@@ -15,7 +15,8 @@ from mlflow.entities import Run as MlflowEntity
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.sweep import make_sweep, parse_axes
 from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep

@@ -10,7 +10,8 @@ import yaml
 from hpcdist.config.loading import load_config
 from hpcdist.config.schema.declaration import trainer_sections
 from hpcdist.config.written import to_yaml
-from hpcdist.run.folder import RunDir, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir
 from hpcdist.tracking.names import is_allowed
 from hpcdist.tracking.run_metadata import fixed_tags, names, params
 

@@ -21,8 +21,8 @@ import pytest
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.errors import TrackingError
+from hpcdist.files.atomic import write_json
 from hpcdist.run import lease
-from hpcdist.run.folder import write_json
 from hpcdist.slurm import job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
@@ -189,7 +189,7 @@ def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) ->
 
 def test_mistakes_of_the_command_end_it_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
-        "import sys; from hpcdist.tracking.shipper import main; print(main([sys.argv[1]], {}), 'torch' in sys.modules)"
+        "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"

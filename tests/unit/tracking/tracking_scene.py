@@ -12,7 +12,8 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.run.folder import RunDir, State, write_json
+from hpcdist.files.atomic import write_json
+from hpcdist.run.folder import RunDir, State
 from hpcdist.tracking.delivery import Delivery
 
 CONFIG: dict[str, Any] = {

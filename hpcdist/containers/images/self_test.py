@@ -1,6 +1,6 @@
-"""Looks around inside an image; `hpcdist image check` pipes it to the Python there, and reads one line of JSON.
+"""Self-test of an image: `hpcdist image check` pipes this file to the image's Python and reads one line of JSON.
 
-Imports nothing from hpcdist at the top: whether that works is what is to be found out.
+It imports nothing from hpcdist at the top, because that import is part of the test.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def main() -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except BaseException as error:  # whatever a foreign package does when it is imported is to be told
+        except BaseException as error:  # a broken package may raise anything when it is imported
             failed[module] = f"{type(error).__name__}: {error}".splitlines()[0]
     report = {
         "uid": os.getuid(),
-        "versions": {name: metadata.version(name) for name in distributions if _is_there(name)},
-        "failed_imports": failed | {name: "not installed" for name in distributions if not _is_there(name)},
+        "versions": {name: metadata.version(name) for name in distributions if _is_installed(name)},
+        "failed_imports": failed | {name: "not installed" for name in distributions if not _is_installed(name)},
         "num_imports": len(modules),
         "cuda": _cuda(),
         "rdma": {name: _loads(name) for name in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")}
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def _requirements() -> list[str]:
-    """What hpcdist declares for itself and for training."""
+    """Return the distributions that hpcdist declares for itself and for its extra `train`."""
     lines = metadata.requires("hpcdist") or []
     wanted = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
     return [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in wanted]
 
 
-def _is_there(distribution: str) -> bool:
+def _is_installed(distribution: str) -> bool:
     try:
         metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def _own_modules() -> list[str]:
     import hpcdist
 
     names = [module.name for module in pkgutil.walk_packages(hpcdist.__path__, "hpcdist.")]
-    return [name for name in names if not name.endswith(("__main__", ".probe"))]
+    return [name for name in names if not name.endswith(("__main__", ".self_test"))]
 
 
 def _cuda() -> str:
@@ -86,10 +86,10 @@ def _loads(library: str) -> bool:
 
 def _compile() -> str:
     from hpcdist.errors import ConfigError
-    from hpcdist.machine import compiler
+    from hpcdist.machine.compiler import require_compiler
 
     try:
-        compiler.check("cpu", os.environ)
+        require_compiler("cpu", os.environ)
     except ConfigError as error:
         return str(error)
     return ""

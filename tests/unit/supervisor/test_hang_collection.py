@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 from still_ranks import still_ranks
 
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.hang import collect as collect_module
 from hpcdist.supervisor.hang import node
 from hpcdist.supervisor.hang.collect import collect
 from hpcdist.supervisor.hang.node import py_spy
-from hpcdist.supervisor.hang.processes import facts_of, find_ranks
+from hpcdist.supervisor.hang.processes import find_ranks, state_of
 from hpcdist.supervisor.process_guard import Guard
 
 NOT_ALLOWED = """#!/bin/sh
@@ -40,7 +42,7 @@ def attempt(runs_dir: Path) -> Attempt:
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + 10
-    while (facts := facts_of(pid)) is None or facts.state != "T":
+    while (facts := state_of(pid)) is None or facts.state != "T":
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -64,7 +66,7 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert summary is not None
     assert summary.suspects == (1,)
     assert summary.odd_first == (1, 0, 2, 3)
-    assert summary.sentence.startswith("rank 1 stands elsewhere than the others: in compute (worker.py:")
+    assert summary.sentence.startswith("rank 1 differs from the others: in compute (worker.py:")
     assert "; ranks 0, 2-3 in wait (threading.py:" in summary.sentence
     assert summary.sentence.endswith(
         "rank 1 has not called gloo all_reduce [2] (number 7 of the default group), which ranks 0, 2-3 wait in"
@@ -73,7 +75,7 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert "connections closed by the other side" in summary.text
     busy = attempt.stacks(1).read_text()
     assert busy.startswith(f"rank 1 on {os.uname().nodename}, process {processes[1].pid}: state R (running)")
-    assert "py-spy could not look into the process: Permission denied (os error 13)" in busy
+    assert "py-spy could not read the process: Permission denied (os error 13)" in busy
     assert "stacks by faulthandler:\n\nThread 0x" in busy
     assert "in _write_at_signals" in busy, "stacks of all threads"
     assert float(busy.split(" s of CPU in ")[0].rpartition(" ")[2]) > 0
@@ -97,12 +99,12 @@ def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
         summary = collect(attempt, ranks, limit_s=20, interrupted=never)
         # Nobody waits for what cannot come: this returns.
         monkeypatch.setattr(node, "PRINT_S", 10_000.0)
-        looks = node.look_at(processes, attempt, "n1", time.monotonic() + 10_000)
-        assert [look.facts.state for look in looks] == ["S", "R", "T"]
+        looks = node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
+        assert [look.process.state for look in looks] == ["S", "R", "T"]
     assert summary is not None
     assert summary.suspects == (2,)
     assert summary.sentence.startswith(
-        "rank 2 stands elsewhere than the others: state T (stopped) at Condition.wait (threading.py:"
+        "rank 2 differs from the others: state T (stopped) at Condition.wait (threading.py:"
     )
     stopped = attempt.stacks(2).read_text()
     assert ": state T (stopped), in " in stopped
@@ -142,7 +144,7 @@ def test_a_full_disk_keeps_nobody_from_ending_the_ranks(attempt: Attempt, caplog
             raise OSError(28, "No space left on device")
 
     assert collect(attempt, Full(), limit_s=5, interrupted=never) is None  # type: ignore[arg-type]
-    assert "stacks cannot be collected in " in caplog.text
+    assert "stack traces cannot be collected in " in caplog.text
     assert "No space left on device" in caplog.text
 
 
@@ -168,7 +170,7 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
                 for rank in range(3 * number, 3 * number + 3):
                     frames = [["wait", "/me/net.py", 9 if rank == 4 else 3]]
                     look = {"rank": rank, "host": f"n{number}", "pid": 1, "frames": frames, "text": "t"}
-                    more = {"source": "py-spy", "problem": "", "calls": [], "facts": facts, "cpu_s": 0, "over_s": 1}
+                    more = {"source": "py-spy", "problem": "", "calls": [], "process": facts, "cpu_s": 0, "over_s": 1}
                     looks.append({**look, **more})
                     attempt.flight(rank).write_text("{}")
                 attempt.node_stacks(f"n{number}").write_text(json.dumps({"ranks": looks}))
@@ -177,7 +179,7 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
     summary = collect(attempt, Gone(), limit_s=5, interrupted=never)  # type: ignore[arg-type]
     assert summary is not None
     assert (summary.suspects, summary.odd_first) == ((4,), (4, 0, 1, 2, 3, 5))
-    assert "nothing was seen of ranks 6-7 (n9)" in summary.sentence
+    assert "no snapshot of ranks 6-7 (n9)" in summary.sentence
     assert sorted(path.name for path in attempt.path.glob("*stacks*")) == [
         "rank-00000.stacks.txt",
         "rank-00001.stacks.txt",
@@ -204,7 +206,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(ending: str, tmp_path: Pa
         )
         for pid in map(int, pids.read_text().split()):
             end = time.monotonic() + 10
-            while (facts := facts_of(pid)) is not None and facts.state != "Z":
+            while (facts := state_of(pid)) is not None and facts.state != "Z":
                 assert time.monotonic() < end, "its whole group is gone"
                 time.sleep(0.01)
     finally:

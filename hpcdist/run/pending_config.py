@@ -1,14 +1,13 @@
-"""The config of a resume that changes keys: kept beside the old one until a step has shown that it works.
+"""The changed config of a resume, kept beside the old one until the first step is completed with it.
 
-`config.next.yaml` is what ranks read while it exists. The supervisor makes it `config.yaml` when the first step of the
-new attempt is completed, and removes it when the run fails before that; a run that is stopped keeps it.
+Ranks read `config.next.yaml` if it exists. The supervisor renames it to `config.yaml` after the first completed step,
+and removes it if the run fails before. A stopped run keeps it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config, find_trainer
@@ -16,16 +15,15 @@ from hpcdist.config.tree import leaves
 from hpcdist.config.written import plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
+from hpcdist.files.atomic import fsync_folder, read_json, write_atomic
 from hpcdist.run import secret_file
-from hpcdist.run.folder import Attempt, RunDir, State, read_json, sync_folder, write_atomic
-from hpcdist.supervisor.launcher import Reporter
-from hpcdist.supervisor.restart_policy import Failure
+from hpcdist.run.folder import RunDir, State
 
 _SHOWN_KEYS = 3
 
 
 def newest_step(run: RunDir) -> int | None:
-    """The step of the newest checkpoint that has a manifest, None without one; its content is not verified."""
+    """Return the step of the newest checkpoint with a manifest, or None; the content is not verified."""
     steps = []
     found = retry.retry(lambda: list(run.checkpoints.glob("step-*/manifest.json")), run.checkpoints)
     for path in found:
@@ -36,7 +34,7 @@ def newest_step(run: RunDir) -> int | None:
 
 
 def check(run: RunDir, config: Config) -> None:
-    """Raise ConfigError, before anything is written, for changes that the run's checkpoint cannot go on with."""
+    """Raise ConfigError for changes that are incompatible with the run's checkpoint, before anything is written."""
     step = newest_step(run)
     if step is None:
         return
@@ -57,11 +55,11 @@ def check(run: RunDir, config: Config) -> None:
 
 
 def propose(run: RunDir, config: Config) -> None:
-    """Make `config` what the next attempt uses; `config.yaml` stays until that has completed a step.
+    """Make `config` the config of the next attempt; `config.yaml` stays until that attempt has completed a step.
 
-    Hold the run's lease around this. A run without any attempt has no config that is known to work: it is replaced.
+    The caller holds the run's lease. In a run without attempts, `config.yaml` is replaced at once.
     """
-    # The config before may need its own ones again.
+    # The secrets of the old config may be needed again.
     secret_file.keep(run, {**secret_file.kept(run), **secrets_of(config)})
     text = run_yaml(config)
     if _flat(plain_tree(run.config)) == _flat_config(config):
@@ -74,35 +72,34 @@ def propose(run: RunDir, config: Config) -> None:
 
 
 def drop(run: RunDir) -> None:
-    """Go on with `config.yaml`."""
+    """Discard the pending config."""
     retry.remove(run.next_config)
 
 
 def settle(run: RunDir, state: State, first_step: int) -> State:
-    """Decide on a pending config at the end of a run's attempts; returns the state, with a sentence about it.
+    """Adopt or discard a pending config after the last attempt. Returns the state, with a reason if discarded.
 
     Args:
-        first_step: the step that the last attempt began at.
+        first_step: step at which the last attempt began.
     """
     if not retry.exists(run.next_config):
         return state
-    beat = run.attempt(state.attempt).last_beat(0) or {}
+    beat = run.attempt(state.attempt).read_beat(0) or {}
     if state.status == "finished" or beat.get("step", 0) > first_step:
-        _adopt(run)
+        adopt(run)
     elif state.status == "failed":
         keys = _changed(run)
         drop(run)
         return replace(
             state,
-            reason=f"{state.reason}; config.yaml is as it was before the resume, since no step was completed with the"
-            f" changed {keys}",
+            reason=f"{state.reason}; config.yaml was restored, because no step was completed with the changed {keys}",
         )
     return state
 
 
-def _adopt(run: RunDir) -> None:
+def adopt(run: RunDir) -> None:
     retry.rename(run.next_config, run.config)
-    retry.retry(lambda: sync_folder(run.path), run.path)
+    retry.retry(lambda: fsync_folder(run.path), run.path)
 
 
 def _changed(run: RunDir) -> str:
@@ -123,39 +120,3 @@ def _flat_config(config: Config) -> dict[str, Any]:
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
-
-
-class AdoptingReporter:
-    """Passes on all that a reporter is told, and adopts the pending config at the first completed step.
-
-    A plain script has no steps: its first output counts as one.
-    """
-
-    def __init__(self, run: RunDir, report: Reporter) -> None:
-        self._run = run
-        self._report = report
-        self._pending = run.next_config.is_file()
-        self.first_step = newest_step(run) or 0
-
-    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
-        self.first_step = newest_step(self._run) or 0
-        self._report.attempt(attempt, num_ranks)
-
-    def progress(self, beat: Mapping[str, Any]) -> None:
-        self._progressed(beat.get("step", 0) > self.first_step)
-        self._report.progress(beat)
-
-    def note(self, text: str) -> None:
-        self._report.note(text)
-
-    def output(self, text: str) -> None:
-        self._progressed(True)
-        self._report.output(text)
-
-    def failure(self, failure: Failure, log: Path) -> None:
-        self._report.failure(failure, log)
-
-    def _progressed(self, has_step: bool) -> None:
-        if self._pending and has_step:
-            _adopt(self._run)
-            self._pending = False

@@ -1,4 +1,4 @@
-"""What the answers of all nodes say, side by side. Pure functions."""
+"""Checks of the preflight that compare the answers of all nodes. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from hpcdist.machine.check import LEVELS, Check, Level
 from hpcdist.machine.cuda_drivers import driver_problem
-from hpcdist.preflight.links import judge_network, listed
+from hpcdist.preflight.network_checks import check_network, listed
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
 
-#: What is looked at, causes first: within a level findings go in this order.
+#: Names of the checks in the order of the report within a level: causes before consequences.
 ORDER = (
     *("answer", "run folder", "names", "port", "version", "driver", "gpu", "disk", "network", "clock"),
     *("infiniband", "interface", "shm", "cores", "temporary files", "preflight"),
@@ -24,51 +24,51 @@ ORDER = (
 MB = 1e6
 #: NCCL and torch's data workers pass tensors through it; docker gives a container 64 MiB.
 SMALL_SHM_BYTES = 2**29
-#: What a checkpoint may need as long as nobody knows its size.
+#: Assumed need of a checkpoint before the first one is saved.
 LITTLE_DISK_BYTES, NO_DISK_BYTES = 1e9, 100 * MB
 FEW_FILES, NO_FILES = 1000, 50
 LITTLE_TMP_BYTES = 100 * MB
-#: Below both a node writes conspicuously slowly.
+#: A node is reported as slow if it is slower than the others by the factor and slower than the absolute speed.
 SLOW_WRITE, SLOW_WRITE_BYTES_S = 10, 10 * MB
-#: A driver keeps a few hundred MB on each GPU for itself.
+#: The driver itself uses a few hundred MB of each GPU.
 USED_GPU_MB = 1024
 SLOW_LOOKUP_S = 1.0
 LOCKED_BYTES = 2**30
 
 
-def judge(request: Request, answers: Answers) -> list[Check]:
-    """All findings, the worst first and causes before what follows from them.
+def check_nodes(request: Request, answers: Answers) -> list[Check]:
+    """Return all results, the worst first, causes before consequences.
 
-    A node without an answer is a failure. What most nodes have in common is said once, without a `node`; what is one
-    node's own carries its name in `node`. The last check, of level `ok`, says what was looked at.
+    A node without an answer is a failure. A result that most nodes share is reported once, without a `node`. The last
+    result, of level `ok`, is a summary.
     """
     found = [
         Check(
             name="answer",
             level="failure",
             text="its preflight did not answer",
-            fix=f"look at the node: `scontrol show node {node}`, `srun -w {node} hostname`",
+            fix=f"inspect the node: `scontrol show node {node}`, `srun -w {node} hostname`",
             node=node,
         )
         for node in request.nodes
         if node not in answers
     ]
     ours = {node: answers[node] for node in request.nodes if node in answers}
-    found += judge_versions(request, ours)
+    found += check_versions(request, ours)
     for node, answer in ours.items():
-        for look in (_run_folder, _names, _driver, _gpus, _disk, _infiniband, _interface, _memory, _cores):
-            found += [replace(check, node=node) for check in look(request, node, answer)]
+        for check_node in (_run_folder, _names, _driver, _gpus, _disk, _infiniband, _interface, _memory, _cores):
+            found += [replace(check, node=node) for check in check_node(request, node, answer)]
     found += _unlike_others(request, ours)
-    found += judge_network(request, ours)
-    return in_order(said_once(found, len(request.nodes)))
+    found += check_network(request, ours)
+    return in_order(merge_nodes(found, len(request.nodes)))
 
 
 def in_order(checks: Iterable[Check]) -> list[Check]:
     return sorted(checks, key=lambda check: (-LEVELS.index(check.level), ORDER.index(check.name)))
 
 
-def said_once(checks: Iterable[Check], num_nodes: int) -> list[Check]:
-    """What more than half of the nodes have in common, but for numbers in it, becomes one check without a node."""
+def merge_nodes(checks: Iterable[Check], num_nodes: int) -> list[Check]:
+    """Merge results that more than half of the nodes share, apart from numbers, into one result without a node."""
     alike: dict[tuple[str, str, str], list[Check]] = {}
     for check in checks:
         # Without its own name and numbers.
@@ -87,13 +87,13 @@ def said_once(checks: Iterable[Check], num_nodes: int) -> list[Check]:
     return found
 
 
-def judge_versions(request: Request, answers: Answers) -> Iterator[Check]:
-    """Whoever has other versions than most nodes have; where there is no majority, than the first node has."""
+def check_versions(request: Request, answers: Answers) -> Iterator[Check]:
+    """Report nodes whose versions differ from the majority, or from the first node if there is no majority."""
     for key, level in _version_levels(request):
         by_node = {
             node: str(answer["versions"].get(key, "")) for node, answer in answers.items() if "versions" in answer
         }
-        if key == "source":  # of another version it is another one anyhow
+        if key == "source":  # other versions have other sources, so only nodes with the usual version are compared
             usual = usual_value(answers[node]["versions"].get("hpcdist") for node in by_node)
             by_node = {
                 node: text for node, text in by_node.items() if answers[node]["versions"].get("hpcdist") == usual
@@ -103,14 +103,14 @@ def judge_versions(request: Request, answers: Answers) -> Iterator[Check]:
         for node, text in by_node.items():
             if text == usual:
                 continue
-            what = {"source": "the code of hpcdist", "nccl": "NCCL", "cuda": "CUDA"}.get(key, key)
+            name = {"source": "the code of hpcdist", "nccl": "NCCL", "cuda": "CUDA"}.get(key, key)
             others = "the first node has" if num_usual == 1 else f"the other {num_usual} nodes have"
             yield Check(
                 name="version",
                 level="warning" if key == "python" and _minor(text) == _minor(str(usual)) else level,
-                text=f"{what} {text or 'is missing'}, {others} {usual or 'none'}",
-                fix=f"install {what.removeprefix('the code of ')} as on the others on {node},"
-                f" or keep away from it (cluster.exclude={node})",
+                text=f"{name} {text or 'is missing'}, {others} {usual or 'none'}",
+                fix=f"install {name.removeprefix('the code of ')} as on the others on {node},"
+                f" or exclude it (cluster.exclude={node})",
                 node=node,
             )
 
@@ -129,7 +129,7 @@ def _version_levels(request: Request) -> tuple[tuple[str, Level], ...]:
 
 
 def usual_value(values: Iterable[Any]) -> Any:
-    """What most have; of several that equally many have the first. None where there are none."""
+    """Return the most frequent value, the first of several; None if there are none."""
     counted = Counter(values).most_common(1)
     return counted[0][0] if counted else None
 
@@ -149,7 +149,7 @@ def _run_folder(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
 
 
 def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    hosts = "put the nodes into /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
+    hosts = "add the nodes to /etc/hosts, or set cluster.env.RES_OPTIONS='timeout:1 attempts:1'"
     for name, look in answer["lookups"].items():
         own = "its own name" if name == node else f"the name {name}"
         if "error" in look:
@@ -161,28 +161,30 @@ def _names(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
             elif look["forward_s"] > SLOW_LOOKUP_S:
                 text = f"looking up {own} took {look['forward_s']:.1f} s"
             else:
-                text = f"looking up whose address {look['address']} is took {look['reverse_s']:.1f} s"
-            yield Check(name="names", level="warning", text=f"{text}; torch does it, too, when ranks meet", fix=hosts)
-        # All on one machine is another matter, and so is who does not reach anybody.
+                text = f"the reverse lookup of {look['address']} took {look['reverse_s']:.1f} s"
+            yield Check(
+                name="names", level="warning", text=f"{text}; torch repeats the lookup when ranks start", fix=hosts
+            )
+        # Nodes on one machine, and nodes that reach no others, may use a loopback address.
         elsewhere = any(not address.startswith("127.") for address in answer["network"]["addresses"])
         if name == node == request.nodes[0] and look.get("address", "").startswith("127.") and elsewhere:
             yield Check(
                 name="names",
                 level="failure",
-                text=f"its own name leads to {look['address']}, where no other node reaches it",
-                fix=f"give {node} its address of the cluster's network in /etc/hosts on {node}",
+                text=f"its own name resolves to {look['address']}, which other nodes cannot reach",
+                fix=f"set the cluster network's address of {node} in /etc/hosts on {node}",
             )
 
 
 def _driver(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if "versions" not in answer:
-        text = "its driver, or the file system that Python is on, does not answer: versions and GPUs are unknown"
+        text = "its driver or Python's file system does not answer: versions and GPUs are unknown"
         fix = f"see `nvidia-smi` and `dmesg | tail` on {node}"
         yield Check(name="driver", level="failure" if request.gpus_per_node else "warning", text=text, fix=fix)
         return
     versions = answer["versions"]
     if request.gpus_per_node and (old := driver_problem(versions.get("cuda", ""), versions.get("driver", ""))):
-        fix = f"update the driver on {node}, or use a torch (or an image) that is built for an older CUDA"
+        fix = f"update the driver on {node}, or use a torch (or an image) for an older CUDA"
         yield Check(name="driver", level="failure", text=f"torch {versions['torch']} needs {old}", fix=fix)
 
 
@@ -195,8 +197,8 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
         yield Check(
             name="gpu",
             level="failure" if request.backend == "nccl" else "warning",
-            text=f"{seen} of {asked} GPUs can be used" + ("; nvidia-smi fails or does not answer" if silent else ""),
-            fix=f"see what `nvidia-smi` and `dmesg | grep NVRM` say on {node}",
+            text=f"{seen} of {asked} GPUs are usable" + ("; nvidia-smi fails or does not answer" if silent else ""),
+            fix=f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}",
         )
     for gpu in answer.get("gpus", ()):
         called = f"GPU {gpu['index']}"
@@ -205,9 +207,9 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
             fix = f"drain {node} and reset it: `nvidia-smi --gpu-reset -i {gpu['index']}`"
             yield Check(name="gpu", level="failure", text=text, fix=fix)
         if gpu["throttled"]:
-            fix = f"look after cooling and power on {node}, or keep away from it (cluster.exclude={node})"
+            fix = f"check cooling and power on {node}, or exclude it (cluster.exclude={node})"
             yield Check(
-                name="gpu", level="warning", text=f"{called} is slowed down: {', '.join(gpu['throttled'])}", fix=fix
+                name="gpu", level="warning", text=f"{called} is throttled: {', '.join(gpu['throttled'])}", fix=fix
             )
         if (gpu["used_mb"] or 0) > USED_GPU_MB:
             who = f" by process {', '.join(map(str, gpu['pids']))}" if gpu["pids"] else ""
@@ -216,13 +218,13 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
                 name="gpu",
                 level="failure" if full else "warning",
                 text=f"{gpu['used_mb']:,} of {gpu['total_mb'] or 0:,} MB of {called} are in use{who}",
-                fix=f"see whose they are on {node} (`nvidia-smi`; `ps -fp PID`), and end what an earlier job has left",
+                fix=f"find their owner on {node} (`nvidia-smi`; `ps -fp PID`), and end leftover processes",
             )
 
 
 def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
     if not answer["witness"]:
-        return  # then it is not the folder that checkpoints go to
+        return  # another folder than that of the checkpoints
     disk = answer["checkpoints"]
     where = disk["folder"]
     fix = f"free space (`df -h {where}`, `hpcdist runs`), or set runs_dir to another file system"
@@ -233,13 +235,13 @@ def _disk(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
         yield Check(name="disk", level="failure", text=text, fix=fix)
         return
     size = request.checkpoint_bytes
-    need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "that may be too little for a checkpoint"
+    need = f"the last checkpoint had {size / MB:,.0f} MB" if size else "possibly too little for a checkpoint"
     if disk["free"] < (2 * size if size else LITTLE_DISK_BYTES):
         few = disk["free"] < (size or NO_DISK_BYTES)
         text = f"{disk['free'] / MB:,.0f} MB are free in {where}, {need}"
         yield Check(name="disk", level="failure" if few else "warning", text=text, fix=fix)
     if disk.get("free_files", FEW_FILES) < FEW_FILES:
-        text = f"{disk['free_files']:,} more files can be made in {where} (`df -i {where}`)"
+        text = f"{disk['free_files']:,} more files can be created in {where} (`df -i {where}`)"
         yield Check(name="disk", level="failure" if disk["free_files"] < NO_FILES else "warning", text=text, fix=fix)
 
 
@@ -247,17 +249,17 @@ def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
     found = answer.get("infiniband")
     if not found or request.backend != "nccl":
         return
-    ports = f"InfiniBand is there ({', '.join(found['ports'])})"
+    ports = f"InfiniBand is active ({', '.join(found['ports'])})"
     if answer["variables"].get("NCCL_IB_DISABLE", "0") not in ("", "0"):
         text, fix = f"{ports}, but NCCL_IB_DISABLE={answer['variables']['NCCL_IB_DISABLE']}", "unset it in cluster.env"
     elif not found["device"]:
-        text = f"{ports}, but /dev/infiniband is not: NCCL will use sockets"
-        fix = "give the container /dev/infiniband (container.args), or load ib_uverbs on the node"
+        text = f"{ports}, but /dev/infiniband is missing: NCCL will use sockets"
+        fix = "pass /dev/infiniband into the container (container.extra_args), or load ib_uverbs on the node"
     elif not found["library"]:
         text = f"{ports}, but libibverbs cannot be loaded: NCCL will use sockets"
-        fix = "install libibverbs1 and ibverbs-providers (rdma-core), in the image too"
+        fix = "install libibverbs1 and ibverbs-providers (rdma-core), also in the image"
     elif answer["locked_memory"] is not None and answer["locked_memory"] < LOCKED_BYTES:
-        text = f"{ports}, but only {answer['locked_memory'] / MB:,.0f} MB may be locked in memory: NCCL may fail on it"
+        text = f"{ports}, but only {answer['locked_memory'] / MB:,.0f} MB may be locked in memory: NCCL may fail"
         fix = "LimitMEMLOCK=infinity for slurmd, `--ulimit memlock=-1` for containers"
     else:
         return
@@ -265,7 +267,7 @@ def _infiniband(request: Request, node: str, answer: Mapping[str, Any]) -> Itera
 
 
 def _interface(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
-    """Ranks talk over the interface that leads to the others' names; a much faster one may lie idle."""
+    """Report a much faster interface than the one of the nodes' names, which ranks use."""
     up = [card for card in answer.get("interfaces", ()) if card["up"] and card["speed_mbit"]]
     used = [card for card in up if card["address"] in answer["network"]["addresses"]]
     if not used:
@@ -275,10 +277,10 @@ def _interface(request: Request, node: str, answer: Mapping[str, Any]) -> Iterat
         yield Check(
             name="interface",
             level="note" if answer.get("infiniband") and request.backend == "nccl" else "warning",
-            text=f"the nodes' names lead to {own['name']} ({own['speed_mbit']:,} Mbit/s), while {best['name']}"
+            text=f"the nodes' names resolve to {own['name']} ({own['speed_mbit']:,} Mbit/s), while {best['name']}"
             f" ({best['speed_mbit']:,} Mbit/s) is up",
             fix=f"cluster.env.NCCL_SOCKET_IFNAME={best['name']} cluster.env.GLOO_SOCKET_IFNAME={best['name']},"
-            " where it leads to all nodes",
+            " if it reaches all nodes",
         )
 
 
@@ -293,7 +295,7 @@ def _memory(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[
         )
     if tmp.get("free", LITTLE_TMP_BYTES) < LITTLE_TMP_BYTES:
         text = f"{tmp['free'] / MB:,.0f} MB are free in {tmp['folder']}"
-        yield Check(name="temporary files", level="warning", text=text, fix="free some, or set cluster.env.TMPDIR")
+        yield Check(name="temporary files", level="warning", text=text, fix="free space, or set cluster.env.TMPDIR")
 
 
 def _cores(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Check]:
@@ -308,7 +310,7 @@ def _cores(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[C
 
 
 def _unlike_others(request: Request, answers: Answers) -> Iterator[Check]:
-    """What is only conspicuous beside other nodes."""
+    """Report nodes that are slower or have fewer InfiniBand ports than the others."""
     speeds = {
         node: found["bytes_s"] for node, answer in answers.items() if "bytes_s" in (found := answer["checkpoints"])
     }
@@ -317,12 +319,12 @@ def _unlike_others(request: Request, answers: Answers) -> Iterator[Check]:
         if speed * SLOW_WRITE < others and speed < SLOW_WRITE_BYTES_S:
             folder = request.checkpoint_folder
             text = f"writes {speed / MB:.1f} MB/s to {folder}, the other nodes {others / MB:,.0f} MB/s"
-            yield Check(name="disk", level="warning", text=text, fix=f"look at the mount on {node}", node=node)
+            yield Check(name="disk", level="warning", text=text, fix=f"check the mount on {node}", node=node)
     if request.backend == "nccl":
         ports = {node: len(answer.get("infiniband", {}).get("ports", ())) for node, answer in answers.items()}
         usual = usual_value(ports.values())
         for node, count in ports.items():
             if count < usual:
                 text = f"has {count} active InfiniBand ports, most nodes have {usual}"
-                fix = f"see `ibstat` on {node}, or keep away from it (cluster.exclude={node})"
+                fix = f"see `ibstat` on {node}, or exclude it (cluster.exclude={node})"
                 yield Check(name="infiniband", level="warning", text=text, fix=fix, node=node)

@@ -1,4 +1,4 @@
-"""Asking the nodes of a running job how they are, beside the ranks that train there."""
+"""Preflight of the nodes of a running job, as a Slurm step beside the ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.machine.check import Check
-from hpcdist.preflight.judge import judge
+from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
 from hpcdist.run.folder import RunDir
 
-#: Nodes wait for each other for so long, and the step for all of them.
+#: Limit for nodes to find each other, and for the whole step.
 MEET_S = 20.0
-LOOK_S = 60.0
-#: Attempts of a job never come to that many: the ranks' own port is taken.
+STEP_TIMEOUT_S = 60.0
+#: Added to the attempt's number to get another port than the ranks'; no job has that many attempts.
 _OTHER_PORT = 500
 
 
-def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]) -> list[Check]:
-    """The preflight's look, by a step of its own beside the ranks' (`srun --overlap`).
+def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]) -> list[Check]:
+    """Run the preflight probe on each node in a step that overlaps the ranks' (`srun --overlap`).
 
-    What the ranks themselves use of a GPU's memory is no finding.
+    GPU memory in use is not reported, because the ranks use it.
     """
     gpus = config.cluster.gpus_per_node if config.launch.device != "cpu" else 0
     with _witness(run) as (witness, token):
@@ -47,7 +47,7 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
         try:
             done = subprocess.run(
                 step_command(job_id, nodes, request),
-                # Of a job around this process srun would take what it is not told.
+                # Inside another job, srun would take missing options from that job's variables.
                 env={
                     **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"},
                     **probe_env(request),
@@ -56,32 +56,32 @@ def look_at_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[str]
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=LOOK_S,
+                timeout=STEP_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            text = f"a step beside the ranks did not end within {LOOK_S:g} s"
-            fix = f"`srun --jobid={job_id} --overlap hostname` shows which node is silent"
+            text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
+            fix = f"`srun --jobid={job_id} --overlap hostname` shows the node that does not answer"
             return [Check(name="nodes", level="warning", text=text, fix=fix)]
     answers = read_answers(done.stdout)
     if not answers:
-        said = (done.stderr.strip().splitlines() or ["srun said nothing"])[-1]
-        text = f"no node gave an answer: {said[:200]}"
+        message = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
+        text = f"no node answered: {message[:200]}"
         return [Check(name="nodes", level="warning", text=text, fix=f"`srun --jobid={job_id} --overlap hostname`")]
-    checks = judge(request, {node: _without_use(found) for node, found in answers.items()})
+    checks = check_nodes(request, {node: _without_use(found) for node, found in answers.items()})
     if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
-        text = "the run trains meanwhile, so speeds are what it leaves over"
+        text = "the run was training during the measurement, so speeds are lower"
         checks.append(Check(name="beside ranks", level="note", text=text))
     return checks
 
 
 def _without_use(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A node's answer without how much of its GPUs' memory is in use."""
+    """Return a node's answer without the GPU memory in use."""
     return {**answer, "gpus": [{**gpu, "used_mb": None} for gpu in answer.get("gpus", ())]}
 
 
 def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[str]:
-    """One task on each node of a job, whatever else runs there."""
+    """Return the srun command with one task on each node of a job."""
     count = len(nodes)
     return [
         "srun",
@@ -101,7 +101,7 @@ def step_command(job_id: str, nodes: Sequence[str], request: Request) -> list[st
 
 @contextmanager
 def _witness(run: RunDir) -> Iterator[tuple[Path, str]]:
-    """A file in the run folder that all nodes must see, in a folder that is removed afterwards."""
+    """Create the file in the run folder that all nodes must see; remove its folder afterwards."""
     token = secrets.token_hex(16)
     folder = run.path / f".doctor-{secrets.token_hex(4)}"
     folder.mkdir(mode=0o700)

@@ -1,10 +1,10 @@
-"""The probes' protocol: a handshake that authenticates both sides, then frames (what, number, time).
+"""The probes' protocol: a handshake that authenticates both sides, then frames (message, number, time).
 
     both:   `hpf2`, a nonce of 16 bytes
     both:   length, HMAC-SHA256, JSON        keyed with the job's token, over side, both nonces and the JSON
 
-Anyone on the network can connect. Until its HMAC has been compared, a connection is given 8 seconds, no memory beyond
-`MAX_HELLO_BYTES`, and no parser. The token itself is never sent.
+Anyone on the network can connect. Until its HMAC is verified, a connection gets 8 seconds and `MAX_HELLO_BYTES` of
+memory, and nothing of it is parsed. The token itself is never sent.
 """
 
 from __future__ import annotations
@@ -21,40 +21,43 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-#: A busy node is slow to answer, but not to accept: that the kernel does.
+#: A busy node answers slowly, although the kernel accepts its connections at once.
 HELLO_S = 8.0
-#: No bytes for this long: small messages pass, large ones do not.
+#: Without any bytes for this long, a large message counts as lost.
 STALL_S = 4.0
 FIRST_BYTES = 64 * 2**10
 MAX_STARVED = 0.8
-#: What is faster is no reason for suspicion: a link of 1 Gbit/s.
+#: A link of 1 Gbit/s; faster results are not measured again.
 FAST_BYTES_S = 125e6
 
 MAX_HELLO_BYTES = 1024
 _NONCE_BYTES = 16
 _HEAD = struct.Struct(">H32s")
 _FRAME = struct.Struct(">BQd")
-_MAGIC = b"hpf2"  # another number for another form of what follows
-#: Shared by all links: what is sent has no meaning, and what is received is dropped.
+_MAGIC = b"hpf2"  # the number is the protocol's version
+#: Shared by all links: the content of transfers has no meaning.
 _BUFFER = memoryview(bytearray(2**20))
 
 
-class Stranger(Exception):
-    """What answers is no probe of this job; the message says what it is instead."""
+class UnknownPeerError(Exception):
+    """The other side is no probe of this job; the message names it."""
 
 
-class Mute(Stranger):
-    """What accepts a connection and then says nothing: perhaps a probe that gets no processor."""
+class SilentPeerError(UnknownPeerError):
+    """The other side accepts the connection but sends nothing; it may be a probe without CPU time."""
 
 
-class Gone(Stranger):
-    """What closes the connection before its hello is complete, as a probe does that tests whether a port is open."""
+class ClosedPeerError(UnknownPeerError):
+    """The other side closes the connection before the handshake, as a probe does to test whether a port is open."""
 
 
 async def connected(address: str, port: int, limit_s: float) -> socket.socket:
-    """A connection. Raises OSError; TimeoutError only where the kernel has no answer either.
+    """Connect to a port.
 
-    (A process that got no processor meanwhile finds its time over, and its connection made.)
+    Raises:
+        TimeoutError: the kernel has no connection either; a process without CPU time may pass its limit although the
+            connection exists.
+        OSError: the connection failed.
     """
     sock = socket.socket()
     sock.setblocking(False)
@@ -73,8 +76,8 @@ async def connected(address: str, port: int, limit_s: float) -> socket.socket:
     return sock
 
 
-def starved_us() -> int:
-    """Microseconds that this thread has been ready to run without a processor; 0 where the kernel does not count."""
+def run_queue_wait_us() -> int:
+    """Return the microseconds that this thread waited for a processor; 0 if the kernel does not record them."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             return int(file.read().split()[1]) // 1000
@@ -82,20 +85,20 @@ def starved_us() -> int:
         return 0
 
 
-class Ask(IntEnum):
-    """What one probe wants of another; each is answered by a frame of the same kind."""
+class Message(IntEnum):
+    """Kinds of frames; each request is answered by a frame of the same kind."""
 
-    TIME = 0  #: the other's clock, and how long it has been starved (`starved_us`)
-    REACHED = 1  #: once that is known: whether it has reached this node (1 or 0)
-    ROUND = 2  #: an answer when it has come to this round
-    PUSH = 3  #: to take so many bytes
-    PULL = 4  #: to send so many bytes, after its answer
-    DONE = 5  #: nothing more in this round
-    LEAVE = 6  #: an answer when it needs nobody any more
+    TIME = 0  #: the peer's clock, and its time without CPU (`run_queue_wait_us`)
+    REACHED = 1  #: whether the peer has reached this node (1 or 0), once it knows
+    ROUND = 2  #: answered when the peer comes to this round
+    PUSH = 3  #: the peer receives this many bytes
+    PULL = 4  #: the peer sends this many bytes after its answer
+    DONE = 5  #: the end of this round
+    LEAVE = 6  #: answered when the peer has finished
 
 
 class Link:
-    """A connected socket that does not block."""
+    """A connected, non-blocking socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -105,27 +108,27 @@ class Link:
 
     @property
     def address(self) -> str:
-        """This node's address on the link."""
+        """This node's address on the connection."""
         return str(self._sock.getsockname()[0])
 
     def close(self) -> None:
         self._sock.close()
 
-    async def greet(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
-        """Exchange hellos with the other side, each proving that it holds the token; returns the other side's.
+    async def handshake(self, token: str, hello: Mapping[str, Any], *, connecting: bool) -> dict[str, Any]:
+        """Authenticate both sides by the token and return the other side's hello.
 
         Args:
-            connecting: whether this side has made the connection; the other side proves the opposite, so that an answer
-                cannot be this side's own message sent back.
+            connecting: whether this side opened the connection. It is part of the HMAC, so that a message of this side
+                cannot be sent back as an answer.
 
-        Raises Stranger where the other side is no probe of this job, or OSError where the connection breaks.
+        Raises UnknownPeerError where the other side is no probe of this job, or OSError where the connection breaks.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             async with asyncio.timeout(HELLO_S):
                 await self._loop.sock_sendall(self._sock, _MAGIC + nonce)
                 if await self._exactly(len(_MAGIC)) != _MAGIC:
-                    raise Stranger("another program")
+                    raise UnknownPeerError("another program")
                 theirs = await self._exactly(_NONCE_BYTES)
                 nonces = nonce + theirs if connecting else theirs + nonce
                 text = json.dumps(hello).encode()
@@ -134,34 +137,34 @@ class Link:
                 await self._loop.sock_sendall(self._sock, _HEAD.pack(len(text), proof) + text)
                 length, proof = _HEAD.unpack(await self._exactly(_HEAD.size))
                 if length > MAX_HELLO_BYTES:
-                    raise Stranger("another program")
+                    raise UnknownPeerError("another program")
                 text = await self._exactly(length)
         except TimeoutError as error:
-            raise Mute("a program that accepts connections and says nothing") from error
+            raise SilentPeerError("a program that accepts connections without an answer") from error
         except (ConnectionError, EOFError) as error:
-            raise Gone("a program that closes the connection") from error
+            raise ClosedPeerError("a program that closes the connection") from error
         if not hmac.compare_digest(proof, _proof(token, not connecting, nonces, text)):
-            raise Stranger("a probe of another job")
+            raise UnknownPeerError("a probe of another job")
         found: dict[str, Any] = json.loads(text)
         return found
 
-    async def ask(self, what: Ask, number: int = 0) -> tuple[int, float]:
-        """The answer's number and time. Raises OSError or EOFError where the connection breaks."""
-        await self.tell(what, number)
-        answered, number, moment = await self.hear()
+    async def request(self, what: Message, number: int = 0) -> tuple[int, float]:
+        """Send a request; return the answer's number and time. Raises OSError or EOFError if the connection breaks."""
+        await self.send_frame(what, number)
+        answered, number, moment = await self.receive_frame()
         if answered is not what:
             raise ConnectionError(f"{answered.name} instead of {what.name}")
         return number, moment
 
-    async def tell(self, what: Ask, number: int = 0) -> None:
+    async def send_frame(self, what: Message, number: int = 0) -> None:
         await self._loop.sock_sendall(self._sock, _FRAME.pack(what, number, time.time()))
 
-    async def hear(self) -> tuple[Ask, int, float]:
+    async def receive_frame(self) -> tuple[Message, int, float]:
         what, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
         try:
-            return Ask(what), number, moment
+            return Message(what), number, moment
         except ValueError as error:
-            raise ConnectionError(f"{what} is nothing that a probe says") from error
+            raise ConnectionError(f"{what} is no message of the protocol") from error
 
     async def send(self, count: int) -> None:
         while count > 0:
@@ -169,48 +172,50 @@ class Link:
             await self._loop.sock_sendall(self._sock, _BUFFER[:part])
             count -= part
 
-    async def drop(self, count: int) -> None:
-        """Take bytes and forget them."""
+    async def discard(self, count: int) -> None:
+        """Receive bytes and discard them."""
         while count > 0:
             received = await self._loop.sock_recv_into(self._sock, _BUFFER[: min(count, len(_BUFFER))])
             if received == 0:
-                raise EOFError("the peer has gone")
+                raise EOFError("the peer closed the connection")
             count -= received
 
     async def ping(self, count: int) -> tuple[float, float]:
-        """The shortest of some round trips, in seconds, and the other clock minus this one as that one showed it."""
+        """Return the shortest of some round trips in seconds, and the peer's clock minus this one in it."""
         best, offset = float("inf"), 0.0
         for _ in range(count):
             sent, began = time.time(), time.perf_counter()
-            _, theirs = await self.ask(Ask.TIME)
+            _, theirs = await self.request(Message.TIME)
             trip = time.perf_counter() - began
             if trip < best:
                 best, offset = trip, theirs - (sent + trip / 2)
         return best, offset
 
-    async def burst(self, what: Ask, limit_s: float, limit_bytes: int) -> float:
-        """Bytes per second in one direction, by transfers that grow and are acknowledged each.
+    async def burst(self, what: Message, limit_s: float, limit_bytes: int) -> float:
+        """Return bytes per second in one direction, measured by acknowledged transfers of growing size.
 
-        Time in which either side waited for a processor is not the network's: up to `MAX_STARVED` of the whole does not
-        count, as far as that makes the difference between slow and `FAST_BYTES_S`.
-        Raises TimeoutError when a transfer takes more than `STALL_S`.
+        The time that either side waited for a processor is subtracted, at most `MAX_STARVED` of the total and up to a
+        result of `FAST_BYTES_S`.
+
+        Raises:
+            TimeoutError: a transfer takes more than `STALL_S`.
         """
-        starved = -starved_us() - (await self.ask(Ask.TIME))[0]
+        starved = -run_queue_wait_us() - (await self.request(Message.TIME))[0]
         size, times = FIRST_BYTES, [0.0]
         while sum(times) <= limit_s and size <= limit_bytes:
             began = time.perf_counter()
             async with asyncio.timeout(STALL_S):
-                if what is Ask.PUSH:
-                    await self.tell(what, size)
+                if what is Message.PUSH:
+                    await self.send_frame(what, size)
                     await self.send(size)
-                    await self.hear()
+                    await self.receive_frame()
                 else:
-                    await self.ask(what, size)
-                    await self.drop(size)
+                    await self.request(what, size)
+                    await self.discard(size)
             times.append(time.perf_counter() - began)
             size *= 2
-        starved += starved_us() + (await self.ask(Ask.TIME))[0]
-        # The last two: a limit on a rate often lets the first bytes through at full speed.
+        starved += run_queue_wait_us() + (await self.request(Message.TIME))[0]
+        # The last two transfers, because rate limiters often pass the first bytes at full speed.
         sent = size // 2 + (size // 4 if len(times) > 2 else 0)
         rate = sent / (times[-1] + times[-2])
         return max(rate, min(FAST_BYTES_S, rate / (1 - min(MAX_STARVED, starved / 1e6 / sum(times)))))
@@ -220,7 +225,7 @@ class Link:
         while len(parts) < count:
             part = await self._loop.sock_recv(self._sock, count - len(parts))
             if not part:
-                raise EOFError("the peer has gone")
+                raise EOFError("the peer closed the connection")
             parts += part
         return bytes(parts)
 

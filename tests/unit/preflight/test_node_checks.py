@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from preflight_scene import findings, healthy, request, sentences
 
-from hpcdist.preflight.judge import ORDER
+from hpcdist.preflight.node_checks import ORDER
 
 GPU = {
     "index": 0,
@@ -38,7 +38,7 @@ def test_a_node_without_an_answer_is_a_failure() -> None:
     (found,) = findings(request(), answers)
     assert (found.level, found.node, found.name) == ("failure", "n3", "answer")
     assert found.sentence() == (
-        "n3: answer: its preflight did not answer; look at the node: `scontrol show node n3`, `srun -w n3 hostname`"
+        "n3: answer: its preflight did not answer; inspect the node: `scontrol show node n3`, `srun -w n3 hostname`"
     )
 
 
@@ -109,11 +109,11 @@ def test_a_run_folder_that_is_not_there() -> None:
         ({"write_error": "Read-only file system", "free": 10**12}, None, "failure n3: disk: checkpoints cannot be"
          " written to /c: Read-only file system; free"),
         ({"error": "no answer in 5 s"}, None, "failure n3: disk: checkpoints cannot be written to /c: no answer"),
-        ({"free": 50 * 10**6}, None, "failure n3: disk: 50 MB are free in /c, that may be too little for a checkpoint"),
-        ({"free": 500 * 10**6}, None, "warning n3: disk: 500 MB are free in /c, that may be"),
+        ({"free": 50 * 10**6}, None, "failure n3: disk: 50 MB are free in /c, possibly too little for a checkpoint"),
+        ({"free": 500 * 10**6}, None, "warning n3: disk: 500 MB are free in /c, possibly"),
         ({"free": 3 * 10**9}, 2 * 10**9, "warning n3: disk: 3,000 MB are free in /c, the last checkpoint had 2,000 MB"),
         ({"free": 10**9}, 2 * 10**9, "failure n3: disk: 1,000 MB are free"),
-        ({"free": 10**12, "free_files": 7}, None, "failure n3: disk: 7 more files can be made in /c (`df -i /c`)"),
+        ({"free": 10**12, "free_files": 7}, None, "failure n3: disk: 7 more files can be created in /c (`df -i /c`)"),
         ({"free": 10**12, "free_files": 700}, None, "warning n3: disk: 700 more files"),
         ({"free": 10**12, "bytes_s": 10**6}, None, "warning n3: disk: writes 1.0 MB/s to /runs/e/r/checkpoints, the"
          " other nodes 500 MB/s"),
@@ -135,15 +135,15 @@ def test_what_is_enough_for_small_checkpoints_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "level", "text"),
     [
-        ({"visible_gpus": 1, "gpus": [GPU]}, "failure", "1 of 2 GPUs can be used; see what `nvidia-smi`"),
+        ({"visible_gpus": 1, "gpus": [GPU]}, "failure", "1 of 2 GPUs are usable; see `nvidia-smi`"),
         ({"visible_gpus": 0, "gpus": [], "gpu_device_files": 2}, "failure",
-         "0 of 2 GPUs can be used; nvidia-smi fails or does not answer; see"),
+         "0 of 2 GPUs are usable; nvidia-smi fails or does not answer; see"),
         ({"gpus": [GPU, GPU | {"index": 1, "uncorrected_errors": 2}]}, "failure",
          "GPU 1 has 2 uncorrected memory errors since its driver was loaded; drain n3 and reset it"),
-        ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is slowed down: power brake; look"),
+        ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is throttled: power brake; check"),
         ({"gpus": [GPU | {"used_mb": 9000, "pids": [12, 13]}]}, "warning",
-         "9,000 of 143,771 MB of GPU 0 are in use by process 12, 13; see whose"),
-        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "140,000 of 143,771 MB of GPU 0 are in use; see whose"),
+         "9,000 of 143,771 MB of GPU 0 are in use by process 12, 13; find their"),
+        ({"gpus": [GPU | {"used_mb": 140000}]}, "failure", "140,000 of 143,771 MB of GPU 0 are in use; find their"),
         ({"gpus": [GPU | {"used_mb": None, "uncorrected_errors": None}], "visible_gpus": 0}, "failure", "0 of 2 GPUs"),
     ],
 )  # fmt: skip
@@ -160,7 +160,7 @@ def test_gpus_do_not_matter_where_none_are_asked_for() -> None:
 
 def test_a_gloo_run_may_go_on_without_gpus() -> None:
     (found,) = sentences(request(gpus_per_node=2), healthy())
-    assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs can be used")
+    assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs are usable")
 
 
 def test_a_driver_that_is_older_than_torchs_cuda() -> None:
@@ -178,7 +178,7 @@ def test_a_driver_that_is_older_than_torchs_cuda() -> None:
         ({"late": 5.0}, "warning n3: names: looking up its own name, or its address, took more than 5 s"),
         ({"address": "10.0.0.3", "forward_s": 2.0}, "warning n3: names: looking up its own name took 2.0 s"),
         ({"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Host name lookup failure", "reverse_s": 4.0},
-         "warning n3: names: looking up whose address 10.0.0.3 is took 4.0 s; torch does it, too"),
+         "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
     ],
 )  # fmt: skip
 def test_names_that_are_slow_or_unknown(look: dict[str, Any], finding: str) -> None:
@@ -197,7 +197,9 @@ def test_the_first_node_must_not_take_itself_for_loopback() -> None:
     assert sentences(request(), answers) == [], "the others go by the way to the first one"
     answers["n1"]["lookups"] = {"n1": loopback}
     (found,) = sentences(request(), answers)
-    assert found.startswith("failure n1: names: its own name leads to 127.0.1.1, where no other node reaches it; give")
+    assert found.startswith(
+        "failure n1: names: its own name resolves to 127.0.1.1, which other nodes cannot reach; give"
+    )
     for answer in answers.values():
         answer["network"]["addresses"] = ["127.0.0.1"]
     assert sentences(request(), answers) == [], "all nodes are on one machine"
@@ -206,10 +208,10 @@ def test_the_first_node_must_not_take_itself_for_loopback() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"infiniband": INFINIBAND | {"device": False}}, "but /dev/infiniband is not: NCCL will use sockets; give the"),
+        ({"infiniband": INFINIBAND | {"device": False}}, "but /dev/infiniband is missing: NCCL will use sockets; pass"),
         ({"infiniband": INFINIBAND | {"library": False}}, "but libibverbs cannot be loaded: NCCL will use sockets"),
         ({"variables": {"NCCL_IB_DISABLE": "1"}}, "but NCCL_IB_DISABLE=1; unset it in cluster.env"),
-        ({"locked_memory": 65536}, "but only 0 MB may be locked in memory: NCCL may fail on it"),
+        ({"locked_memory": 65536}, "but only 0 MB may be locked in memory: NCCL may fail"),
         ({"infiniband": {}}, "has 0 active InfiniBand ports, most nodes have 1"),
     ],
 )
@@ -227,7 +229,7 @@ def test_a_faster_interface_lies_idle() -> None:
     fast = {"name": "ib0", "address": "10.1.0.3", "up": True, "speed_mbit": 100000}
     found = node_finding({"interfaces": [slow, fast]})
     assert found.startswith(
-        "warning n3: interface: the nodes' names lead to eno1 (1,000 Mbit/s), while ib0 (100,000 Mbit/s) is up;"
+        "warning n3: interface: the nodes' names resolve to eno1 (1,000 Mbit/s), while ib0 (100,000 Mbit/s) is up;"
         " cluster.env.NCCL_SOCKET_IFNAME=ib0"
     )
     for harmless in (fast | {"up": False}, fast | {"speed_mbit": None}, fast | {"speed_mbit": 1000}):
@@ -247,7 +249,7 @@ def test_memory_that_data_workers_share() -> None:
 
 def test_a_full_temporary_folder() -> None:
     found = node_finding({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}})
-    assert found.startswith("warning n3: temporary files: 1 MB are free in /tmp; free some, or set cluster.env.TMPDIR")
+    assert found.startswith("warning n3: temporary files: 1 MB are free in /tmp; free space, or set cluster.env.TMPDIR")
 
 
 def test_more_data_workers_than_the_affinity_mask_has_cores() -> None:
@@ -293,4 +295,4 @@ def test_a_node_whose_machine_facts_are_missing_is_judged_by_the_rest() -> None:
         del answers["n3"][key]
     del answers["n3"]["locked_memory"], answers["n3"]["variables"]
     (found,) = sentences(request(), answers)
-    assert found.startswith("warning n3: driver: its driver, or the file system that Python is on, does not answer")
+    assert found.startswith("warning n3: driver: its driver or Python's file system does not answer")

@@ -1,6 +1,9 @@
-"""What the answers of all nodes say of the network between them: who is cut off, who is slow, whose clock is wrong.
+"""Checks of the network between nodes: blocked connections, slow links, clock offsets. Pure functions.
 
-A node is named where most of its pairs suffer, a pair where only the pair does. Pure functions.
+A node is reported if most of its pairs are affected, otherwise the pair is.
+
+bench/links.py judges slow links by another method, because a benchmark measures all pairs often enough to estimate the
+noise. The preflight has one short measurement of at most seven pairs per node, so it uses fixed thresholds.
 """
 
 from __future__ import annotations
@@ -16,26 +19,26 @@ Answers = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
 
 MB = 1e6
-#: A node is slow when the pairs without it are this many times better, and its own are worse than that in themselves.
-#: The second condition keeps quiet where noise moves figures about that are all good enough.
+#: A node is slow if the pairs without it are better by this factor, and its own pairs are worse than these values.
+#: The second condition avoids warnings about noise among sufficient values.
 SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
-#: So slow that a run would crawl.
+#: Slow enough to be a failure.
 CRAWLING, CRAWLING_LATENCY_S = 10, 20e-3
-#: A pair alone is easily unlucky, so it has to be slower than a link of 100 Mbit/s before it is named.
+#: A single pair has one measurement, so it is reported only below the rate of a 100 Mbit/s link.
 SLOW_PAIR_BYTES_S = 12.5 * MB
-#: Logs and metrics of nodes no longer line up.
+#: Above this, logs and metrics of nodes cannot be aligned.
 SKEW_S = 1.0
-#: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run would soon be taken for dead.
+#: A lease is renewed every 10 s and stale after 60 s by the reader's clock, so a live run could be considered dead.
 FATAL_SKEW_S = 30.0
 _SHOWN = 4
 
 
-def judge_network(request: Request, answers: Answers) -> list[Check]:
-    """Findings about the network, and at last one of level `ok` with what was measured."""
+def check_network(request: Request, answers: Answers) -> list[Check]:
+    """Return the results about the network; the last one, of level `ok`, is a summary of the measurements."""
     blocked = list(_blocked(request, answers))
     return [
-        *_taken(request, answers),
-        *_strangers(request, answers),
+        *_port_in_use(request, answers),
+        *_foreign_connections(request, answers),
         *blocked,
         *_stalled(answers),
         *_slow(answers),
@@ -44,41 +47,41 @@ def judge_network(request: Request, answers: Answers) -> list[Check]:
     ]
 
 
-def _taken(request: Request, answers: Answers) -> Iterator[Check]:
+def _port_in_use(request: Request, answers: Answers) -> Iterator[Check]:
     for node, answer in answers.items():
         if problem := answer["network"].get("port_problem"):
             who = answer["network"].get("listener") or problem
             yield Check(
                 name="port",
-                # Nobody but rank 0 has to listen on it.
+                # Only rank 0 listens on it.
                 level="failure" if node == request.nodes[0] else "warning",
-                text=f"port {request.port} is taken there: {who}",
+                text=f"port {request.port} is in use: {who}",
                 fix=f"end that program on {node} (`ss -ltnp 'sport = :{request.port}'`), or start the run again:"
-                " each attempt has another port",
+                " each attempt uses another port",
                 node=node,
             )
 
 
-def _strangers(request: Request, answers: Answers) -> Iterator[Check]:
+def _foreign_connections(request: Request, answers: Answers) -> Iterator[Check]:
     for node, answer in answers.items():
         if count := answer["network"].get("strangers"):
-            text = f"{count:,} connections to port {request.port} were of no probe of this job, and were closed"
+            text = f"{count:,} connections to port {request.port} came from other programs and were closed"
             yield Check(name="port", level="note", text=text, node=node)
 
 
 def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
-    """Nodes that others cannot reach, nodes that reach no others, and pairs."""
+    """Report nodes that others cannot reach, nodes that cannot reach others, and single pairs."""
     ways: dict[Pair, str] = {}
     for source, answer in answers.items():
         for target, peer in answer["network"]["peers"].items():
             if target not in answers or answers[target]["network"].get("port_problem"):
-                continue  # said already
+                continue  # reported by _port_in_use
             status = peer["status"]
             if status == "ok" and peer.get("ephemeral"):
                 status = f"ephemeral {peer['ephemeral']}"
             detail = peer.get("detail", "")
             ways[source, target] = "" if status == "ok" else f"{status} {detail}".strip()
-    # A node that listens and is mute to some of the others is only busy.
+    # A node that answers some of the others is only busy.
     mute = {way for way, problem in ways.items() if problem.startswith("mute")}
     busy = {target for _, target in mute if any((way not in mute) and way[1] == target for way in ways)}
     ways = {way: problem for way, problem in ways.items() if way not in mute or way[1] not in busy}
@@ -93,13 +96,13 @@ def _blocked(request: Request, answers: Answers) -> Iterator[Check]:
         others = listed(way[1 - end] for way in own)
         everyone = len(own) == len([way for way in ways if way[end] == node])
         yield _cut_off(request, node, bad[own[0]], others if not everyone or len(own) == 1 else "", inward=end == 1)
-        # What remains of a named node would be said twice.
+        # Remaining pairs of a reported node are omitted.
         bad = {way: problem for way, problem in bad.items() if node not in way}
         ways = {way: problem for way, problem in ways.items() if node not in way}
     for (source, target), problem in list(bad.items())[:_SHOWN]:
         more = f" (and {len(bad) - _SHOWN} more pairs)" if len(bad) > _SHOWN else ""
-        what, fix = _words(request, problem, target)
-        text = f"{source} cannot reach {target}, though others can: {what}{more}"
+        cause, fix = _describe(request, problem, target)
+        text = f"{source} cannot reach {target}, though others can: {cause}{more}"
         yield Check(name="port", level="failure", text=text, fix=fix)
 
 
@@ -110,47 +113,50 @@ def _share(node: str, end: int, ways: Mapping[Pair, str], bad: Mapping[Pair, str
 
 
 def _cut_off(request: Request, node: str, problem: str, others: str, *, inward: bool) -> Check:
-    what, fix = _words(request, problem, node)
+    cause, fix = _describe(request, problem, node)
     name = "names" if problem.startswith("unresolved") else "port"
     if problem.startswith("ephemeral"):
-        text = what
+        text = cause
     elif inward:
-        text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {what}"
+        text = f"{others or 'no other node'} {'cannot' if others else 'can'} reach it: {cause}"
     else:
-        text = f"it cannot reach {others or 'any other node'}: {what}"
+        text = f"it cannot reach {others or 'any other node'}: {cause}"
     return Check(name=name, level="failure", text=text, fix=fix, node=node)
 
 
-def _words(request: Request, problem: str, node: str) -> tuple[str, str]:
-    """What is wrong on the way to or from a node, and the fix."""
+def _describe(request: Request, problem: str, node: str) -> tuple[str, str]:
+    """Return the problem of a connection to or from a node, and the fix."""
     kind, _, detail = problem.partition(" ")
     port = f"port {request.port}"
     firewall = (
-        "let all TCP ports from 20480 on pass between the nodes, or at least 20480-32760 and"
+        "open all TCP ports from 20480 on between the nodes, or at least 20480-32760 and"
         f" net.ipv4.ip_local_port_range (on {node}: `nft list ruleset`, `iptables -S`)"
     )
-    how = {"silent": "packets to it vanish", "refused": "connections are refused"}
+    how = {"silent": "packets to it are dropped", "refused": "connections are refused"}
     if kind == "ephemeral":
         why = how.get(detail, detail)
-        return f"{port} is open, but no port of the ephemeral range, as gloo, NCCL and RPC use them: {why}", firewall
+        return (
+            f"{port} is open, but ports of the ephemeral range, which gloo, NCCL and RPC use, are not: {why}",
+            firewall,
+        )
     if kind == "unresolved":
         return f"its name cannot be looked up ({detail})", "add it to the DNS, or to /etc/hosts on every node"
     if kind in ("stranger", "mute"):
-        fix = f"see what listens there (`ss -ltnp 'sport = :{request.port}'`) and whether the nodes' names are right"
+        fix = f"identify the program (`ss -ltnp 'sport = :{request.port}'`) and check the nodes' names"
         return f"on {port} answers {detail}", fix
     if kind == "absent":
-        return f"it was not heard of in {request.deadline_s:g} s, though it has answered in the end", firewall
+        return f"it did not connect within {request.deadline_s:g} s, although it answered later", firewall
     return f"{port} is blocked: {how.get(kind, detail)}", firewall
 
 
 def listed(names: Iterable[str]) -> str:
-    """`n1, n2, n3, n4 and 12 more`."""
+    """Return names in the form `n1, n2, n3, n4 and 12 more`."""
     found = list(names)
     return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
 
 
 def _measured(answers: Answers, *keys: str) -> dict[Pair, list[float]]:
-    """What was measured between two nodes, by pair."""
+    """Return measurements by pair of nodes."""
     return {
         (source, target): [peer[key] for key in keys]
         for source, answer in answers.items()
@@ -166,8 +172,8 @@ def _stalled(answers: Answers) -> Iterator[Check]:
             if peer["status"] == "ok":
                 pair = (min(source, target), max(source, target))
                 pairs[pair] = max(pairs.get(pair, 0.0), float(peer.get("stalled", False)))
-    text = "small messages pass, large ones get stuck"
-    fix = "compare the MTUs along the way (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
+    text = "small messages arrive, large ones do not"
+    fix = "compare the MTUs along the path (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
     while any(pairs.values()):
         nodes = sorted({node for pair in pairs for node in pair})
         share = {node: sum(own := _of(node, pairs)) / len(own) for node in nodes}
@@ -191,9 +197,9 @@ def _without(node: str, pairs: Mapping[Pair, float]) -> dict[Pair, float]:
 def _slow(answers: Answers) -> Iterator[Check]:
     rates = {pair: min(both) for pair, both in _measured(answers, "sent_bytes_s", "received_bytes_s").items()}
     delays = {pair: value for pair, (value,) in _measured(answers, "latency_s").items()}
-    fix = "look at its cable, port and speed (`ethtool`), or keep away from it (cluster.exclude={node})"
+    fix = "check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})"
     named = set()
-    # The inverse of a rate is a time: the larger, the worse, as with delays.
+    # The inverse of a rate is a time; larger is worse, as for delays.
     for node, own, others in _outliers({pair: 1 / rate for pair, rate in rates.items()}, 1 / SLOW_BYTES_S):
         named.add(node)
         text = f"{1 / own / MB:,.1f} MB/s to and from it, {1 / others / MB:,.0f} MB/s between the other nodes"
@@ -201,7 +207,7 @@ def _slow(answers: Answers) -> Iterator[Check]:
         yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
     for node, own, others in _outliers(delays, SLOW_LATENCY_S):
         if node not in named:
-            text = f"{own * 1e3:,.1f} ms there and back, {others * 1e3:,.2f} ms between the other nodes"
+            text = f"{own * 1e3:,.1f} ms round trip, {others * 1e3:,.2f} ms between the other nodes"
             crawls = own >= CRAWLING * others and own > CRAWLING_LATENCY_S
             level = "failure" if crawls else "warning"
             yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
@@ -209,9 +215,9 @@ def _slow(answers: Answers) -> Iterator[Check]:
 
 
 def _outliers(pairs: Mapping[Pair, float], floor: float) -> Iterator[tuple[str, float, float]]:
-    """Nodes whose pairs take much longer than those without them, the worst first, with both medians.
+    """Yield nodes whose pairs take much longer than the pairs without them, the worst first, with both medians.
 
-    One slow node also makes a part of all others' pairs slow, so each is left out before the next is looked for.
+    A slow node slows down pairs of all other nodes, so it is removed before the next one is determined.
     """
     while True:
         found = []
@@ -232,24 +238,24 @@ def _slow_pairs(rates: Mapping[Pair, float]) -> Iterator[Check]:
     usual = median(rates.values())
     for (source, target), rate in sorted(rates.items(), key=lambda item: item[1])[:_SHOWN]:
         if rate < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
-            usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "which is hardly a network"
+            usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
             text = f"{rate / MB:,.1f} MB/s between {source} and {target}, {usually}"
-            yield Check(name="network", level="warning", text=text, fix="look at the switches and routes between them")
+            yield Check(name="network", level="warning", text=text, fix="check the switches and routes between them")
 
 
 def _skewed(answers: Answers) -> Iterator[Check]:
-    """A node's clock against the median of the clocks that it has seen."""
+    """Compare each node's clock with the median of its peers' clocks."""
     skews = {}
     for node, answer in answers.items():
         offsets = [peer["offset_s"] for peer in answer["network"]["peers"].values() if "offset_s" in peer]
         if offsets:
             skews[node] = -median([*offsets, 0.0]) if len(offsets) > 1 else -offsets[0]
     for node, skew in skews.items():
-        # Of two nodes nobody knows which one is wrong, and both would be named.
+        # With two nodes, the wrong clock is unknown; only one of them is reported.
         if abs(skew) < SKEW_S or (len(skews) == 2 and node == next(iter(skews))):
             continue
         fatal = abs(skew) >= FATAL_SKEW_S
-        why = "a live run would be taken for dead" if fatal else "logs and curves of the nodes will not line up"
+        why = "a live run could be considered dead" if fatal else "logs and metrics of the nodes cannot be aligned"
         yield Check(
             name="clock",
             level="failure" if fatal else "warning",
@@ -262,11 +268,11 @@ def _skewed(answers: Answers) -> Iterator[Check]:
 def _summary(request: Request, answers: Answers) -> Check:
     peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
     num_ways = sum(peer["status"] == "ok" for peer in peers)
-    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} ways between them work"
+    text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} connections work"
     rates = sorted(min(both) for both in _measured(answers, "sent_bytes_s", "received_bytes_s").values())
     delays = [value for (value,) in _measured(answers, "latency_s").values()]
     if rates:
         text += f"; {median(rates) / MB:,.0f} MB/s in the median pair, {rates[0] / MB:,.0f} in the slowest"
-        text += f", {median(delays) * 1e3:.2f} ms there and back"
+        text += f", {median(delays) * 1e3:.2f} ms round trip"
     seconds = max((answer.get("seconds", 0.0) for answer in answers.values()), default=0.0)
     return Check(name="preflight", level="ok", text=f"{text}; took {seconds:.1f} s")

@@ -14,9 +14,11 @@ from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import ConfigError
-from hpcdist.run.folder import Attempt, RunDir, State, Status, write_json
-from hpcdist.supervisor import pending_config
-from hpcdist.supervisor.pending_config import AdoptingReporter
+from hpcdist.files.atomic import write_json
+from hpcdist.run import pending_config
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir, State, Status
+from hpcdist.supervisor.reporter import AdoptingReporter
 from hpcdist.supervisor.restart_policy import Failure
 
 
@@ -74,7 +76,7 @@ def test_a_failure_before_the_first_step_leaves_the_old_config(run: RunDir, runs
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
     state = pending_config.settle(run, ended(run, "failed"), 40)
     assert state.reason == (
-        "rank 0 failed; config.yaml is as it was before the resume, since no step was completed with the changed"
+        "rank 0 failed; config.yaml was restored, because no step was completed with the changed"
         " data.batch_size, optim.lr"
     )
     assert lr(run.effective_config) == 0.002

@@ -16,16 +16,25 @@ from supervisor_scene import Scene
 
 import hpcdist
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, LaunchConfig, TrainerConfig
+from hpcdist.containers.image_probe import (
+    check_image,
+    check_image_on_nodes,
+    image_digest,
+    image_probe_command,
+    image_probe_env,
+    start_failure,
+)
 from hpcdist.containers.node_steps import ContainerSteps
-from hpcdist.containers.request import box_for, prepare_image, problems
-from hpcdist.containers.runtimes import PASSED, Box, Mount
-from hpcdist.containers.trial_start import digest, judge, judge_nodes, look_command, look_env, own_failure
+from hpcdist.containers.rank_container import container_problems, make_mount_points, rank_container
+from hpcdist.containers.spec import PASSED, ContainerSpec, Mount
 from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.files.atomic import read_json
 from hpcdist.machine.facts import source_digest
-from hpcdist.run.folder import Attempt, RunDir, read_json
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
 
 IMAGE = "localhost/hpcdist:0.1.0"
-BOX = Box(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
+SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
 GOOD = {
     "node": "n1",
     "hpcdist": hpcdist.__version__,
@@ -51,7 +60,7 @@ def test_the_digest_of_a_package_is_that_of_its_code(tmp_path: Path) -> None:
     assert source_digest(str(tmp_path)) != digest_before
 
 
-# --- the box
+# --- the spec
 
 
 def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(tmp_path: Path) -> None:
@@ -70,8 +79,8 @@ def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(
             extra_args=["--fakeroot"],
         ),
     )
-    box = box_for(config, run, cwd=tmp_path / "project/sub", root=tmp_path / "project")
-    assert box == Box(
+    spec = rank_container(config, run, cwd=tmp_path / "project/sub", root=tmp_path / "project")
+    assert spec == ContainerSpec(
         runtime="apptainer",
         image="/i.sif",
         run=run.path,
@@ -85,13 +94,13 @@ def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(
         ),
         workdir=tmp_path / "project/sub",
         env=(*PASSED, "WANDB_MODE", "SITE", "MY_FLAG", "MY_TOKEN"),
-        gpus=True,
+        gpus="all",
         extra_args=("--fakeroot",),
     )
 
 
 def test_no_runtime_no_box() -> None:
-    assert box_for(Config(), RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p")) is None
+    assert rank_container(Config(), RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p")) is None
 
 
 def test_a_folder_of_ones_own_takes_the_place_of_the_usual_one(tmp_path: Path) -> None:
@@ -99,15 +108,17 @@ def test_a_folder_of_ones_own_takes_the_place_of_the_usual_one(tmp_path: Path) -
         data=DataConfig(root=str(tmp_path)),
         container=ContainerConfig(runtime="podman", image=IMAGE, mounts=[f"/scratch/copy:{tmp_path}:ro"]),
     )
-    box = box_for(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
-    assert box is not None
-    assert [mount.source for mount in box.mounts if mount.target == str(tmp_path)] == ["/scratch/copy"]
+    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
+    assert spec is not None
+    assert [mount.source for mount in spec.mounts if mount.target == str(tmp_path)] == ["/scratch/copy"]
 
 
 def test_the_images_own_folders_are_not_hidden_by_where_someone_stands() -> None:
-    box = box_for(config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/"))
-    assert box is not None
-    assert not {"/", "/usr"} & {mount.target for mount in box.mounts}
+    spec = rank_container(
+        config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/")
+    )
+    assert spec is not None
+    assert not {"/", "/usr"} & {mount.target for mount in spec.mounts}
 
 
 @pytest.mark.parametrize(
@@ -126,21 +137,21 @@ def test_who_sees_gpus(asked: Any, device: Any, gpus: int, wanted: bool) -> None
         cluster=ClusterConfig(gpus_per_node=gpus),
         container=ContainerConfig(runtime="podman", image=IMAGE, gpus=asked),
     )
-    box = box_for(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
-    assert box is not None
-    assert box.gpus == wanted
+    spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
+    assert spec is not None
+    assert spec.gpus == ("all" if wanted else "")
 
 
 # --- what an image says
 
 
 def test_the_look_tells_of_the_python_that_makes_it(tmp_path: Path) -> None:
-    words = look_command(replace(BOX, runtime="charliecloud", python=sys.executable)).words
+    words = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
     code = words[-1]
     assert words[-3:-1] == [sys.executable, "-c"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
     said = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    facts, problem, _ = judge(BOX, said, "", "n7")
+    facts, problem, _ = check_image(SPEC, said, "", "n7")
     assert problem == ""
     assert facts is not None
     torch_version = __import__("torch").__version__
@@ -149,9 +160,9 @@ def test_the_look_tells_of_the_python_that_makes_it(tmp_path: Path) -> None:
 
 
 def test_the_look_sees_the_image_alone() -> None:
-    box = replace(BOX, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
-    assert not [word for word in look_command(box).words if word.startswith("--bind")]
-    assert look_env(box, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
+    spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
+    assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
+    assert image_probe_env(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
         "NCCL_DEBUG": "INFO",
         "USER": "ada",
     }
@@ -164,7 +175,7 @@ def test_the_look_sees_the_image_alone() -> None:
         (
             line(source="0123456789ab"),
             "",
-            f"{IMAGE} has hpcdist {hpcdist.__version__} of another state of its code than this one: build it again",
+            f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again",
         ),
         (
             line(hpcdist="0.0.9"),
@@ -182,7 +193,7 @@ def test_the_look_sees_the_image_alone() -> None:
         (
             "",
             "exec container process `/usr/bin/python3`: Exec format error",
-            f"{IMAGE} is for another processor than n2 has ({os.uname().machine})",
+            f"{IMAGE} is for another processor architecture than n2 has ({os.uname().machine})",
         ),
         (
             "",
@@ -193,29 +204,29 @@ def test_the_look_sees_the_image_alone() -> None:
     ],
 )
 def test_what_only_a_user_can_put_right(output: str, errors: str, told: str) -> None:
-    _, problem, passing = judge(replace(BOX, gpus=True), output, errors, "n2")
+    _, problem, passing = check_image(replace(SPEC, gpus="all"), output, errors, "n2")
     assert (problem, passing) == (told, False)
 
 
 @pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
 def test_drivers_that_are_new_enough_or_not_there(driver: str | None) -> None:
-    assert judge(replace(BOX, gpus=True), line(driver=driver), "", "n1")[1] == ""
-    assert judge(BOX, line(driver="400.1"), "", "n1")[1] == "", "no GPU is asked for"
+    assert check_image(replace(SPEC, gpus="all"), line(driver=driver), "", "n1")[1] == ""
+    assert check_image(SPEC, line(driver="400.1"), "", "n1")[1] == "", "no GPU is asked for"
 
 
 def test_what_may_pass_by_itself() -> None:
     told = f"podman could not start {IMAGE} on n2: Error: no space left"
-    assert judge(BOX, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (None, told, True)
+    assert check_image(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (None, told, True)
 
 
 def test_one_line_for_all_nodes() -> None:
     good, missing = f"0: {line()}\n", "hpcdist: podman is not installed on"
-    assert judge_nodes(BOX, ["n1"], good, "")["hpcdist"] == hpcdist.__version__
+    assert check_image_on_nodes(SPEC, ["n1"], good, "")["hpcdist"] == hpcdist.__version__
     with pytest.raises(UserMistake) as caught:
-        judge_nodes(BOX, ["n1", "n2", "n3"], good, f"1: {missing} n2\n2: {missing} n3\n")
+        check_image_on_nodes(SPEC, ["n1", "n2", "n3"], good, f"1: {missing} n2\n2: {missing} n3\n")
     assert str(caught.value) == "podman is not installed on n2, n3"
     with pytest.raises(HpcdistError) as passing:
-        judge_nodes(BOX, ["n1", "n2"], good, "")
+        check_image_on_nodes(SPEC, ["n1", "n2"], good, "")
     assert not isinstance(passing.value, UserMistake)
     assert str(passing.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
 
@@ -223,7 +234,7 @@ def test_one_line_for_all_nodes() -> None:
 def test_errors_of_pyxis_without_a_label_count_for_every_node() -> None:
     refused = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
     with pytest.raises(HpcdistError) as caught:
-        judge_nodes(replace(BOX, runtime="pyxis"), ["n1", "n2"], "", refused)
+        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", refused)
     problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
     assert str(caught.value) == problem
 
@@ -231,7 +242,7 @@ def test_errors_of_pyxis_without_a_label_count_for_every_node() -> None:
 def test_labels_of_many_tasks_are_as_wide_as_the_widest() -> None:
     nodes = [f"n{number}" for number in range(11)]
     output = "".join(f"{number:2d}: {line()}\n" for number in range(11))
-    assert judge_nodes(BOX, nodes, output, "")["hpcdist"] == hpcdist.__version__
+    assert check_image_on_nodes(SPEC, nodes, output, "")["hpcdist"] == hpcdist.__version__
 
 
 # --- before the queue
@@ -253,7 +264,7 @@ def rootfs(tmp_path: Path) -> Path:
     [
         (
             {"runtime": "podman", "image": "x", "mounts": ["/nowhere/data:/data"]},
-            "container.mounts: /nowhere/data does not exist here; what only the nodes have can be mounted by"
+            "container.mounts: /nowhere/data does not exist here; mount folders that only the nodes have by"
             " container.extra_args",
         ),
         ({"runtime": "apptainer", "image": "/no.sif"}, "container.image: no such file or folder: /no.sif"),
@@ -269,7 +280,7 @@ def rootfs(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_not_there(tmp_path: Path, container: dict[str, Any], told: str) -> None:
-    assert problems(config(**container), tmp_path, {"PATH": ""}) == [told]
+    assert container_problems(config(**container), tmp_path, {"PATH": ""}) == [told]
 
 
 def podman(folder: Path, script: str) -> dict[str, str]:
@@ -284,19 +295,21 @@ def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
     env = podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
     told = (
         "container.image: localhost/typo is not in podman's store on this machine (inspecting object: localhost/typo:"
-        " image not known): build or load it, or set container.check_image=false where only the nodes have it"
+        " image not known): build or load it, or set container.check_image=false if only the nodes have it"
     )
     wanted = {"runtime": "podman", "image": "localhost/typo"}
-    assert problems(config(**wanted), tmp_path, env) == [told]
-    assert problems(config(**wanted, check_here=False), tmp_path, env) == []
-    assert problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
+    assert container_problems(config(**wanted), tmp_path, env) == [told]
+    assert container_problems(config(**wanted, check_here=False), tmp_path, env) == []
+    assert container_problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
 
 
 def test_an_image_of_another_version_here(tmp_path: Path) -> None:
     env = podman(tmp_path, f"[ $1 = image ] || echo '{line(hpcdist='0.0.1')}'")
-    (told,) = problems(config(runtime="podman", image=IMAGE), tmp_path, env)
+    (told,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
     assert told.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
-    assert problems(config(runtime="podman", image=IMAGE), tmp_path, podman(tmp_path, f"echo '{line()}'")) == []
+    assert (
+        container_problems(config(runtime="podman", image=IMAGE), tmp_path, podman(tmp_path, f"echo '{line()}'")) == []
+    )
 
 
 # --- the image's folder, its digest
@@ -311,9 +324,9 @@ def test_an_unpacked_image_gets_what_the_run_mounts_things_at(rootfs: Path, tmp_
         Mount(source=str(here), target="/etc/one.py"),
         Mount(source=str(tmp_path), target=str(tmp_path)),
     )
-    box = replace(BOX, runtime="charliecloud", image=str(rootfs), mounts=mounts)
-    prepare_image(box)
-    prepare_image(box)
+    spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=mounts)
+    make_mount_points(spec)
+    make_mount_points(spec)
     assert (rootfs / str(there)[1:]).is_dir()
     assert [(rootfs / "etc" / name).is_file() for name in ("one.py", "hosts", "resolv.conf")] == [True] * 3
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
@@ -321,20 +334,20 @@ def test_an_unpacked_image_gets_what_the_run_mounts_things_at(rootfs: Path, tmp_
 
 def test_an_image_that_cannot_be_prepared(rootfs: Path) -> None:
     (rootfs / "data").touch()
-    box = replace(BOX, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))
-    with pytest.raises(UserMistake, match="image has no /data/x to mount something at, and it cannot be made: Not a "):
-        prepare_image(box)
+    spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))
+    with pytest.raises(UserMistake, match="image has no mount point /data/x, and it cannot be created: Not a "):
+        make_mount_points(spec)
 
 
 def test_digests(tmp_path: Path) -> None:
     env = podman(tmp_path, f"echo {'ab' * 32}")
-    assert digest(BOX, env) == f"sha256:{'ab' * 32}"
-    assert digest(BOX, {"PATH": "/nowhere"}) is None
+    assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
+    assert image_digest(SPEC, {"PATH": "/nowhere"}) is None
     assert (
-        digest(replace(BOX, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif"), {})
+        image_digest(replace(SPEC, runtime="apptainer", image="/i/hpcdist-0.1.0-0123456789ab.sif"), {})
         == "sha256:0123456789ab"
     )
-    assert digest(replace(BOX, runtime="charliecloud", image="/i/mine"), {}) is None
+    assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
 
 
 # --- ranks that never came to be
@@ -410,24 +423,24 @@ slurmstepd: error: Failed to invoke spank plugin stack
     ],
 )
 def test_failures_of_the_runtime_itself(runtime: str, code: int, log: str, expected: tuple[str, bool] | None) -> None:
-    assert own_failure(runtime, code, log) == expected
+    assert start_failure(runtime, code, log) == expected
 
 
 def test_a_runtimes_failure_is_reported_in_the_ranks_place(tmp_path: Path) -> None:
     (tmp_path / "001").mkdir()
     attempt = Attempt(tmp_path / "001")
-    steps = ContainerSteps(BOX, RunDir(tmp_path), {})
+    steps = ContainerSteps(SPEC, RunDir(tmp_path), {})
     attempt.log(2).write_text("Error: no space\n")
-    assert steps.meaning(attempt, 2, "n1", 125) == 125
+    assert steps.exit_code(attempt, 2, "n1", 125) == 125
     assert {key: attempt.outcomes()[2][key] for key in ("outcome", "host", "error", "peer_lost")} == {
         "outcome": "failed",
         "host": "n1",
         "error": "podman could not start the container (exit code 125): Error: no space",
         "peer_lost": False,
     }
-    assert steps.meaning(attempt, 3, "n1", 127) == 127
+    assert steps.exit_code(attempt, 3, "n1", 127) == 127
     assert attempt.outcomes()[3]["outcome"] == "rejected"
-    assert [steps.meaning(attempt, 1, "n1", code) for code in (137, 143, 1, 0, -15, 255)] == [-9, -15, 1, 0, -15, 255]
+    assert [steps.exit_code(attempt, 1, "n1", code) for code in (137, 143, 1, 0, -15, 255)] == [-9, -15, 1, 0, -15, 255]
     assert sorted(attempt.outcomes()) == [2, 3]
 
 
@@ -449,7 +462,7 @@ class Scripted:
 def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -> None:
     here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
     run = RunDir(tmp_path)
-    steps = ContainerSteps(BOX, run, here.env)
+    steps = ContainerSteps(SPEC, run, here.env)
     env_before = os.environ.copy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", here.env["PATH"])
@@ -477,8 +490,8 @@ def test_each_component_of_a_job_has_steps_of_its_own(tmp_path: Path, monkeypatc
     here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
     monkeypatch.setenv("PATH", here.env["PATH"])
     groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
-    box = replace(BOX, gpus=True)
-    ContainerSteps(box, RunDir(tmp_path), here.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
+    spec = replace(SPEC, gpus="all")
+    ContainerSteps(spec, RunDir(tmp_path), here.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
     calls = [call for call in here.calls() if call.startswith("srun")]
     wanted = ["--het-group=0 --overlap --nodes=1 --ntasks=1", "--het-group=1 --overlap --nodes=2 --ntasks=2"]
     assert [call.removeprefix("srun ").partition(" --ntasks-per-node")[0] for call in calls] == [*wanted, *wanted]
@@ -498,8 +511,8 @@ def test_what_is_left_is_told_unless_the_job_is_over(
 ) -> None:
     here = Scripted(tmp_path, f"echo '{said}' >&2; exit 1")
     monkeypatch.setenv("PATH", here.env["PATH"])
-    ContainerSteps(BOX, RunDir(tmp_path), here.env).remove_left()
-    assert (f"containers may be left on a node: {said}" in caplog.text) == is_told
+    ContainerSteps(SPEC, RunDir(tmp_path), here.env).remove_containers()
+    assert (f"containers may remain on a node: {said}" in caplog.text) == is_told
 
 
 @pytest.fixture
@@ -530,4 +543,4 @@ def test_ranks_that_cannot_be_started_end_the_run_with_that_line(
 
 def test_the_script_comes_with_the_package() -> None:
     assert shutil.which("sh")
-    assert (Path(hpcdist.__file__).parent / "containers" / "contained.sh").is_file()
+    assert (Path(hpcdist.__file__).parent / "containers" / "node_wrapper.sh").is_file()

@@ -18,13 +18,15 @@ from hpcdist.bench.comm_config import CommConfig
 from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, LaunchConfig, TrackingConfig, TrainerConfig
 from hpcdist.errors import ConfigError, RunFolderError, UserMistake
-from hpcdist.run import snapshot
-from hpcdist.run.folder import RunDir, State, read_json
+from hpcdist.files.atomic import read_json
+from hpcdist.run import create, snapshot
+from hpcdist.run.create import check_trainer, create_run, with_name
+from hpcdist.run.folder import RunDir, State
 from hpcdist.run.lease import hold
 from hpcdist.run.secret_file import kept
-from hpcdist.supervisor import start
+from hpcdist.supervisor import local_run
+from hpcdist.supervisor.local_run import supervise
 from hpcdist.supervisor.plan import Plan
-from hpcdist.supervisor.start import check_trainer, create_run, supervise, with_name
 
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
@@ -177,8 +179,8 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(start, "LocalLauncher", NoRanks)
-    monkeypatch.setattr(start, "Supervisor", Nothing)
+    monkeypatch.setattr(local_run, "LocalLauncher", NoRanks)
+    monkeypatch.setattr(local_run, "Supervisor", Nothing)
     return seen
 
 
@@ -187,13 +189,13 @@ def test_supervise_holds_the_run_and_passes_code_folder_and_secrets_on(
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
     run = create_run(config, project)
-    state = supervise(run, config, PLAN, None, {"HOME": "/home/ada"})  # type: ignore[arg-type]
+    state = supervise(run, config, PLAN, None, {"HOME": "/home/ada"}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert state.status == "finished"
     assert supervised["held"]
     assert not run.lease.exists()
     assert supervised["cwd"] == project
     assert supervised["import_path"] == [str(run.code)]
-    assert supervised["tracking_uri"] == f"sqlite:///{config.runs_dir}/mlflow.db"
+    assert supervised["tracking_uri"] == "sqlite:///x"
     assert supervised["env"] == {"HOME": "/home/ada", "HPCDIST_PARAMS_HF_TOKEN": "s3cret"}
     assert load_run_config(run.config, [], supervised["env"]) == config
 
@@ -204,7 +206,7 @@ def test_supervise_on_a_machine_without_the_folder_of_the_start(
     config = make(trainer=TrainerConfig(target="train:train"))
     run = create_run(config, project)
     project.rename(project.with_name("moved"))
-    supervise(run, config, PLAN, None, {})  # type: ignore[arg-type]
+    supervise(run, config, PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised["cwd"] == run.path
     assert supervised["import_path"] == [str(run.code)]
 
@@ -214,7 +216,7 @@ def test_supervise_refuses_a_run_that_is_held(
 ) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
-        supervise(run, make(), PLAN, None, {})  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised == {}
 
 
@@ -224,7 +226,7 @@ def test_supervise_refuses_a_run_that_was_never_made_to_the_end(
     monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match=r"^run first was never made to the end \(no environment\.json\): remove"):
-        supervise(run, make(), PLAN, None, {})  # type: ignore[arg-type]
+        supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert not run.lease.exists()
 
 
@@ -245,7 +247,7 @@ def test_detach_starts_a_supervisor_of_its_own(
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    pid = start.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
+    pid = local_run.detach(run, {"HOME": "/home/ada", "PATH": "/usr/bin:/bin"})
     assert started[0].wait(20) == 0
     assert (run.path / "supervisor.log").read_text().splitlines() == [
         f"-P -m hpcdist supervise {run.path}",
@@ -259,6 +261,6 @@ def test_a_click_log_that_is_not_there_is_told_before_the_start(tmp_path: Path) 
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.file={missing}"])
     with pytest.raises(ConfigError, match=rf"hybrid\.data: no such file: {missing}"):
-        start.check_trainer(config, tmp_path)
+        create.check_trainer(config, tmp_path)
     missing.touch()
-    start.check_trainer(config, tmp_path)
+    create.check_trainer(config, tmp_path)

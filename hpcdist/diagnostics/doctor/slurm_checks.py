@@ -1,4 +1,4 @@
-"""Slurm as this machine reaches it: its commands, its controller, accounting, and what its partitions offer."""
+"""Checks of Slurm: its commands, controller, accounting and partitions."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
 
-#: What `submit` and all that follows a run need.
+#: Commands that `hpcdist submit` and the supervisor need.
 NEEDED = ("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
-#: The oldest that hpcdist is tested with.
+#: Oldest version that hpcdist is tested with.
 OLDEST = (22, 5)
-#: Lines of partitions before the rest is counted.
+#: Number of partitions with a line of their own.
 SHOWN_PARTITIONS = 12
-#: What Slurm says where it finds no slurm.conf.
+#: Error of Slurm's commands without a slurm.conf.
 _UNCONFIGURED = "Could not establish a configuration source"
-_START_IT = "start with the machine that runs slurmctld: `scontrol ping`, `systemctl status slurmctld`"
+_START_IT = "check the machine that runs slurmctld: `scontrol ping`, `systemctl status slurmctld`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What Slurm's commands have said."""
+class SlurmFacts:
+    """Facts reported by Slurm's commands."""
 
-    missing: tuple[str, ...] = ()  #: commands that are not here
+    missing: tuple[str, ...] = ()  #: commands that are not installed
     settings: dict[str, str] = field(default_factory=dict)  #: `scontrol show config`
-    away: str = ""  #: why the controller could not be asked
-    seconds: float = 0.0  #: how long the controller took
-    partitions: list[Partition] | None = None  #: None where they could not be asked for
+    away: str = ""  #: why the controller did not answer
+    seconds: float = 0.0  #: time until the controller answered
+    partitions: list[Partition] | None = None  #: None if the query failed
 
     @property
     def installed(self) -> bool:
@@ -44,54 +44,54 @@ class Answers:
         return bool(self.settings)
 
 
-def ask_slurm() -> Answers:
-    """All that the sections about Slurm share, asked once."""
+def read_slurm() -> SlurmFacts:
+    """Query the facts that all sections about Slurm need."""
     missing = tuple(name for name in NEEDED if shutil.which(name) is None)
     if "scontrol" in missing:
-        return Answers(missing=missing)
+        return SlurmFacts(missing=missing)
     begun = time.monotonic()
     try:
         settings = slurm_client.settings()
     except SlurmError as error:
-        return Answers(missing=missing, away=str(error))
+        return SlurmFacts(missing=missing, away=str(error))
     took = time.monotonic() - begun
     try:
         found = slurm_client.partitions()
     except SlurmError:
         found = None
-    return Answers(missing=missing, settings=settings, seconds=took, partitions=found)
+    return SlurmFacts(missing=missing, settings=settings, seconds=took, partitions=found)
 
 
-class Once:
-    """A question that several sections wait for, and that is asked once."""
+class Cached:
+    """Calls a function once and gives the result to all threads that need it."""
 
-    def __init__(self, ask: Callable[[], Answers]) -> None:
-        self._ask = ask
+    def __init__(self, read: Callable[[], SlurmFacts]) -> None:
+        self._read = read
         self._lock = threading.Lock()
-        self._answers: Answers | None = None
+        self._facts: SlurmFacts | None = None
 
-    def __call__(self) -> Answers:
+    def __call__(self) -> SlurmFacts:
         with self._lock:
-            if self._answers is None:
-                self._answers = self._ask()
-            return self._answers
+            if self._facts is None:
+                self._facts = self._read()
+            return self._facts
 
 
-# --- the client and its controller
+# --- commands and controller
 
 
-def client(found: Answers, user: str, *, in_container: bool = False) -> list[Check]:
-    """Whether jobs can be submitted from here, and followed."""
+def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -> list[Check]:
+    """Check whether jobs can be submitted and followed from this machine."""
     if not found.installed and in_container:
-        text = "none of Slurm's in here, as it should be: what stands outside submits and supervises"
+        text = "none in this container, as intended: hpcdist outside the container submits and supervises jobs"
         return [Check(name="commands", level="ok", text=text)]
     if not found.installed:
         return [
             Check(
                 name="commands",
                 level="note",
-                text="none of Slurm's are here: `hpcdist run` needs none, `hpcdist submit` does",
-                fix="on a cluster use a login node, or `module load slurm`; to try one out:"
+                text="Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not",
+                fix="on a cluster use a login node or `module load slurm`; for a test cluster:"
                 " `sudo hpcdist devcluster up --install`",
             )
         ]
@@ -101,13 +101,13 @@ def client(found: Answers, user: str, *, in_container: bool = False) -> list[Che
             Check(
                 name="commands",
                 level="failure",
-                text=f"{', '.join(found.missing)} not found, others of Slurm's are: `hpcdist submit` would fail",
+                text=f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail",
                 fix="put the folder of Slurm's commands on PATH, or install the package slurm-client",
             )
         )
     if found.away and _UNCONFIGURED in found.away:
-        text = "Slurm's commands are here, but no cluster for them: `hpcdist submit` would fail, `hpcdist run` not"
-        fix = "on a cluster put its slurm.conf into /etc/slurm, or name it in SLURM_CONF (`hpcdist devcluster up` says"
+        text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
+        fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
         checks.append(Check(name="controller", level="warning", text=text, fix=f"{fix} its own)"))
     elif found.away:
         checks.append(
@@ -115,7 +115,7 @@ def client(found: Answers, user: str, *, in_container: bool = False) -> list[Che
                 name="controller",
                 level="failure",
                 text=f"{found.away}: `hpcdist submit` would fail",
-                fix=f"{_START_IT}; is SLURM_CONF right?",
+                fix=f"{_START_IT}; check SLURM_CONF",
             )
         )
     if found.reached:
@@ -123,43 +123,42 @@ def client(found: Answers, user: str, *, in_container: bool = False) -> list[Che
     return checks
 
 
-def _controller(found: Answers) -> Check:
+def _controller(found: SlurmFacts) -> Check:
     version = found.settings.get("SLURM_VERSION", "")
     text = f"{found.settings.get('ClusterName', '?')}, Slurm {version}, answers in {found.seconds:.2g} s"
     number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if number and number < OLDEST:
         oldest = ".".join(f"{part:02d}" for part in OLDEST)
-        fix = "try a run with --test and a short one before a long one"
-        return Check(name="controller", level="warning", text=f"{text}: tested is {oldest} and newer", fix=fix)
+        fix = "run `hpcdist submit --test` and a short run before a long one"
+        return Check(name="controller", level="warning", text=f"{text}: tested with {oldest} and newer", fix=fix)
     return Check(name="controller", level="ok", text=text)
 
 
 def _accounting(settings: dict[str, str], user: str) -> list[Check]:
     lost = (
-        "once the controller has forgotten a job"
-        f" ({settings.get('MinJobAge', '300 sec')} after its end) nobody knows how it ended, and `explain` never its"
-        " memory"
+        f"a job's end is known only for {settings.get('MinJobAge', '300 sec')} (MinJobAge), and `explain` cannot show"
+        " its memory"
     )
     if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
-        return [Check(name="accounting", level="note", text=f"none is kept: {lost}")]
+        return [Check(name="accounting", level="note", text=f"Slurm keeps none: {lost}")]
     try:
         accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
     except SlurmError as error:
-        fix = "if sacct does not answer either, slurmdbd or its database is down: tell the cluster's staff"
+        fix = "if sacct fails as well, slurmdbd or its database is down: contact the administrators"
         return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
     enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
     if accounts:
-        return [Check(name="accounting", level="ok", text=f"{user} may charge {few(accounts)} (cluster.account)")]
+        return [Check(name="accounting", level="ok", text=f"{user} may use {few(accounts)} (cluster.account)")]
     if enforced:
         return [
             Check(
                 name="accounting",
                 level="failure",
-                text=f"{user} has no account here, and this cluster takes no job without one",
-                fix=f"the cluster's staff can say: `sacctmgr add user {user} account=…`",
+                text=f"{user} has no account, and this cluster requires one for each job",
+                fix=f"an administrator can add one: `sacctmgr add user {user} account=…`",
             )
         ]
-    return [Check(name="accounting", level="ok", text=f"answers; {user} has no account, and none is asked for")]
+    return [Check(name="accounting", level="ok", text=f"answers; {user} has no account, and none is required")]
 
 
 def few(names: list[str], most: int = 5) -> str:
@@ -169,21 +168,21 @@ def few(names: list[str], most: int = 5) -> str:
 # --- partitions
 
 
-def partitions(found: Answers) -> list[Check]:
-    """A line for each partition: what it has, how long a job may take, whether it starts any at present."""
+def partition_checks(found: SlurmFacts) -> list[Check]:
+    """Return one result per partition: hardware, time limit, and whether it starts jobs."""
     if not found.reached:
         return []
     if found.partitions is None:
-        text = "scontrol or sinfo did not tell which there are"
+        text = "scontrol or sinfo did not list them"
         return [Check(name="partitions", level="warning", text=text, fix=f"{_START_IT}")]
     if not found.partitions:
-        return [Check(name="partitions", level="failure", text="there are none: no job can start", fix=_START_IT)]
+        return [Check(name="partitions", level="failure", text="none: no job can start", fix=_START_IT)]
     ordered = sorted(found.partitions, key=lambda one: one.facts.get("Default") != "YES")
     checks = [_partition(one) for one in ordered[:SHOWN_PARTITIONS]]
     if rest := [one.name for one in ordered[SHOWN_PARTITIONS:]]:
         checks.append(Check(name="more", level="ok", text=f"{len(rest)} partitions: {few(rest, 10)}"))
     if all(one.facts.get("Default") != "YES" for one in found.partitions):
-        text = "no partition is the default: a run has to say cluster.partition"
+        text = "no partition is the default: set cluster.partition"
         checks.append(Check(name="default", level="note", text=text))
     return checks
 
@@ -197,16 +196,16 @@ def _partition(partition: Partition) -> Check:
     shown.append(_limits(partition))
     text = "; ".join(filter(None, shown)) + (" (default)" if partition.facts.get("Default") == "YES" else "")
     if state != "UP":
-        fix = f"until it is up again (`scontrol show partition {partition.name}`) jobs wait there"
+        fix = f"jobs wait until it is up again (`scontrol show partition {partition.name}`)"
         return Check(name=partition.name, level="note", text=f"{state}; {text}", fix=fix)
     if not up:
-        fix = f"why: `sinfo -R -p {partition.name}`"
-        return Check(name=partition.name, level="warning", text=f"no node takes jobs; {text}", fix=fix)
+        fix = f"reasons: `sinfo -R -p {partition.name}`"
+        return Check(name=partition.name, level="warning", text=f"no node accepts jobs; {text}", fix=fix)
     return Check(name=partition.name, level="ok", text=text)
 
 
 def _hardware(groups: tuple[NodeGroup, ...]) -> str:
-    """`8-64 cores, 32 GiB, 0-4 GPUs each`."""
+    """Return the hardware of nodes, such as `8-64 cores, 32 GiB, 0-4 GPUs each`."""
     cores = _span([group.cpus for group in groups])
     memory = _span([round(group.memory_mb / 1024) for group in groups])
     gpus = _span([group.gpus for group in groups])
@@ -221,14 +220,14 @@ def _limits(partition: Partition) -> str:
     words = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
     if (most := partition.limit("MaxNodes")) is not None:
         words.append(f"{most} nodes a job")
-    for what in ("Accounts", "Qos", "Groups"):
-        if (allowed := partition.allowed(what)) is not None:
-            words.append(f"{what.lower()} {few(list(allowed), 3)} only")
+    for kind in ("Accounts", "Qos", "Groups"):
+        if (allowed := partition.allowed(kind)) is not None:
+            words.append(f"{kind.lower()} {few(list(allowed), 3)} only")
     return ", ".join(words)
 
 
 def _duration(text: str) -> str:
-    """`1-12:00:00`, or minutes, as people say it."""
+    """Return a time limit such as `1-12:00:00` in words."""
     if text in ("UNLIMITED", "INFINITE"):
         return "no time limit"
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)

@@ -1,4 +1,4 @@
-"""From a run's config to its container, and what can be said against it: before the queue, and on the nodes."""
+"""The containers of a run's ranks on Slurm: from config to ContainerSpec, and the checks before submission."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.config.written import secrets_of
-from hpcdist.containers.runtimes import DETACHED, PASSED, WITHHELD, Box, Mount, contain, without_nested
-from hpcdist.containers.trial_start import LOOK_S, judge, look_command, look_env
+from hpcdist.containers.image_probe import PROBE_TIMEOUT_S, check_image, image_probe_command, image_probe_env
+from hpcdist.containers.runtimes import container_command
+from hpcdist.containers.spec import DETACHED, PASSED, WITHHELD, ContainerSpec, Mount, without_nested
 from hpcdist.errors import UserMistake
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
 from hpcdist.slurm.job_components import components
 
-#: Never mounted because someone happens to stand there: the image's own programs would be hidden.
+#: Never mounted just because they are the current folder: they would hide the image's own programs.
 _OF_THE_IMAGE = {"/", "/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/usr", "/var"}
 
 
-def box_for(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Box | None:
-    """What the containers of a run are told; None where it wants none.
+def rank_container(config: Config, run: RunDir, *, cwd: Path, root: Path) -> ContainerSpec | None:
+    """Return the container of a run's ranks; None if `container.runtime` is `none`.
 
     Args:
         cwd: the ranks' current folder.
         root: top of the user's code around it.
 
-    Raises UserMistake for a path that cannot be mounted.
+    Raises:
+        UserMistake: a path cannot be mounted.
     """
     container = config.container
     if container.runtime == "none":
@@ -43,29 +45,26 @@ def box_for(config: Config, run: RunDir, *, cwd: Path, root: Path) -> Box | None
     same = [Mount(source=str(path), target=str(path)) for path in paths if str(path) not in taken]
     names = [*config.cluster.env, *config.launch.env, *secrets_of(config)]
     env = [*PASSED, *container.env, *(name for name in names if name not in WITHHELD)]
-    asked = any(part.gpus_per_node for part in components(config)) and config.launch.device != "cpu"
-    return Box(
+    uses_gpus = any(part.gpus_per_node for part in components(config)) and config.launch.device != "cpu"
+    return ContainerSpec(
         runtime=container.runtime,
         image=container.image,
         run=run.path,
         mounts=without_nested([*own, *same]),
         workdir=cwd,
         env=tuple(dict.fromkeys(env)),
-        gpus=container.gpus == "all" or (container.gpus == "auto" and asked),
+        gpus="all" if container.gpus == "all" or (container.gpus == "auto" and uses_gpus) else "",
         python=container.python,
         extra_args=tuple(container.extra_args),
         image_env=container.runtime == "charliecloud" and (Path(container.image) / "ch/environment").is_file(),
     )
 
 
-# --- before the queue
-
-
-def problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
-    """What this machine can tell to be wrong with a run's containers: a line a mistake, with key and fix."""
+def container_problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
+    """Return the mistakes in a run's container settings that this machine can find: one line each, with key and fix."""
     container = config.container
     found = [
-        f"container.mounts: {mount.source} does not exist here; what only the nodes have can be mounted by"
+        f"container.mounts: {mount.source} does not exist here; mount folders that only the nodes have by"
         " container.extra_args"
         for mount in map(Mount.parse, container.mounts)
         if not Path(mount.source).exists()
@@ -74,8 +73,8 @@ def problems(config: Config, cwd: Path, env: Mapping[str, str]) -> list[str]:
         if container.runtime in ("apptainer", "charliecloud", "enroot"):
             _check_path(container.runtime, container.image)
         run = RunDir(Path(config.runs_dir) / config.experiment / (config.name or "probe"))
-        if (box := box_for(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None and not found:
-            check_here(config, box, env)
+        if (spec := rank_container(config, run, cwd=cwd, root=git_root(cwd) or cwd)) is not None and not found:
+            check_image_here(config, spec, env)
     except UserMistake as error:
         found.append(str(error))
     return found
@@ -93,44 +92,46 @@ def _check_path(runtime: str, image: str) -> None:
         raise UserMistake(f"container.image: {image} is no file: enroot starts a .sqsh")
 
 
-def check_here(config: Config, box: Box, env: Mapping[str, str]) -> dict[str, Any] | None:
-    """What is in the image, by a look into it on this machine; None where this machine cannot start it.
+def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Start the image once on this machine and return its facts; None if this machine has no such runtime.
 
-    Raises UserMistake when the image is not there, or is not one that this hpcdist can use.
+    Raises:
+        UserMistake: the image does not exist, or does not fit this hpcdist.
     """
-    prepare_image(box)
-    command = look_command(box)
-    tool = {"charliecloud": "ch-run", "pyxis": ""}.get(box.runtime, box.runtime)
+    make_mount_points(spec)
+    command = image_probe_command(spec)
+    tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
     if not config.container.check_image or shutil.which(tool, path=env.get("PATH")) is None:
         return None
-    if box.runtime in DETACHED and (said := _missing_in_store(box, env)):
+    if spec.runtime in DETACHED and (error := _missing_in_store(spec, env)):
         raise UserMistake(
-            f"container.image: {box.image} is not in {box.runtime}'s store on this machine ({said}): build or load it,"
-            " or set container.check_image=false where only the nodes have it"
+            f"container.image: {spec.image} is not in {spec.runtime}'s store on this machine ({error}): build or load"
+            " it, or set container.check_image=false if only the nodes have it"
         )
-    done = run_within(command.words, LOOK_S, env=look_env(box, env))
-    facts, problem, _ = judge(box, done.stdout, done.stderr, "this machine")
+    done = run_within(command.argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
+    facts, problem, _ = check_image(spec, done.stdout, done.stderr, "this machine")
     if problem:
         raise UserMistake(f"container.image: {problem}")
     return facts
 
 
-def _missing_in_store(box: Box, env: Mapping[str, str]) -> str:
-    command = [box.runtime, "image", "inspect", "--format", "{{.Id}}", box.image]
-    done = run_within(command, LOOK_S, env=env)
+def _missing_in_store(spec: ContainerSpec, env: Mapping[str, str]) -> str:
+    command = [spec.runtime, "image", "inspect", "--format", "{{.Id}}", spec.image]
+    done = run_within(command, PROBE_TIMEOUT_S, env=env)
     return "" if done.returncode == 0 else " ".join(done.stderr.split()).removeprefix("Error: ")
 
 
-def prepare_image(box: Box) -> None:
-    """Make what a run mounts things at: an unpacked image is read-only once it is started.
+def make_mount_points(spec: ContainerSpec) -> None:
+    """Create the mount points of a run in charliecloud's unpacked image, which is read-only once it is started.
 
-    ch-run shows the host's names by itself, where the image has files that these can take the place of.
+    ch-run mounts the host's /etc/hosts and /etc/resolv.conf by itself if the image has such files.
     """
-    if box.runtime != "charliecloud":
+    if spec.runtime != "charliecloud":
         return
-    binds = [word.removeprefix("--bind=").split(":") for word in contain(box, []).words if word.startswith("--bind=")]
+    argv = container_command(spec, []).argv
+    binds = [word.removeprefix("--bind=").split(":") for word in argv if word.startswith("--bind=")]
     for source, target in [*binds, *((path, path) for path in ("/etc/hosts", "/etc/resolv.conf"))]:
-        place = Path(box.image) / target.lstrip("/")
+        place = Path(spec.image) / target.lstrip("/")
         try:
             if not Path(source).is_file():
                 place.mkdir(parents=True, exist_ok=True)
@@ -139,9 +140,5 @@ def prepare_image(box: Box) -> None:
                 place.touch()
         except OSError as error:
             raise UserMistake(
-                f"container.image: {box.image} has no {target} to mount something at, and it cannot be made:"
-                f" {error.strerror}"
+                f"container.image: {spec.image} has no mount point {target}, and it cannot be created: {error.strerror}"
             ) from error
-
-
-# --- what was seen

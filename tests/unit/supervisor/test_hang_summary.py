@@ -1,4 +1,4 @@
-"""Which rank stands elsewhere than the others."""
+"""Which rank differs from the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from hpcdist.supervisor.hang.flight_records import Calls
 from hpcdist.supervisor.hang.frames import Frame
-from hpcdist.supervisor.hang.processes import Facts
-from hpcdist.supervisor.hang.snapshot_of_rank import Look
+from hpcdist.supervisor.hang.processes import ProcessState
+from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
 from hpcdist.supervisor.hang.summary import MAX_RANKS, summarize
 
 WAITS = (Frame("all_reduce", "/v/lib/python3.11/site-packages/torch/c10d.py", 41), Frame("train", "/me/ddp.py", 190))
@@ -18,11 +18,11 @@ LOADS = (Frame("read", "/v/lib/python3.11/queue.py", 7), Frame("load", "/me/load
 OTHER = (Frame("sleep", "/me/net.py", 3),)
 
 
-def look(rank: int, frames: tuple[Frame, ...] = WAITS, *, state: str = "S", **changes: Any) -> Look:
-    facts = Facts(state=state, wchan="futex_wait_queue", threads=9, cpu_s=70.0, half_closed=())
+def look(rank: int, frames: tuple[Frame, ...] = WAITS, *, state: str = "S", **changes: Any) -> RankSnapshot:
+    facts = ProcessState(state=state, wchan="futex_wait_queue", threads=9, cpu_s=70.0, half_closed=())
     values: dict[str, Any] = {"host": f"n{rank // 4}", "pid": 100 + rank, "source": "py-spy", "text": "stack\n"}
     values |= {"cpu_s": 0.02, "over_s": 1.0}
-    return Look(rank=rank, frames=frames, facts=facts, **{**values, **changes})
+    return RankSnapshot(rank=rank, frames=frames, process=facts, **{**values, **changes})
 
 
 def calls(last: int, *pending: int) -> tuple[Calls, ...]:
@@ -33,7 +33,7 @@ def calls(last: int, *pending: int) -> tuple[Calls, ...]:
 def test_one_rank_among_many_is_seen_at_once() -> None:
     summary = summarize([look(rank, LOADS if rank == 7 else WAITS) for rank in range(512)], {})
     assert summary.sentence == (
-        "rank 7 stands elsewhere than the others: in read (queue.py:7), called by load (loading.py:44);"
+        "rank 7 differs from the others: in read (queue.py:7), called by load (loading.py:44);"
         " ranks 0-6, 8-511 in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
     )
     assert summary.suspects == (7,)
@@ -52,16 +52,16 @@ def test_all_at_places_of_their_own() -> None:
     summary = summarize(looks, {})
     assert summary.suspects == ()
     assert summary.sentence == (
-        "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 places more"
+        "rank 0 in f (a0.py:1); rank 1 in f (a1.py:1); rank 2 in f (a2.py:1); and 497 more locations"
     )
-    assert f"  and {500 - MAX_RANKS} more places" in summary.text.splitlines()
+    assert f"  and {500 - MAX_RANKS} more locations" in summary.text.splitlines()
 
 
 def test_all_at_the_same_place() -> None:
     summary = summarize([look(rank) for rank in range(4)], {})
-    assert summary.sentence == "all ranks stand in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
+    assert summary.sentence == "all ranks are in all_reduce (torch/c10d.py:41), called by train (ddp.py:190)"
     assert summary.suspects == ()
-    assert summarize([look(0)], {}).sentence.startswith("rank 0 stands in all_reduce")
+    assert summarize([look(0)], {}).sentence.startswith("rank 0 is in all_reduce")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_ranks_that_compute_are_told_by_the_lines_of_their_own_code() -> None:
     summary = summarize(looks, {})
     assert summary.suspects == (5,)
     assert summary.sentence.startswith(
-        "rank 5 stands elsewhere than the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
+        "rank 5 differs from the others: in train (net.py:9); ranks 0-4 in train (net.py:8); "
     )
     # They would run if they could.
-    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: too much else runs on their nodes")
+    assert summary.sentence.endswith("; ranks 0-5 get at most 2% of a core: other processes use their CPUs")
     assert "of a core" not in summarize([look(0, state="R", cpu_s=0.9), look(1, state="R", cpu_s=0.8)], {}).text
     assert "of a core" not in summarize([look(0, state="R"), look(1)], {}).text
 
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_run_is_suspected_whatever_its_stack() -> None:
     summary = summarize([look(0), look(1, state="T"), look(2, ())], {})
     assert summary.suspects == (1,)
     assert summary.sentence.startswith(
-        "rank 1 stands elsewhere than the others: state T (stopped) at all_reduce (torch/c10d.py:41), called by train"
+        "rank 1 differs from the others: state T (stopped) at all_reduce (torch/c10d.py:41), called by train"
     )
     assert "rank 2 no stack, state S (sleeping)" in summary.sentence
 
@@ -129,23 +129,23 @@ def test_who_has_not_come_to_the_collective_is_told_also_of_two() -> None:
 
 def test_what_was_not_seen_is_said() -> None:
     summary = summarize([look(rank) for rank in range(4)], {rank: f"n{rank // 2}" for rank in range(4, 12)})
-    assert summary.sentence.startswith("ranks 0-3 stand in all_reduce (torch/c10d.py:41), "), "not all of them"
-    assert summary.sentence.endswith("; nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)")
-    assert "nothing was seen of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
+    assert summary.sentence.startswith("ranks 0-3 are in all_reduce (torch/c10d.py:41), "), "not all of them"
+    assert summary.sentence.endswith("; no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)")
+    assert "no snapshot of ranks 4-11 (n2, n3, n4 and 1 more)" in summary.text.splitlines()
 
 
 def test_a_look_travels_as_json_and_is_told_whole() -> None:
-    facts = Facts(state="R", wchan="", threads=3, cpu_s=1.0, half_closed=("10.88.0.3:29500",))
-    seen = look(2, problem="py-spy could not look into the process: EPERM", calls=calls(8, 7))
-    seen = Look(**{**{name: getattr(seen, name) for name in seen.__dataclass_fields__}, "facts": facts})
-    assert Look.from_json(json.loads(json.dumps(seen.as_json()))) == seen
+    facts = ProcessState(state="R", wchan="", threads=3, cpu_s=1.0, half_closed=("10.88.0.3:29500",))
+    seen = look(2, problem="py-spy could not read the process: EPERM", calls=calls(8, 7))
+    seen = RankSnapshot(**{**{name: getattr(seen, name) for name in seen.__dataclass_fields__}, "process": facts})
+    assert RankSnapshot.from_json(json.loads(json.dumps(seen.as_json()))) == seen
     assert seen.whole_text().splitlines() == [
         "rank 2 on n0, process 102: state R (running), 3 threads, 0.02 s of CPU in 1.0 s",
-        "TCP connections that the other side has closed: 10.88.0.3:29500",
+        "TCP connections closed by the peer: 10.88.0.3:29500",
         "flight recorder, gloo, the default group: waits in all_reduce [2] (7)",
-        "py-spy could not look into the process: EPERM",
+        "py-spy could not read the process: EPERM",
         "stacks by py-spy:",
         "",
         "stack",
     ]
-    assert "no stack was to be had" in look(2, (), text="").whole_text()
+    assert "no stack could be read" in look(2, (), text="").whole_text()

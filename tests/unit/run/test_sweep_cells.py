@@ -11,13 +11,17 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import RunFolderError, UserMistake
-from hpcdist.run.folder import RunDir, State, Status, read_json, write_json
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run import sweep_cells
+from hpcdist.run.create import create_run, label_of
+from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.lease import hold
 from hpcdist.run.sweep import Sweep, make_sweep, parse_axes
+from hpcdist.run.sweep_cells import Choice, choose, hold_sweep, prepare, verdict
 from hpcdist.run.sweep_folder import match
-from hpcdist.supervisor import sweep_cells
-from hpcdist.supervisor.start import create_run, label_of
-from hpcdist.supervisor.sweep_cells import Choice, at_work, choose, make_ready, verdict
+from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
 
 Make = Callable[..., Sweep]
 
@@ -46,8 +50,8 @@ def make(tmp_path: Path) -> Make:
 def start(sweep: Sweep, cwd: Path, launcher: str = "local") -> list[Choice]:
     """Make ready what is to run."""
     chosen = [choice for choice in choose(sweep) if choice.runs]
-    with at_work(sweep) as there:
-        make_ready(chosen, there, cwd, launcher=launcher)
+    with hold_sweep(sweep) as folder:
+        prepare(chosen, folder, cwd, launcher=launcher)
     return chosen
 
 
@@ -87,7 +91,11 @@ def end(run: RunDir, status: Status, **more: Any) -> None:
 def test_missing_failed_stopped_and_lost_cells_run(
     status: Status, held: bool, in_queue: str | None, runs: bool, why: str
 ) -> None:
-    assert verdict(State(status=status), held=held, in_queue=in_queue) == (runs, why)
+    facts = None if in_queue in (None, "UNKNOWN") else JobInfo(id="7", state=str(in_queue))
+    job = None if in_queue is None else JobSnapshot(info=facts, error="no answer" * (in_queue == "UNKNOWN"))
+    assert verdict(State(status=status), held=held, job=job) == (runs, why)
+    if in_queue is None:
+        assert verdict(State(status=status), held=held, job=JobSnapshot()) == (runs, why)
 
 
 def test_a_second_start_runs_what_is_left(make: Make, project: Path) -> None:
@@ -104,18 +112,19 @@ def test_a_second_start_runs_what_is_left(make: Make, project: Path) -> None:
         assert stands(sweep)[2] == (False, "running")
 
 
-def test_slurm_is_asked_once_for_all_jobs(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_queried_once_for_all_jobs(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make()
     for index, choice in enumerate(start(sweep, project)):
         write_json(choice.run.path / "slurm.json", {"job_id": f"7_{index}"})
         choice.run.write_state(replace(choice.run.read_state(), status="queued"))
     asked: list[Sequence[str]] = []
 
-    def queued_jobs(ids: Sequence[str]) -> dict[str, str]:
+    def ask_many(ids: Sequence[str]) -> dict[str, JobInfo]:
         asked.append(ids)
-        return {"7_1": "PENDING"}
+        return {"7_1": JobInfo(id="7_1", state="PENDING")}
 
-    monkeypatch.setattr(sweep_cells, "queued_jobs", queued_jobs)
+    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot())
     assert stands(sweep) == [(True, "lost"), (False, "queued (pending)")]
     assert asked == [["7_0", "7_1"]]
 
@@ -125,11 +134,11 @@ def test_a_run_in_the_way_of_a_cell(make: Make, project: Path) -> None:
     run = create_run(sweep.cells[0].config, project)
     assert stands(sweep)[0] == (True, "new"), "whoever made it was killed before it could be marked"
     end(run, "finished")
-    with pytest.raises(RunFolderError, match=r"tune-seed_1 is a run of its own, no cell of sweep tune"):
+    with pytest.raises(RunFolderError, match=r"tune-seed_1 is a run outside of sweep tune"):
         choose(sweep)
     for path in ("state.json", "config.yaml"):
         (run.path / path).unlink()
-    with pytest.raises(RunFolderError, match=r"tune-seed_1 is there and holds no run: remove it"):
+    with pytest.raises(RunFolderError, match=r"tune-seed_1 exists and holds no run: remove it"):
         choose(sweep)
 
 
@@ -178,46 +187,8 @@ def test_a_failed_cell_gets_the_code_as_it_is_now(make: Make, project: Path, sta
 
 def test_two_at_once(make: Make, project: Path) -> None:
     sweep = make()
-    with at_work(sweep), pytest.raises(RunFolderError, match=r"^sweep tune is in the hands of process \d+ of "):
+    with hold_sweep(sweep), pytest.raises(RunFolderError, match=r"^sweep tune is held by process \d+ of "):
         start(sweep, project)
 
 
 # --- what Slurm says
-
-
-@pytest.fixture
-def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, int], Path]:
-    """Puts a squeue on PATH that says something; its arguments are in the file that is returned."""
-
-    def squeue(out: str, err: str, code: int) -> Path:
-        script = tmp_path / "squeue"
-        script.write_text(
-            f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\nprintf '{out}'\nprintf '{err}' >&2\nexit {code}\n"
-        )
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        return tmp_path / "asked"
-
-    return squeue
-
-
-STATES = (("7_0", "RUNNING"), ("7_1", "COMPLETED"), ("7_2", "PENDING"), ("8", "PENDING"))
-
-
-def test_jobs_that_slurm_has_not_done_with(squeue: Callable[[str, str, int], Path]) -> None:
-    asked = squeue("".join(f"{task}|{state}|None|N/A|N/A|N/A|n1|1:00:00|e/s\\n" for task, state in STATES), "", 0)
-    assert sweep_cells.queued_jobs(["7_0", "7_1", "7_2"]) == {"7_0": "RUNNING", "7_2": "PENDING"}
-    assert "--jobs=7_0,7_1,7_2" in asked.read_text()
-    assert sweep_cells.queued_jobs([]) == {}
-
-
-def test_jobs_that_slurm_has_forgotten(squeue: Callable[[str, str, int], Path]) -> None:
-    squeue("", "slurm_load_jobs error: Invalid job id specified", 1)
-    assert sweep_cells.queued_jobs(["7_0"]) == {}
-
-
-def test_a_slurm_that_does_not_answer(squeue: Callable[[str, str, int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    squeue("", "Unable to contact slurm controller", 1)
-    assert sweep_cells.queued_jobs(["7_0"]) is None
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert sweep_cells.queued_jobs(["7_0"]) is None

@@ -23,10 +23,10 @@ def pairs_of(answers: Answers, node: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("status", "detail", "text"),
     [
-        ("silent", "", "port 23456 is blocked: packets to it vanish; let all TCP ports from 20480 on pass"),
-        ("refused", "", "port 23456 is blocked: connections are refused; let"),
-        ("unreachable", "No route to host", "port 23456 is blocked: No route to host; let"),
-        ("stranger", "another program", "on port 23456 answers another program; see what listens there"),
+        ("silent", "", "port 23456 is blocked: packets to it are dropped; open all TCP ports from 20480 on"),
+        ("refused", "", "port 23456 is blocked: connections are refused; open"),
+        ("unreachable", "No route to host", "port 23456 is blocked: No route to host; open"),
+        ("stranger", "another program", "on port 23456 answers another program; identify the program"),
     ],
 )
 @pytest.mark.parametrize("num_nodes", [3, 4, 16])
@@ -48,7 +48,7 @@ def test_a_node_that_is_too_busy_to_talk_to_all_is_not_blamed() -> None:
     break_way(answers, "n4", "n3", "mute", "a program that says nothing")
     (found,) = sentences(request(), answers)
     assert found.startswith(
-        "failure n3: port: no other node can reach it: on port 23456 answers a program that says nothing; see"
+        "failure n3: port: no other node can reach it: on port 23456 answers a program that says nothing; identify"
     )
 
 
@@ -57,7 +57,7 @@ def test_of_two_nodes_the_one_that_is_not_reached_is_named() -> None:
     break_way(answers, "n1", "n2", "silent")
     (found,) = findings(request(2), answers)
     assert found.node == "n2"
-    assert found.sentence().startswith("n2: port: n1 cannot reach it: port 23456 is blocked: packets to it vanish")
+    assert found.sentence().startswith("n2: port: n1 cannot reach it: port 23456 is blocked: packets to it are dropped")
 
 
 def test_a_node_that_reaches_nobody_is_named() -> None:
@@ -111,7 +111,7 @@ def test_ephemeral_ports_that_are_closed() -> None:
     (found,) = sentences(request(), answers)
     assert found.startswith(
         "failure n3: port: port 23456 is open, but no port of the ephemeral range, as gloo, NCCL"
-        " and RPC use them: packets to it vanish; let"
+        " and RPC use them: packets to it are dropped; let"
     )
 
 
@@ -130,7 +130,7 @@ def test_a_port_that_a_stranger_holds_is_said_once(node: str, level: str) -> Non
     for _, other in pairs_of(answers, node):
         break_way(answers, other, node, "stranger", "another program")
     (found,) = sentences(request(), answers)
-    assert found.startswith(f"{level} {node}: port: port 23456 is taken there: pid 7 (nc) of ada; end that program")
+    assert found.startswith(f"{level} {node}: port: port 23456 is in use: pid 7 (nc) of ada; end that program")
 
 
 @pytest.mark.parametrize("num_nodes", [3, 4, 8])
@@ -142,7 +142,7 @@ def test_a_node_with_a_slow_link_is_named_and_not_its_partners(num_nodes: int, s
     (found,) = findings(request(num_nodes), answers)
     assert (found.level, found.node) == ("failure", slow)
     assert found.sentence().startswith(
-        f"{slow}: network: 2.5 MB/s to and from it, 1,000 MB/s between the other nodes; look at its cable, port and"
+        f"{slow}: network: 2.5 MB/s to and from it, 1,000 MB/s between the other nodes; check its cable, port and"
     )
 
 
@@ -174,7 +174,7 @@ def test_delays_to_one_node() -> None:
     for one, other in pairs_of(answers, "n2"):
         measure(answers, one, other, latency_s=50e-3)
     (found,) = sentences(request(), answers)
-    assert found.startswith("failure n2: network: 50.0 ms there and back, 0.05 ms between the other nodes; look")
+    assert found.startswith("failure n2: network: 50.0 ms round trip, 0.05 ms between the other nodes; look")
     for one, other in pairs_of(answers, "n2"):
         measure(answers, one, other, latency_s=6e-3)
     (found,) = sentences(request(), answers)
@@ -192,7 +192,7 @@ def test_two_nodes_have_but_one_link() -> None:
     answers = healthy(2)
     measure(answers, "n1", "n2", sent_bytes_s=2.5e6)
     (found,) = sentences(request(2), answers)
-    assert found.startswith("warning network: 2.5 MB/s between n1 and n2, which is hardly a network")
+    assert found.startswith("warning network: 2.5 MB/s between n1 and n2, too slow for training")
 
 
 def test_large_packets_that_get_stuck() -> None:
@@ -200,11 +200,11 @@ def test_large_packets_that_get_stuck() -> None:
     for _, other in pairs_of(answers, "n4"):
         answers[other]["network"]["peers"]["n4"] = {"status": "ok", "stalled": True}
     (found,) = sentences(request(), answers)
-    assert found.startswith("failure n4: network: small messages pass, large ones get stuck on the way to or from it")
+    assert found.startswith("failure n4: network: small messages arrive, large ones do not on the way to or from it")
     answers = healthy()
     answers["n1"]["network"]["peers"]["n4"] = {"status": "ok", "stalled": True}
     (found,) = sentences(request(), answers)
-    assert found.startswith("failure network: n1 – n4: small messages pass, large ones get stuck; compare the MTUs")
+    assert found.startswith("failure network: n1 – n4: small messages arrive, large ones do not; compare the MTUs")
 
 
 @pytest.mark.parametrize(("num_nodes", "wrong"), [(2, "n2"), (3, "n3"), (4, "n1"), (16, "n7")])
@@ -213,10 +213,10 @@ def test_large_packets_that_get_stuck() -> None:
     [
         (
             5.0,
-            "warning {}: clock: its clock is 5.0 s ahead of the others: logs and curves",
+            "warning {}: clock: its clock is 5.0 s ahead of the others: logs and metrics",
         ),
         (-5.0, "warning {}: clock: its clock is 5.0 s behind the others: logs"),
-        (40.0, "failure {}: clock: its clock is 40.0 s ahead of the others: a live run would be taken for dead; see"),
+        (40.0, "failure {}: clock: its clock is 40.0 s ahead of the others: a live run could be considered dead; see"),
     ],
 )
 def test_a_clock_that_is_wrong(num_nodes: int, wrong: str, skew_s: float, text: str) -> None:

@@ -1,0 +1,178 @@
+"""Start an image once to read the versions inside, and interpret a runtime's errors when it cannot start."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.containers.runtimes import ContainerCommand, container_command, outer_env
+from hpcdist.containers.spec import DETACHED, ContainerSpec
+from hpcdist.errors import HpcdistError, UserMistake
+from hpcdist.machine.cuda_drivers import driver_problem
+from hpcdist.machine.facts import source_digest, versions
+from hpcdist.machine.timed_command import run_within
+
+#: Starting a container is quick, but a runtime may have to unpack the image on a node first.
+PROBE_TIMEOUT_S = 300.0
+
+#: Executed by the image's Python, so it uses the standard library alone.
+_PROBE = f"""
+from __future__ import annotations
+{inspect.getsource(source_digest)}
+{inspect.getsource(versions)}
+import json, os
+print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
+"""
+_FACTS = re.compile(r"hpcdist-image (\{.*\})")
+#: Error messages of runtimes whose exit codes do not distinguish their own failures from the command's.
+_MESSAGES = {
+    "apptainer": re.compile(r"^(FATAL|ERROR)\s*:"),
+    "charliecloud": re.compile(r"ch-run\["),
+    "enroot": re.compile(r"\[ERROR\]|^enroot-[a-z]+: "),
+    "pyxis": re.compile(r"^pyxis:"),
+}
+_PYXIS_ERROR = re.compile(r"(?:srun|slurmstepd): error: (pyxis:.*)")
+#: Slurm's messages, pyxis' progress, and the reference to its help that ends every error of docker's client 28.
+_NOT_ITS_OWN = re.compile(r"(srun|slurmstepd|pyxis): |(Run|See) 'docker .*--help'")
+
+
+def image_probe_command(spec: ContainerSpec) -> ContainerCommand:
+    """Return the command that starts the image without mounts (the run folder may not exist yet) and prints facts."""
+    bare = replace(spec, mounts=(), workdir=Path("/"), env=("SLURMD_NODENAME",))
+    return container_command(bare, [spec.python, "-c", _PROBE])
+
+
+def image_probe_env(spec: ContainerSpec, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for `image_probe_command`, without PYTHONPATH: the image's own code is examined."""
+    return {name: value for name, value in outer_env(spec, env).items() if name != "PYTHONPATH"}
+
+
+def check_image(spec: ContainerSpec, output: str, errors: str, machine: str) -> tuple[dict[str, Any] | None, str, bool]:
+    """Interpret the output of `image_probe_command` on one machine.
+
+    Returns:
+        The facts (None if the image did not start), the problem (empty if there is none), whether a retry may help.
+    """
+    match = _FACTS.search(output)
+    if match is None:
+        problem, may_pass = _start_problem(spec, errors, machine)
+        return None, problem, may_pass
+    facts: dict[str, Any] = json.loads(match[1])
+    found, own = facts.get("hpcdist"), hpcdist.__version__
+    problem = ""
+    if found is None:
+        problem = f"{spec.image} has no hpcdist for its {spec.python}: see container.python"
+    elif found != own:
+        problem = f"{spec.image} has hpcdist {found}, this is {own}: build it again, or install {found}"
+    # Ranks and supervisor exchange files whose format may change between commits of one version.
+    elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
+        problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
+    elif tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):
+        problem = f"{spec.image} has Python {facts['python']}; hpcdist needs 3.11 or newer"
+    elif spec.gpus and (old := driver_problem(str(facts.get("cuda") or ""), str(facts.get("driver") or ""))):
+        problem = f"{spec.image} needs {old} on {machine}"
+    return facts, problem, False
+
+
+def _start_problem(spec: ContainerSpec, errors: str, machine: str) -> tuple[str, bool]:
+    lines = _own_lines(errors)
+    text = " ".join(lines)
+    if "is not installed on" in text:
+        return lines[0].removeprefix("hpcdist: "), False
+    if re.search("exec format error", text, re.IGNORECASE):
+        return f"{spec.image} is for another processor architecture than {machine} has ({os.uname().machine})", False
+    if re.search("image not known|no such image|no such object", text, re.IGNORECASE):
+        return f"{spec.image} is not on {machine}: {_last(lines)}", False
+    if re.search("no such file|not found|can't execve", text, re.IGNORECASE):
+        return f"{spec.image} cannot be started on {machine}, or has no {spec.python} in it: {_last(lines)}", False
+    return f"{spec.runtime} could not start {spec.image} on {machine}: {_last(lines)}", True
+
+
+def start_failure(runtime: str, code: int, log: str) -> tuple[str, bool] | None:
+    """Return the error of a container that did not start, and whether a retry may help; None if the rank itself ended.
+
+    podman and docker reserve exit codes for this: 125 their own failure, 126 the command cannot be executed, 127 the
+    command does not exist. The other runtimes end like a failed command and mark their messages.
+    """
+    last = _last(_own_lines(log))
+    if runtime in DETACHED:
+        if code not in (125, 126, 127):
+            return None
+        return f"{runtime} could not start the container (exit code {code}): {last}", code == 125
+    if code <= 0 or not _MESSAGES[runtime].search(last):
+        return None
+    return f"{runtime} could not start the container (exit code {code}): {last}", True
+
+
+def _own_lines(text: str) -> list[str]:
+    """Return the output of the runtime and its command, without Slurm's messages and references to docker's help.
+
+    pyxis reports errors through Slurm, as `slurmstepd: error: pyxis: …`, and its progress as `pyxis: …`.
+    """
+    lines = []
+    for line in filter(str.strip, text.splitlines()):
+        if error := _PYXIS_ERROR.match(line):
+            lines.append(error[1].rstrip())
+        elif not _NOT_ITS_OWN.match(line):
+            lines.append(line.strip())
+    return lines
+
+
+def _last(lines: Sequence[str]) -> str:
+    """Return the line with the reason: the last line, or the last indented line of the log that pyxis quotes."""
+    quoted = [line for line in lines if line.startswith("pyxis:    ")]
+    line = quoted[-1] if quoted and lines[-1].startswith("pyxis:") else lines[-1] if lines else "it printed nothing"
+    return " ".join(line.split())
+
+
+def image_digest(spec: ContainerSpec, env: Mapping[str, str]) -> str | None:
+    """Return the image's id in its store, or the digest in its file name (`hpcdist-0.1.0-…`); None if unknown."""
+    if spec.outlives_step:
+        if shutil.which(spec.runtime, path=env.get("PATH")) is None:
+            return None
+        command = [spec.runtime, "image", "inspect", "--format", "{{.Id}}", spec.image]
+        done = run_within(command, PROBE_TIMEOUT_S, env=env)
+        found = re.search(r"[0-9a-f]{64}", done.stdout)
+        return f"sha256:{found[0]}" if done.returncode == 0 and found else None
+    named = re.search(r"-([0-9a-f]{12,64})(\.\w+)?$", spec.image)
+    return f"sha256:{named[1]}" if named else None
+
+
+def check_image_on_nodes(spec: ContainerSpec, nodes: Sequence[str], output: str, errors: str) -> dict[str, Any]:
+    """Interpret the output of `srun --label` with one probe per node; return the facts of the first node.
+
+    Raises:
+        UserMistake: a problem that only the user can solve.
+        HpcdistError: a problem that a retry may solve.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    problems: dict[str, list[str]] = {}
+    passing = True
+    # srun's own errors carry no task label.
+    shared = [line for line in errors.splitlines() if _PYXIS_ERROR.match(line)]
+    for task, node in enumerate(nodes):
+        messages = "\n".join([*shared, _of_task(errors, task)])
+        facts, problem, may_pass = check_image(spec, _of_task(output, task), messages, node)
+        if problem:
+            # One line for all nodes with the same problem.
+            problems.setdefault(problem.replace(f"on {node}", "on {}"), []).append(node)
+            passing = passing and may_pass
+        elif facts is not None:
+            answers[node] = facts
+    if problems:
+        text = "; ".join(problem.replace("on {}", f"on {', '.join(where)}") for problem, where in problems.items())
+        raise HpcdistError(text) if passing else UserMistake(text)
+    return answers[nodes[0]]
+
+
+def _of_task(text: str, task: int) -> str:
+    pattern = re.compile(rf"^\s*0*{task}: (.*)$", re.MULTILINE)
+    return "\n".join(pattern.findall(text))

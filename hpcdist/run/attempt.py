@@ -1,0 +1,189 @@
+"""The folder of one attempt: names of its files, requests to stop, outcomes and heartbeats of its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files import formats, retry
+from hpcdist.files.atomic import read_json, write_json
+
+KEY_BYTES = 32
+_OUTCOME = re.compile(r"rank-([0-9]{1,9})\.outcome\.json")
+_NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to end an attempt."""
+
+    action: Literal["stop", "cancel"] = "stop"
+    by: str = "unknown"  #: name of a user, or of a signal
+    reason: str = "unreadable request file"
+
+
+class Attempt:
+    """`attempts/NNN/`: one start of all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.number = int(path.name)
+
+    def log(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.log"
+
+    @property
+    def key(self) -> Path:
+        """Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/store_gate.py`)."""
+        return self.path / "key"
+
+    def read_key(self) -> bytes:
+        """Return the content of `key`. Raises RunFolderError if it cannot be read or has another length."""
+        try:
+            content = retry.retry(self.key.read_bytes, self.key)
+        except OSError as error:
+            raise RunFolderError(f"{self.key}: the attempt's key cannot be read: {error.strerror}") from error
+        if len(content) != KEY_BYTES:
+            raise RunFolderError(f"{self.key}: the attempt's key has {len(content)} bytes, not {KEY_BYTES}")
+        return content
+
+    def write_key(self, key: bytes) -> None:
+        """Write the key, mode 0600; repeating a write that failed half-way replaces the file."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(self.key, flags, 0o600), "wb") as file:
+            file.write(key)
+
+    def beat(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.beat.json"
+
+    def read_beat(self, rank: int) -> dict[str, Any] | None:
+        """Return the last heartbeat of a rank; None before the first one, or if it is damaged or half written."""
+        found = read_json(self.beat(rank)) if self.beat(rank).is_file() else None
+        return found if found is not None and _is_beat(found) else None
+
+    def outcome(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.outcome.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Stack traces of all threads of a hung rank, and the state of its process."""
+        return self.path / f"rank-{rank:05d}.stacks.txt"
+
+    def flight(self, rank: int) -> Path:
+        """The last collectives of a rank (`rank/telemetry/flight_recorder.py`), written on request."""
+        return self.path / f"rank-{rank:05d}.flight.json"
+
+    def node_stacks(self, node: str) -> Path:
+        """Snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
+        return self.path / f"node-{node}.stacks.json"
+
+    @property
+    def stacks_summary(self) -> Path:
+        """Summary of the stack traces of a hang; the first line is one sentence."""
+        return self.path / "stacks.txt"
+
+    @property
+    def request(self) -> Path:
+        """The request to stop or cancel this attempt, see `Request`."""
+        return self.path / "request.json"
+
+    @property
+    def failure(self) -> Path:
+        """The first failure of this attempt (`supervisor/restart_policy.py`)."""
+        return self.path / "failure.json"
+
+    @property
+    def preflight(self) -> Path:
+        """Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`)."""
+        return self.path / "preflight.json"
+
+    @property
+    def network(self) -> Path:
+        """Result of the collective check before training (`rank/collective_check.py`)."""
+        return self.path / "network.json"
+
+    @property
+    def stragglers(self) -> Path:
+        """Straggler events, one JSON line each (`supervisor/stragglers.py`)."""
+        return self.path / "stragglers.jsonl"
+
+    def straggler_events(self) -> list[dict[str, Any]]:
+        """Return all straggler events in order, without damaged lines."""
+        try:
+            lines = retry.retry(self.stragglers.read_bytes, self.stragglers).split(b"\n")[:-1]
+        except _NOT_THERE:
+            return []
+        return [found for line in lines if (found := _straggler_event(line)) is not None]
+
+    def current_stragglers(self) -> list[str]:
+        """Return the last message about each node or rank that is a straggler now, or was at the end."""
+        last = {(event["role"], event["name"]): event for event in self.straggler_events()}
+        return [event["text"] for event in last.values() if event["event"] == "slow"]
+
+    def send_request(
+        self, action: Literal["stop", "cancel"], *, by: str, reason: str, within_s: float | None = None
+    ) -> None:
+        """Write a request file. Ranks check for it once a second, the supervisor more often."""
+        request = {"action": action, "by": by, "reason": reason, "time": time.time()}
+        write_json(self.request, request, within_s=within_s)
+
+    def read_request(self, *, within_s: float | None = None) -> Request | None:
+        """Return the request to this attempt, or None.
+
+        A damaged file is a request to stop, because ranks only check whether the file exists.
+
+        Args:
+            within_s: how long to retry transient errors, see `retry.retry`.
+        """
+        if not retry.retry(self.request.exists, self.request, within_s=within_s):
+            return None
+        try:
+            return formats.fill(Request, read_json(self.request, within_s=within_s) or {}, self.request)
+        except RunFolderError:
+            return Request()
+
+    def outcomes(self, *, skip: Container[int] = ()) -> dict[int, dict[str, Any]]:
+        """Return the outcome files of the ranks, by rank, without the ranks in `skip`."""
+        found = {}
+        try:
+            names = retry.retry(lambda: os.listdir(self.path), self.path)
+        except NotADirectoryError:
+            return {}
+        matches = [match for name in names if (match := _OUTCOME.fullmatch(name))]
+        for rank, name in sorted((int(match[1]), match[0]) for match in matches):
+            if rank not in skip and (outcome := read_json(self.path / name)) is not None:
+                found[rank] = outcome
+        return found
+
+
+def _is_beat(found: Mapping[str, Any]) -> bool:
+    metrics, total = found.get("metrics"), found.get("total_steps", 0)
+    return (
+        isinstance(metrics, dict)
+        and all(type(value) is float or _is_count(value) for value in metrics.values())
+        and _is_count(found.get("step"))
+        and (total is None or _is_count(total))
+        and type(found.get("time")) in (int, float)
+        and 0 <= found["time"] <= formats.LARGEST
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) <= formats.LARGEST
+
+
+def _straggler_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(found, dict) and all(
+        isinstance(found.get(key), str) for key in ("role", "name", "event", "text")
+    )
+    return found if known else None

@@ -1,0 +1,68 @@
+"""Create a run: its name, checks of its trainer, and its folder."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import secrets
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hpcdist.config.schema import Config, find_trainer, trainer_names
+from hpcdist.config.written import run_yaml, secrets_of
+from hpcdist.errors import ConfigError
+from hpcdist.files.atomic import write_atomic
+from hpcdist.run import secret_file, snapshot
+from hpcdist.run.folder import RunDir
+
+
+def with_name(config: Config) -> Config:
+    """Return the config with a run name: its own, or one made from trainer, time and a random suffix."""
+    if config.name:
+        return config
+    return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+
+
+def label_of(config: Config) -> str:
+    """Return the trainer's name, which generated run names begin with."""
+    return Path(config.trainer.script[0]).stem if config.trainer.script else config.trainer.target.replace(":", ".")
+
+
+def check_trainer(config: Config, cwd: Path) -> None:
+    """Raise ConfigError if the trainer's script or module does not exist, before any rank tries to load it."""
+    if config.trainer.script:
+        if not Path(config.trainer.script[0]).is_file():
+            raise ConfigError([f"trainer.script: no such file: {config.trainer.script[0]}"])
+        return
+    module, colon, _ = config.trainer.target.partition(":")
+    if not colon:
+        trainer = find_trainer(module)
+        if trainer is None:
+            names = ", ".join(trainer_names())
+            raise ConfigError([f"trainer: {module!r} is not one of {names}; name your own as package.module:function"])
+        if problems := trainer.check_host(config):
+            raise ConfigError(problems)
+        return
+    top = module.partition(".")[0]
+    if importlib.machinery.PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+        raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
+
+
+def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
+    """Create the run folder with everything that a start or a later resume needs; remove it on errors."""
+    run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
+    try:
+        write_config(run, config)
+        snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
+    except BaseException:
+        shutil.rmtree(run.path)
+        raise
+    return run
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """Write a run's config without its secrets, and the secrets to `secrets.json`."""
+    secret_file.keep(run, secrets_of(config))
+    write_atomic(run.config, run_yaml(config), durable=True)

@@ -1,0 +1,58 @@
+"""Reporters receive the events of a supervised run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.folder import RunDir
+from hpcdist.run.pending_config import adopt, newest_step
+from hpcdist.supervisor.restart_policy import Failure
+
+
+class Reporter(Protocol):
+    """Receives the events of a run, such as `RunView` in `cli/render.py`, which shows them to a user."""
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
+    def progress(self, beat: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def output(self, text: str) -> None: ...
+    def failure(self, failure: Failure, log: Path) -> None: ...
+
+
+class AdoptingReporter:
+    """Forwards all events, and adopts the pending config at the first completed step.
+
+    A plain script has no steps: its first output counts as one.
+    """
+
+    def __init__(self, run: RunDir, report: Reporter) -> None:
+        self._run = run
+        self._report = report
+        self._pending = run.next_config.is_file()
+        self.first_step = newest_step(run) or 0
+
+    def attempt(self, attempt: Attempt, num_ranks: int) -> None:
+        self.first_step = newest_step(self._run) or 0
+        self._report.attempt(attempt, num_ranks)
+
+    def progress(self, beat: Mapping[str, Any]) -> None:
+        self._progressed(beat.get("step", 0) > self.first_step)
+        self._report.progress(beat)
+
+    def note(self, text: str) -> None:
+        self._report.note(text)
+
+    def output(self, text: str) -> None:
+        self._progressed(True)
+        self._report.output(text)
+
+    def failure(self, failure: Failure, log: Path) -> None:
+        self._report.failure(failure, log)
+
+    def _progressed(self, has_step: bool) -> None:
+        if self._pending and has_step:
+            adopt(self._run)
+            self._pending = False
