@@ -38,7 +38,7 @@ def parse_bytes(value: int | str) -> int:
     found = _SIZE.fullmatch(str(value).strip())
     size = float(found[1]) * _UNITS[found[2].lower()] if found and not isinstance(value, bool) else 0.0
     if size < 1 or size != int(size):
-        raise ValueError(f"{value!r} is not a number of bytes: write 65536, 64K, 256M or 1G")
+        raise ValueError(f"{value!r} is not a number of bytes: write for example 65536, 64K, 256M or 1G")
     return int(size)
 
 

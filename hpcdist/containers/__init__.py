@@ -1,1 +1,1 @@
-"""Ranks in containers under Slurm: which container, its command line, and that none outlives its job."""
+"""Containers of runs: specification, runtimes, and the processes that tie them to Slurm."""

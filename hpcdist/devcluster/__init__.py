@@ -1,1 +1,1 @@
-"""A real Slurm of several virtual nodes on one Linux machine, for tests and for trying a launch out."""
+"""A real Slurm with several virtual nodes on one Linux machine, for tests."""

@@ -1,1 +1,1 @@
-"""What is wrong: with a run that has ended, or does not."""
+"""Explanation of failed and hanging runs, and checks of machines."""

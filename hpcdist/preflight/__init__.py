@@ -1,1 +1,1 @@
-"""Looking at machines before they are trained on: facts, the network between them, and what is wrong (stdlib only)."""
+"""Checks of nodes and their network before a run starts (standard library only)."""

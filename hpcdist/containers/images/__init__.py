@@ -1,1 +1,1 @@
-"""Images of hpcdist: build them, look into them, check them, make of them what other runtimes read."""
+"""Build, inspect, check and convert images of hpcdist."""

@@ -1,1 +1,1 @@
-"""`hpcdist doctor`: what works on this machine and what does not. `sections` has the parts, `section` looks at them."""
+"""`hpcdist doctor`: checks of this machine, of a run, and of its nodes."""

@@ -244,7 +244,7 @@ def test_install_knows_apt_alone(bare_machine: Path) -> None:
 def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", "exit 1")
     put_command(host.POLICY, "exit 0")
-    with pytest.raises(DevClusterError, match=r"policy-rc.d lets packages start their services"):
+    with pytest.raises(DevClusterError, match=r"policy-rc.d lets packages start services"):
         host.install({})
     assert host.POLICY.exists()
 
