@@ -1,6 +1,6 @@
-"""Whether the ranks' all-reduce gives right sums, and how fast, before anything is trained by it.
+"""Check the sums and the speed of an all-reduce between the ranks before the training starts.
 
-No random number is drawn and nothing is kept, so a run is the same with and without.
+The check draws no random numbers and keeps no state, so it does not change the training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
-#: Whole numbers up to here are exact, and so are sums that stay below.
+#: Largest whole number up to which all whole numbers are exact, by dtype.
 _EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24}
 _LATENCY_ROUNDS = 20
 _SMALLEST_BYTES = 2**16
@@ -32,12 +32,12 @@ _SMALLEST_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is sent."""
+    """The amount of data to send."""
 
-    elements: int  #: of each sum that is checked, or two for each rank if that is more
-    rounds: int  #: how often each is, where the budget allows more than one
-    largest_bytes: int  #: of what is timed
-    budget_s: float  #: for each, checks and timing; a link that is too slow for the largest message gets none
+    elements: int  #: number of elements of each checked sum, but at least two for each rank
+    rounds: int  #: maximum number of repetitions of each sum
+    largest_bytes: int  #: largest message of the timing
+    budget_s: float  #: time budget of the checks and of the timing each, in seconds
 
 
 EFFORTS = {
@@ -47,11 +47,8 @@ EFFORTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One size. Bandwidths as nccl-tests define them for an all-reduce: bytes / time, and that × 2 (n - 1) / n.
-
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-    """
+class AllReduceTiming:
+    """Time and bandwidths of an all-reduce of one size, defined as in nccl-tests."""
 
     bytes: int
     time_s: float
@@ -59,7 +56,7 @@ class Timing:
     busbw_gb_per_s: float
 
     @classmethod
-    def of(cls, num_bytes: int, time_s: float, num_ranks: int) -> Timing:
+    def of(cls, num_bytes: int, time_s: float, num_ranks: int) -> AllReduceTiming:
         algbw = num_bytes / time_s / 1e9
         return cls(
             bytes=num_bytes,
@@ -80,31 +77,37 @@ def check(
     timeout_s: float,
     on_expiry: Callable[[PreflightError], None],
 ) -> None:
-    """Check and time the ranks' all-reduces; rank 0 writes what came of it (`Attempt.network`). Call it on every rank.
+    """Check and time all-reduces between the ranks; rank 0 writes `Attempt.network`. Call it on every rank.
 
     Args:
-        timeout_s: how long all of it may take.
-        on_expiry: called in another thread when it takes longer; expected to report and end the process.
+        mode: amount of data, a key of `EFFORTS`.
+        topology: the topology of this rank.
+        device: device of this rank.
+        backend: backend of the default group.
+        groups: the process groups.
+        attempt: folder of the attempt.
+        timeout_s: time limit in seconds.
+        on_expiry: called in another thread if the check exceeds the limit; it must report and exit.
 
-    Raises PreflightError, on all ranks alike, where a sum is wrong.
+    Raises PreflightError on all ranks if a sum is wrong.
     """
     assert groups.control is not None
     began = time.monotonic()
     effort = EFFORTS[mode]
-    # Gloo's sums are the host's; and where roles share it, some ranks have no GPU.
+    # Gloo is checked on the CPU, because in a run with roles some ranks may have no GPU.
     device = device if backend == "nccl" else torch.device("cpu")
 
     def expired() -> None:
         on_expiry(
             PreflightError(
-                f"the ranks have met, but an all-reduce over {backend} does not come to its end within {timeout_s:g} s:"
-                " does a firewall close ports between the nodes, or do they have several networks?"
-                f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME names the interface to use"
+                f"the ranks are connected, but an all-reduce over {backend} did not finish within {timeout_s:g} s:"
+                " does a firewall block ports between the nodes, or do they have several networks?"
+                f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
             )
         )
 
     with deadline(timeout_s, expired):
-        # Small words go through this group, whatever the effort.
+        # The control group carries small messages only, so a quick check is sufficient.
         check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups.control, EFFORTS["quick"])
         check_sums(None, backend, device, topology, groups.control, effort)
         latency_s, timings = measure(device, groups.control, effort)
@@ -112,7 +115,7 @@ def check(
     if topology.rank == 0:
         best = timings[-1]
         text = (
-            f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is right:"
+            f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is correct:"
             f" {1e3 * latency_s:.2f} ms, {best.busbw_gb_per_s:.3g} GB/s bus bandwidth at {_size(best.bytes)}"
             f" ({time.monotonic() - began:.1f} s)"
         )
@@ -126,11 +129,11 @@ def check(
             "latency_s": latency_s,
             "all_reduce": [asdict(timing) for timing in timings],
         }
-        _tell(found, attempt)
+        _report(found, attempt)
 
 
-def _tell(found: dict[str, Any], attempt: Attempt) -> None:
-    """Into the log, and into the attempt's folder for whoever looks later."""
+def _report(found: dict[str, Any], attempt: Attempt) -> None:
+    """Write the result to the log and to the attempt's folder."""
     log.info("%s", found["text"])
     for line in found["warnings"]:
         log.warning("%s", line)
@@ -144,14 +147,14 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"
 
 
-# --- are sums right
+# --- correctness
 
 
 def contribution(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """What a rank adds to a sum: shape (2, elements), small whole numbers, and equal in all runs.
+    """Return the contribution of a rank to a sum: small whole numbers of shape (2, elements), equal in all runs.
 
-    In the first row each element is one rank's alone, in turn, so that a wrong one tells whose it is. In the second
-    all ranks add up, where the dtype holds such sums exactly.
+    In the first row each element has a non-zero contribution of one rank only, so that a wrong element identifies the
+    rank. In the second row all ranks contribute, if the dtype represents the sums exactly.
     """
     index = torch.arange(elements)
     own = torch.where(index % num_ranks == rank, 1 + index // num_ranks % 100, 0)
@@ -160,11 +163,11 @@ def contribution(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -
 
 
 def expected(num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """The sum of all contributions; shape (2, elements)."""
+    """Return the sum of all contributions; shape (2, elements)."""
     index = torch.arange(elements)
     joint = torch.zeros_like(index)
     if 7 * num_ranks <= _EXACT.get(dtype, 2**31):
-        # Over 8 neighbouring ranks the values are those from 0 to 7, in some order.
+        # The contributions of 8 consecutive ranks are 0 to 7 in some order.
         joint += num_ranks // 8 * 28
         for rank in range(num_ranks % 8):
             joint += (rank + index) % 8
@@ -172,7 +175,7 @@ def expected(num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def dtypes_of(backend: str) -> list[torch.dtype]:
-    """What gradients, metrics and agreements are summed up in."""
+    """Return the dtypes of gradients, metrics and agreements."""
     return [torch.float32, torch.float64, torch.int64, torch.float16, torch.bfloat16][: 5 if backend == "nccl" else 4]
 
 
@@ -184,16 +187,20 @@ def check_sums(
     control: dist.ProcessGroup,
     effort: Effort,
 ) -> None:
-    """Compare a group's sums with what they must be. Raises PreflightError, on all ranks, with the rank to blame.
+    """Compare a group's sums with the expected ones. Raises PreflightError on all ranks, which names the faulty rank.
 
     Args:
-        group: whose all-reduce is checked; None for the default group.
-        control: through which ranks tell each other what they have found.
+        group: the group to check; None for the default group.
+        backend: backend of the group.
+        device: device of the tensors.
+        topology: the topology of this rank.
+        control: group in which the ranks exchange their results.
+        effort: the amount of data.
     """
     rank, num_ranks = topology.rank, topology.world_size
     elements = max(effort.elements, 2 * num_ranks)
     dtypes = dtypes_of(backend)
-    # For each dtype: at how many ranks did a rank's contribution arrive wrong; and which rank has found anything wrong?
+    # For each dtype and rank: the number of ranks at which its contribution is wrong, and whether its own sum is wrong.
     found = torch.zeros((len(dtypes), 2, num_ranks), dtype=torch.int64)
     for number, dtype in enumerate(dtypes):
         want = expected(num_ranks, elements, dtype).to(device)
@@ -210,26 +217,28 @@ def check_sums(
     dist.all_reduce(found, group=control)
     for dtype, (culprits, finders) in zip(dtypes, found, strict=True):
         if finders.any():
-            where = torch.zeros(num_ranks, dtype=torch.int64)
-            where[rank] = topology.node_rank
-            dist.all_reduce(where, group=control)
-            names = [f"rank {at} on {node_names(topology)[node]}" for at, node in enumerate(where.tolist())]
+            node_ranks = torch.zeros(num_ranks, dtype=torch.int64)
+            node_ranks[rank] = topology.node_rank
+            dist.all_reduce(node_ranks, group=control)
+            names = [f"rank {at} on {node_names(topology)[node]}" for at, node in enumerate(node_ranks.tolist())]
             kind = str(dtype).removeprefix("torch.")
             raise PreflightError(blame(backend, kind, culprits.tolist(), finders.tolist(), names))
 
 
 def node_names(topology: Topology) -> Sequence[str]:
-    """Names of the run's nodes in their order; torchrun tells none."""
+    """Return the names of the nodes in node order; torchrun provides no names."""
     return topology.hosts or [f"node {number}" for number in range(topology.num_nodes)]
 
 
 def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[int], names: Sequence[str]) -> str:
-    """One sentence on sums that are wrong.
+    """Return one sentence that describes wrong sums.
 
     Args:
-        culprits: by rank, at how many ranks its contribution has arrived wrong.
-        finders: by rank, whether (1) its sum is wrong.
-        names: by rank, for people.
+        backend: backend of the group.
+        dtype: name of the dtype.
+        culprits: for each rank, the number of ranks at which its contribution is wrong.
+        finders: for each rank, whether (1) its sum is wrong.
+        names: for each rank, its name in the message.
     """
     start = f"an all-reduce of {dtype} over {backend} gives wrong sums"
     fix = "have the node's memory, GPUs and network card tested, and leave it out by cluster.exclude until then"
@@ -242,26 +251,26 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
     return f"{start} at {sum(finders)} of {len(names)} ranks, by no single rank's fault; try another launch.backend"
 
 
-# --- how fast
+# --- speed
 
 
-def measure(device: torch.device, control: dist.ProcessGroup, effort: Effort) -> tuple[float, list[Timing]]:
-    """Time of a tiny all-reduce, and timings of larger and larger ones as far as the budget goes; in the default group.
+def measure(device: torch.device, control: dist.ProcessGroup, effort: Effort) -> tuple[float, list[AllReduceTiming]]:
+    """Return the seconds of a tiny all-reduce, and the timings of growing ones within the budget, in the default group.
 
-    All ranks take the slowest one's times, so that all take the same decisions.
+    All ranks use the times of the slowest rank, so that all make the same decisions.
     """
     num_ranks = dist.get_world_size()
     tiny = torch.ones(1, device=device)
     dist.all_reduce(tiny)
     latency_s = _timed(tiny, _LATENCY_ROUNDS, control)
-    timings: list[Timing] = []
+    timings: list[AllReduceTiming] = []
     spent_s, num_bytes = 0.0, _SMALLEST_BYTES
     while True:
         values = torch.zeros(num_bytes // 4, device=device)
-        first_s = _timed(values, 1, control)  # also what is set up for a size
+        first_s = _timed(values, 1, control)  # includes the setup for this size
         rounds = max(1, min(10, int(effort.budget_s / 8 / first_s)))
         time_s = _timed(values, rounds, control) if rounds > 1 else first_s
-        timings.append(Timing.of(num_bytes, time_s, num_ranks))
+        timings.append(AllReduceTiming.of(num_bytes, time_s, num_ranks))
         spent_s += first_s + (rounds * time_s if rounds > 1 else 0.0)
         num_bytes *= 4
         if num_bytes > effort.largest_bytes or spent_s + 2 * 4 * time_s > effort.budget_s:
@@ -269,7 +278,7 @@ def measure(device: torch.device, control: dist.ProcessGroup, effort: Effort) ->
 
 
 def _timed(values: Tensor, rounds: int, control: dist.ProcessGroup) -> float:
-    """Mean seconds of an all-reduce, by the slowest rank."""
+    """Return the mean seconds of an all-reduce on the slowest rank."""
     dist.barrier(group=control)
     _wait(values.device)
     began = time.perf_counter()
@@ -280,7 +289,7 @@ def _timed(values: Tensor, rounds: int, control: dist.ProcessGroup) -> float:
 
 
 def _slowest(seconds: float, control: dist.ProcessGroup) -> float:
-    """The largest of all ranks' values."""
+    """Return the maximum over all ranks."""
     found = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control)
     return float(found.item())

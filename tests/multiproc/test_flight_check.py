@@ -120,5 +120,5 @@ def test_all_ranks_have_the_same_timings_by_the_convention_of_nccl_tests(ranks: 
 def test_rank_0_leaves_what_was_measured(ranks: list[dict[str, Any]]) -> None:
     network = ranks[0]["network"]
     assert (network["backend"], network["ranks"], network["nodes"], network["warnings"]) == ("gloo", 3, 3, [])
-    assert network["text"].startswith("all-reduce over gloo of 3 ranks on 3 nodes is right: ")
+    assert network["text"].startswith("all-reduce over gloo of 3 ranks on 3 nodes is correct: ")
     assert network["all_reduce"][0]["bytes"] == 2**16

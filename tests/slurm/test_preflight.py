@@ -151,7 +151,7 @@ def test_a_run_goes_on_without_a_node_that_has_another_version(
     found_again = [check for check in second["checks"] if check["level"] not in ("ok", "note")]
     assert [check for check in found_again if check["level"] == "failure" or check["name"] not in SPEEDS] == []
     log = slurm_runs.job_log(name)
-    assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is right: " in log
+    assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is correct: " in log
     code, output = slurm_runs.command("sync", name)
     assert code == 0, output
     assert slurm_files(name) >= {"preflight.json", "preflight.txt", "network.json"}

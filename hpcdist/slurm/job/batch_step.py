@@ -1,4 +1,4 @@
-"""The supervisor in a job's batch step: what submitit calls on the first node of the allocation."""
+"""The supervisor in the batch step of a job, on the first node of the allocation. Called by submitit."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
-#: Who asks for a stop when Slurm sends SIGTERM: to the supervisor of an attempt, or before there is one.
+#: Origin of a stop request after Slurm's SIGTERM: during an attempt, or before the first one.
 _BY_SIGTERM = ("SIGTERM", "signal")
 
 
 class JobLog:
-    """Tells the job's log how the run goes. Progress is in the heartbeats, for whoever follows.
+    """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files.
 
     Args:
-        life: the run whose folder is to say where this life of its job runs, once the first ranks are under way:
-            Slurm's answer takes a while, and they have torch to import.
+        life: the run whose nodes and queue time are recorded in its folder once the first ranks are started. The
+            query to Slurm takes a while, and the ranks import torch during it.
     """
 
     def __init__(self, life: RunDir | None = None) -> None:
@@ -60,12 +60,12 @@ class JobLog:
             try:
                 record_job_start(self._life, os.environ)
             except OSError as error:
-                # A full disk is no reason to leave ranks that have just been started.
-                log.warning("it is not noted where this job runs: %s", error)
+                # The ranks have been started and must not be left alone because of a full disk.
+                log.warning("the nodes and the queue time of this job are not recorded: %s", error)
             self._life = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
-        """What the ranks have found of the network, once: a line a second for weeks is no use to anyone."""
+        """Log the result of the ranks' network check, once."""
         if self._network is None:
             return
         if (found := read_json(self._network)) is not None:
@@ -79,17 +79,17 @@ class JobLog:
         log.info("%s", text)
 
     def output(self, text: str) -> None:
-        """Nothing: what a plain script prints is in its rank's log."""
+        """Ignore the output of a script, which is in its rank's log."""
 
     def failure(self, failure: Failure, path: Path) -> None:
-        log.error("%s (whole log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
+        log.error("%s (full log: %s)\n%s", failure.sentence(), path, "".join(failure.traceback))
 
 
 def supervise_in_job(run_dir: str) -> str:
-    """What submitit calls: supervise a run from inside its Slurm job; returns the last state's sentence.
+    """Supervise a run from inside its job and return its final status. submitit calls this function.
 
-    Called anew, with the same pickle, each time that Slurm starts the job again. Raises HpcdistError when the run
-    is held by another job or ended as failed, which makes Slurm show the job as failed: others may depend on it.
+    It is called again, with the same arguments, each time that Slurm restarts the job. Raises HpcdistError if another
+    job holds the run or the run failed: then Slurm marks the job as failed, and dependent jobs see it.
     """
     state = supervise(run_dir)
     if state.status == "failed":
@@ -98,27 +98,27 @@ def supervise_in_job(run_dir: str) -> str:
 
 
 def supervise(run_dir: str) -> State:
-    """Supervise a run from inside its Slurm job; returns its last state."""
-    # submitit has set handlers of its own: it would leave SIGTERM alone and requeue at SIGUSR2 by itself.
+    """Supervise a run from inside its job; returns its last state."""
+    # submitit has installed handlers that ignore SIGTERM and requeue the job at SIGUSR2.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
-    # At the time limit Slurm tells the ranks, a while ahead. The supervisor knows the time without it.
+    # Slurm sends SIGUSR2 to the ranks ahead of the time limit. The supervisor knows the limit without it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     logs.configure()
     job = CurrentJob.from_env(os.environ)
     with retry.patient(retry.UNATTENDED_S), hold(run := _open(Path(run_dir)), job_id=job.id) as held:
         state = run.read_state()
         if _is_over(run, state, job):
-            # Slurm may start a job again whose run someone has just stopped, the batch script one whose supervisor
-            # was killed after its last word.
-            log.info("nothing is left to do: %s: %s", state.status, state.reason)
+            # Slurm may restart the job of a run that has just been stopped, and the batch script a supervisor that was
+            # killed after it had recorded the end.
+            log.info("the run has ended already: %s: %s", state.status, state.reason)
         else:
             try:
                 state = _supervise(run, job, held)
             except LeaseLostError:
                 raise
             except (HpcdistError, OSError) as error:
-                # Before any attempt, such as nodes that are not what the roles need: the run waits for nothing more.
+                # Before any attempt, for example if the nodes do not match the roles.
                 state = replace(
                     run.read_state(),
                     status="failed",
@@ -139,7 +139,7 @@ def _open(path: Path) -> RunDir:
 
 
 def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
-    # Slurm hands on the environment of the submitting shell; what the run was given counts for more.
+    # Slurm passes the environment of the submitting shell; values recorded for the run take precedence.
     config = load_run_config(run.effective_config, [], {**os.environ, **kept(run)})
     env = {**os.environ, **secrets_of(config), **config.cluster.env}
     code = snapshot.code_state(run)
@@ -149,7 +149,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
     box = rank_container(config, run, cwd=cwd, root=Path(code.root) if Path(code.root).is_dir() else cwd)
     for_ranks = env | rank_env(config)
     if box is not None:
-        # The host's packages are not the image's.
+        # Paths of the host's packages are not valid in the image.
         for_ranks["PYTHONPATH"] = rank_env(config).get("PYTHONPATH", "")
     launcher = SlurmLauncher(run, config, job, env=for_ranks, import_path=import_path, cwd=cwd, box=box)
     lead_s = config.cluster.signal_lead_s
@@ -161,7 +161,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             config,
             launcher,
             JobLog(life=run),
-            # sqlite on a shared file system is unsafe; whoever follows the run on the login node ships it.
+            # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
             tracking_uri=uri if is_server(uri) else None,
             env=env,
             allocation=Allocation(end - lead_s, TIME_LIMIT, end) if (end := job.end_time) is not None else None,
@@ -171,41 +171,41 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
 
 
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
-    """Queue the job again where that is how the run goes on; returns the state that everyone is to see."""
-    asked_by = _asked_by(run, state)
-    if asked_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.is_requeued():
-        # Slurm starts it again by itself. Ranks that had no time to save go on from the newest checkpoint.
-        return _told(replace(state, status="queued", ended=None))
-    # Nobody has asked for a stop where a node is lost, or where Slurm, ahead of the time limit, was quicker to signal
-    # the ranks than the supervisor to ask them.
-    if state.status != "stopped" or asked_by not in (None, TIME_LIMIT):
-        return _told(state)
+    """Requeue the job if the run continues that way; returns the state to record."""
+    requested_by = _stop_origin(run, state)
+    if requested_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.is_requeued():
+        # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
+        return _log_end(replace(state, status="queued", ended=None))
+    # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before the
+    # supervisor's request.
+    if state.status != "stopped" or requested_by not in (None, TIME_LIMIT):
+        return _log_end(state)
     if job.restart_count >= max_requeues:
-        reason = f"{state.reason}; cluster.max_requeues={max_requeues} is used up"
-        return _told(replace(state, status="failed", reason=reason))
+        reason = f"{state.reason}; cluster.max_requeues={max_requeues} is reached"
+        return _log_end(replace(state, status="failed", reason=reason))
     try:
         job.requeue(exclude=avoid)
     except HpcdistError as error:
-        # Such as that of a script without `#SBATCH --requeue`: nothing is lost, but somebody has to go on.
-        log.error("Slurm does not queue the job again; `hpcdist resume %s` goes on", run.name)
-        return _told(replace(state, reason=f"{state.reason}; Slurm does not queue it again ({error})"))
-    return _told(replace(state, status="queued", ended=None))
+        # For example a batch script without `#SBATCH --requeue`. The checkpoint is saved.
+        log.error("Slurm does not requeue the job; continue with `hpcdist resume %s`", run.name)
+        return _log_end(replace(state, reason=f"{state.reason}; Slurm does not requeue the job ({error})"))
+    return _log_end(replace(state, status="queued", ended=None))
 
 
-def _told(state: State) -> State:
-    log.info("%s: %s", "queued again" if state.status == "queued" else state.status, state.reason)
+def _log_end(state: State) -> State:
+    log.info("%s: %s", "requeued" if state.status == "queued" else state.status, state.reason)
     return state
 
 
-def _asked_by(run: RunDir, state: State) -> str | None:
-    """Who has asked the last attempt to stop or end."""
+def _stop_origin(run: RunDir, state: State) -> str | None:
+    """Return the origin of the last attempt's stop request, or None."""
     request = run.attempt(state.attempt).read_request()
     return None if request is None else request.by
 
 
 def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
-    """Whether a run has ended by itself or by someone's wish, rather than because its allocation did."""
+    """Return whether a run has ended by itself or at a user's request, and not with its allocation."""
     if state.status not in ENDED:
         return False
-    by_slurm = _asked_by(run, state) in (*_BY_SIGTERM, TIME_LIMIT, None)
+    by_slurm = _stop_origin(run, state) in (*_BY_SIGTERM, TIME_LIMIT, None)
     return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)

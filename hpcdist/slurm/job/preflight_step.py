@@ -1,7 +1,7 @@
-"""The look at a job's nodes before its ranks: one step of srun, what it finds, and what follows from that.
+"""The preflight check of a job's nodes, as one srun step before the ranks, and its consequences.
 
-Once in each life of a job with more than one node. What is looked at, and what is wrong, is `hpcdist.preflight`'s; this
-module lets it run where the ranks will, in their containers if they have any, and acts on it.
+It runs at each start of a job with more than one node. `hpcdist.preflight` defines the checks; this module runs them
+on the nodes, in the ranks' containers if there are any, and decides whether the ranks start.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from hpcdist.slurm.job_components import allocations, components
 from hpcdist.slurm.nodelist import expand
 
 log = logging.getLogger(__name__)
-#: For starting the step and its containers, and for what a probe looks at, beyond the time in which nodes wait for
-#: each other.
+#: Time limit for the start of the step and its containers and for the checks, in addition to the time in which nodes
+#: wait for each other.
 STEP_S = {"quick": 60.0, "full": 180.0}
-#: A node may be slow once, or its probe be hit by something that passes.
+#: A step without an answer of every node is repeated once.
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a look at the nodes has brought: answers by node, and what was said where there is none."""
+class StepAnswers:
+    """Answers by node, and the error output of the step."""
 
     answers: dict[str, dict[str, Any]]
     errors: str
 
 
 class Preflight:
-    """The preflight of one life of a job.
+    """The preflight check at one start of a job.
 
     Args:
         nodes: names of each component's nodes.
-        env: what ranks inherit.
-        het: whether the components are those of a heterogeneous job.
+        env: environment of the ranks.
+        het: whether the job is heterogeneous.
     """
 
     def __init__(
@@ -80,31 +80,31 @@ class Preflight:
         self._box = box
         self._het = het
         self._done = config.preflight.mode == "off" or len(self._nodes) < 2
-        #: Nodes that have failed and that the job can do without.
+        #: Nodes that failed and that other nodes can replace.
         self.avoid: list[str] = []
-        #: Whether the nodes are not fit for a run.
+        #: Whether the check failed.
         self.failed = False
 
-    def look(self, attempt: Attempt) -> None:
-        """Look at the nodes, once; leaves `preflight.json` and `preflight.txt` in the attempt's folder.
+    def run(self, attempt: Attempt) -> None:
+        """Check the nodes, at the first call only; writes `preflight.json` and `preflight.txt` to the attempt's folder.
 
-        Raises PreflightError where ranks should not be started on them.
+        Raises PreflightError if ranks should not be started on these nodes.
         """
         if self._done:
             return
         self._done = True
         began = time.monotonic()
-        request, look = self._ask(attempt)
+        request, found = self._ask(attempt)
         if attempt.request.exists():
-            # Slurm ends probes with the rest of a job: they show nothing of their nodes. The ranks leave at once.
-            log.info("preflight: cut short, since the run is asked to stop")
+            # Slurm ends the probes with the job, so missing answers mean nothing. The ranks will stop at once.
+            log.info("preflight: skipped, because the run is stopping")
             return
-        # Heterogeneous steps count tasks wrongly (22.05).
+        # Slurm 22.05 numbers the tasks of heterogeneous steps incorrectly.
         tasks = [] if self._het else expand(self._env["SLURM_JOB_NODELIST"])
-        checks = judged(request, look, tasks)
+        checks = find_problems(request, found, tasks)
         seconds = time.monotonic() - began
-        self._write(attempt, request, look, checks, seconds)
-        for line in told(checks, seconds):
+        self._write(attempt, request, found, checks, seconds)
+        for line in log_lines(checks, seconds):
             log.info("%s", line)
         failures = [check for check in checks if check.level == "failure"]
         if failures:
@@ -125,7 +125,7 @@ class Preflight:
             checkpoint_folder=str(self._run.checkpoints),
             witness=str(witness),
             checkpoint_bytes=newest_checkpoint_bytes(self._run),
-            # Where components differ, what the least of them has: nobody is blamed for what was not asked of it.
+            # If components differ, the minimum: no node fails for hardware that was not requested of it.
             gpus_per_node=gpus,
             tasks_per_node=min(part.tasks_per_node for part in parts),
             num_workers=loaders(config.data),
@@ -134,17 +134,17 @@ class Preflight:
 
     # --- the step
 
-    def _ask(self, attempt: Attempt) -> tuple[Request, Look]:
-        """What was asked, and all nodes' answers; once more where some are missing."""
+    def _ask(self, attempt: Attempt) -> tuple[Request, StepAnswers]:
+        """Return the request and the nodes' answers; repeats the step if answers are missing."""
         for _ in range(ROUNDS):
             with _witness(attempt) as (witness, token):
                 request = self._request(attempt, witness, token)
-                look = self._one_step(request)
-            if look.answers.keys() >= set(request.nodes) or attempt.request.exists():
+                found = self._run_step(request)
+            if found.answers.keys() >= set(request.nodes) or attempt.request.exists():
                 break
-        return request, look
+        return request, found
 
-    def _one_step(self, request: Request) -> Look:
+    def _run_step(self, request: Request) -> StepAnswers:
         parts = allocations(self._config)
         probe = probe_command(request, self._box.python if self._box is not None else sys.executable)
         nodes = self._by_component if self._het else [self._nodes]
@@ -152,67 +152,72 @@ class Preflight:
         env = {**self._env, **probe_env(request)}
         done = run_within(command, request.deadline_s + STEP_S[request.mode], env=env)
         if done.returncode < 0:
-            # Killing srun leaves probes that do not end by themselves.
+            # Killing srun does not end its tasks.
             signal_named_steps(PREFLIGHT_STEP, "KILL")
-        return Look(read_answers(done.stdout), done.stderr)
+        return StepAnswers(read_answers(done.stdout), done.stderr)
 
     # --- what follows
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
-        """Decide on `avoid`; returns one sentence: what is wrong where, and what to do, or why no node is left out."""
+        """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""
         more = f" (and {len(failures) - 1} more in {text_file(attempt)})" if len(failures) > 1 else ""
         sentence = f"preflight: {failures[0].sentence()}{more}"
         if self._config.preflight.on_failure == "stop":
             return sentence
         blamed = list(dict.fromkeys(check.node for check in failures))
         if "" in blamed or 2 * len(blamed) > len(self._nodes):
-            return f"{sentence}; other nodes would be no better: none is excluded"
+            return f"{sentence}; it concerns most nodes: none is excluded"
         if self._het:
-            return f"{sentence}; a heterogeneous job cannot be queued again without {', '.join(blamed)}"
+            return f"{sentence}; a heterogeneous job cannot be requeued without {', '.join(blamed)}"
         try:
             replaceable = self._job.replaceable(blamed, idle_only=False)
         except HpcdistError as error:
-            return f"{sentence}; Slurm does not say whether there are other nodes like {', '.join(blamed)} ({error})"
+            return f"{sentence}; cannot find nodes to replace {', '.join(blamed)} ({error})"
         if not replaceable:
-            where = f"partition {self._job.partition}" if self._job.partition else "the partition"
-            return f"{sentence}; {where} has no other node like {', '.join(blamed)} to go on with"
+            partition = f"partition {self._job.partition}" if self._job.partition else "the partition"
+            return f"{sentence}; {partition} has no node to replace {', '.join(blamed)}"
         self.avoid = blamed
         return sentence
 
-    def _write(self, attempt: Attempt, request: Request, look: Look, checks: Sequence[Check], seconds: float) -> None:
-        found = {
+    def _write(
+        self, attempt: Attempt, request: Request, found: StepAnswers, checks: Sequence[Check], seconds: float
+    ) -> None:
+        report = {
             "mode": request.mode,
             "seconds": round(seconds, 3),
             "nodes": list(request.nodes),
             "checks": [asdict(check) for check in checks],
-            "answers": look.answers,
+            "answers": found.answers,
         }
         try:
-            write_json(attempt.preflight, found)
+            write_json(attempt.preflight, report)
             write_atomic(text_file(attempt), page(request.nodes, checks, seconds))
         except OSError as error:
-            log.warning("the preflight's result cannot be written: %s", error)
+            log.warning("cannot write the result of the preflight check: %s", error)
 
 
-def judged(request: Request, look: Look, tasks: Sequence[str]) -> list[Check]:
-    """The check_nodes's findings; with what the tasks of silent nodes (`tasks` names each one's node) have said.
+def find_problems(request: Request, found: StepAnswers, tasks: Sequence[str]) -> list[Check]:
+    """Return the checks of the answers, with the error output of nodes that did not answer.
 
-    Where nobody has answered the step itself has failed, which says nothing of the nodes: ranks may still start.
+    Without any answer the step itself failed, which does not show a problem of the nodes: ranks may still start.
+
+    Args:
+        tasks: the node of each task.
     """
-    if not look.answers:
+    if not found.answers:
         return [
             Check(
                 name="probe",
                 level="warning",
-                text=f"no node gave an answer in {ROUNDS} steps: {last_line(look.errors) or 'srun said nothing'}",
-                fix="the ranks are started all the same",
+                text=f"no node answered in {ROUNDS} steps: {last_line(found.errors) or 'no output of srun'}",
+                fix="the ranks start nevertheless",
             )
         ]
-    checks = check_nodes(request, look.answers)
-    silent = {node: task for task, node in enumerate(tasks) if node not in look.answers}
+    checks = check_nodes(request, found.answers)
+    silent = {node: task for task, node in enumerate(tasks) if node not in found.answers}
     return [
-        replace(check, text=f"{check.text}: {said}")
-        if check.node in silent and (said := last_line(_of_task(look.errors, silent[check.node])))
+        replace(check, text=f"{check.text}: {message}")
+        if check.node in silent and (message := last_line(_of_task(found.errors, silent[check.node])))
         else check
         for check in checks
     ]
@@ -222,17 +227,17 @@ def _of_task(text: str, task: int) -> str:
     return "\n".join(re.findall(rf"^\s*0*{task}: (.*)$", text, re.MULTILINE))
 
 
-def told(checks: Sequence[Check], seconds: float) -> list[str]:
-    """What the job's log has of it besides the failure that ends the run: the others, warnings, or that all is well."""
+def log_lines(checks: Sequence[Check], seconds: float) -> list[str]:
+    """Return lines for the job's log: warnings and failures, except the first one, which ends the run."""
     failures = [check for check in checks if check.level == "failure"]
     bad = failures[1:] + [check for check in checks if check.level == "warning"]
     lines = [f"preflight: {check.level}: {check.sentence()}" for check in bad]
-    well = [] if failures else [check.text for check in checks if check.level == "ok"][-1:]
-    return lines + [f"preflight: {text} ({seconds:.1f} s with srun)" for text in well]
+    passed = [] if failures else [check.text for check in checks if check.level == "ok"][-1:]
+    return lines + [f"preflight: {text} ({seconds:.1f} s with srun)" for text in passed]
 
 
 def page(nodes: Sequence[str], checks: Sequence[Check], seconds: float) -> str:
-    """`preflight.txt`: everything that was found, the worst first as the check_nodes has it."""
+    """Return the text of `preflight.txt`: all checks, the most severe first."""
     lines = [f"preflight of {len(nodes)} nodes ({', '.join(nodes)}), {seconds:.1f} s", ""]
     return "\n".join([*lines, *(f"{check.level:<8} {check.sentence()}" for check in checks), ""])
 
@@ -242,13 +247,13 @@ def text_file(attempt: Attempt) -> Path:
 
 
 def loaders(data: DataConfig) -> int:
-    """Processes that load data for a rank: none where the whole set is held in memory, as all but files are."""
+    """Return the number of data loading processes per rank: 0 if the dataset is held in memory."""
     from_files = data.preload == "never" or (data.preload == "auto" and data.name == "image_folder")
     return data.num_workers if from_files else 0
 
 
 def newest_checkpoint_bytes(run: RunDir) -> int | None:
-    """Size of the newest complete checkpoint, None where there is none."""
+    """Return the size of the newest complete checkpoint, or None."""
     complete = [path for path in run.checkpoints.glob("step-*") if (path / "manifest.json").exists()]
     if not complete:
         return None
@@ -258,7 +263,7 @@ def newest_checkpoint_bytes(run: RunDir) -> int | None:
 
 @contextmanager
 def _witness(attempt: Attempt) -> Iterator[tuple[Path, str]]:
-    """A file that all nodes must see, in a folder of its own that goes with it, and the token in it."""
+    """Create a temporary file that all nodes must see; yields its path and the token in it."""
     folder, token = attempt.path / "preflight", secrets.token_hex(16)
     folder.mkdir(exist_ok=True)
     witness = folder / "witness"

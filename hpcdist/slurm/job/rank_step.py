@@ -1,4 +1,4 @@
-"""The ranks of one attempt as the tasks of one srun step: how they end, by what srun and they themselves say."""
+"""The ranks of one attempt as one srun step, and their exit codes from srun's messages and outcome files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ from hpcdist.supervisor.process_guard import Guard
 log = logging.getLogger(__name__)
 #: `srun: error: n2: tasks 2-3: Killed`, `srun: error: n1: task 0: Exited with exit code 1`
 _TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<ranks>[\d,\-]+): (?P<how>.+)")
-
-
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-
-
 _SIGNALS = {
     "Killed": signal.SIGKILL,
     "Out Of Memory": signal.SIGKILL,
@@ -40,31 +36,27 @@ _SIGNALS = {
     "Aborted": signal.SIGABRT,
     "Bus error": signal.SIGBUS,
 }
-
-
-#: How long srun may take to end once its tasks are killed.
+#: Time for srun to end after its tasks are killed.
 END_STEP_S = 20.0
-#: srun gets this long to end once rank 0 has reported the end of the run; then the nodes are asked for ranks. The wait
-#: before the next question is twice as long each time, up to `ASK_AT_MOST_S`.
+#: Time for srun to end after rank 0 has reported the end of the run; then the nodes are asked for running ranks. The
+#: interval doubles each time, up to MAX_QUERY_INTERVAL_S.
 REPORTED_S = 20.0
-ASK_AT_MOST_S = 600.0
-#: How far back to look for a line that is not empty.
+MAX_QUERY_INTERVAL_S = 600.0
+#: Number of lines to search backwards for one that is not empty.
 _LAST_LINES = 10
-#: A file of a rank's in the attempt's folder: its log, which Slurm opens as it starts the rank, or one of its own.
+#: A file of a rank in the attempt's folder: its log, which Slurm opens when it starts the rank, or one that it wrote.
 _FILE_OF_RANK = re.compile(r"\.?rank-(\d+)\.")
-#: A search through the attempt's folder is followed by a pause of so many times what it took.
+#: Pause after a search through the attempt's folder, as a multiple of the search's duration.
 SEARCH_PAUSE = 50.0
-
-
-#: No file system's time stamps are coarser.
+#: Coarsest resolution of a file system's time stamps.
 FOLDER_TICK_S = 2.0
 
 
 def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> dict[int, tuple[str, int]]:
-    """Host and exit code (negative: signal) of every task that srun reports as ended badly, in its order.
+    """Return host and exit code (negative: signal) of each task that srun reports as failed, in the order of reports.
 
     Args:
-        first_ranks: first rank of the component that a host belongs to; srun counts a component's tasks from 0.
+        first_ranks: first rank of the component of each host; srun numbers the tasks of each component from 0.
     """
     found: dict[int, tuple[str, int]] = {}
     for match in _TASK_ENDED.finditer(messages):
@@ -78,16 +70,16 @@ def ended_tasks(messages: str, first_ranks: Mapping[str, int] | None = None) -> 
     return found
 
 
-class Beside(Protocol):
-    """Runs a command once on each node of the job, as `Ranks.examine` is described."""
+class NodeCommand(Protocol):
+    """Runs a command once on each node of the job; see `Ranks.examine`."""
 
     def __call__(
         self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
     ) -> None: ...
 
 
-class Living(Protocol):
-    """Names the ranks of the run that live on any node of the job; None where a node does not answer."""
+class RunningRanks(Protocol):
+    """Returns the ranks of the run that run on any node of the job; None if a node does not answer."""
 
     def __call__(self) -> set[int] | None: ...
 
@@ -95,12 +87,12 @@ class Living(Protocol):
 class RankStep:
     """The ranks of one attempt, as one srun process.
 
-    A look at them costs two system calls as long as nothing happens: srun's messages are read on from where they
-    ended, and outcome files are looked for when the attempt's folder has changed.
+    A poll without news costs two system calls: srun's messages are read from the last position, and outcome files are
+    searched only after the attempt's folder has changed.
 
     Args:
-        living: asks the nodes for ranks, when srun goes on after rank 0's report of the end.
-        shows_start: whether each rank's log is opened as soon as Slurm launches its task.
+        running_ranks: queries the nodes for ranks, if srun does not end after rank 0 has reported the end.
+        shows_start: whether Slurm opens each rank's log when it launches the task.
     """
 
     def __init__(
@@ -115,15 +107,15 @@ class RankStep:
         hosts: Sequence[str] = (),
         first_ranks: Mapping[str, int] | None = None,
         containers: ContainerSteps | None = None,
-        beside: Beside | None = None,
-        living: Living | None = None,
+        on_each_node: NodeCommand | None = None,
+        running_ranks: RunningRanks | None = None,
         shows_start: bool = True,
     ) -> None:
-        self._beside = beside
-        self._living = living
+        self._on_each_node = on_each_node
+        self._running_ranks = running_ranks
         self._shows_start = shows_start
-        self._ask_at: float | None = None
-        self._ask_after_s = REPORTED_S
+        self._next_query: float | None = None
+        self._query_interval_s = REPORTED_S
         self._planned_hosts = hosts
         self._first_ranks = first_ranks
         self._num_ranks = num_ranks
@@ -142,7 +134,7 @@ class RankStep:
         self._is_away = False
         self._num_read = 0
         self._messages = messages = attempt.path / "srun.log"
-        # Opened before there is an srun, which an error here would leave behind.
+        # Opened before srun starts: an error here would leave srun running.
         self._log: IO[bytes] = retry(lambda: open(messages, "a+b"), messages)  # noqa: SIM115  # closed with the step
         try:
             self._process = guard.start(command, env=env, cwd=cwd, output=messages)
@@ -159,7 +151,7 @@ class RankStep:
         return self._running
 
     def host_of(self, rank: int) -> str:
-        """What srun or the rank itself said of it; before that where it was placed, or only the allocation."""
+        """Return the host from srun's messages or the heartbeat; before these the planned host, or the allocation."""
         planned = self._planned_hosts[rank] if self._planned_hosts else os.environ["SLURM_JOB_NODELIST"]
         beat = read_json(self._attempt.beat(rank)) or {}
         return str(self._hosts.get(rank) or beat.get("host") or planned)
@@ -167,53 +159,53 @@ class RankStep:
     def wait(self, timeout_s: float) -> None:
         """Return when the step has ended or the time is over.
 
-        srun goes on waiting for the tasks of a dead node, so what it and the ranks have said so far counts as well.
+        srun waits for the tasks of a failed node, so messages and outcome files are evaluated before it ends.
         """
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         ended = bool(poll.poll(timeout_s * 1000))
         if not ended:
             try:
-                self._look(ended=False)
+                self._poll(ended=False)
             except OSError as error:
                 if not self._is_away:
-                    log.warning("%s: %s; the ranks go on", error.filename or self._messages, error.strerror)
+                    log.warning("%s: %s; the ranks continue", error.filename or self._messages, error.strerror)
                 self._is_away = True
-            if self._ask_at is not None and time.monotonic() > self._ask_at:
-                self._ask_who_lives()
+            if self._next_query is not None and time.monotonic() > self._next_query:
+                self._query_running_ranks()
         else:
-            retry(lambda: self._look(ended=True), self._attempt.path)
+            retry(lambda: self._poll(ended=True), self._attempt.path)
             code = self._process.wait()
             if code != 0 and not any(self.exits.values()):
                 self.exits.setdefault(0, code)
             for rank in self.running:
                 self.exits[rank] = 0
 
-    def _ask_who_lives(self) -> None:
-        """Count ranks as ended that no node has any more: srun waits for ever for those of a slurmstepd that died."""
-        if self._living is not None and self._living() == set():
-            log.warning("srun still waits for ranks that have ended: their slurmstepd has died, it seems")
+    def _query_running_ranks(self) -> None:
+        """Count ranks as ended if none runs on any node: srun waits forever for the tasks of a killed slurmstepd."""
+        if self._running_ranks is not None and self._running_ranks() == set():
+            log.warning("srun waits for ranks that have ended: their slurmstepd has probably been killed")
             for rank in self.running:
                 self.exits[rank] = 0
-        self._ask_after_s = min(2 * self._ask_after_s, ASK_AT_MOST_S)
-        self._ask_at = time.monotonic() + self._ask_after_s
+        self._query_interval_s = min(2 * self._query_interval_s, MAX_QUERY_INTERVAL_S)
+        self._next_query = time.monotonic() + self._query_interval_s
 
     def absent(self) -> list[int]:
-        """Ranks that have left no sign of having been started."""
+        """Return the ranks without any file in the attempt's folder, which have not been started."""
         if not self._shows_start:
             return []
-        # Listing the folder makes a network file system look anew, which asking for one file does not.
+        # Listing the folder refreshes a network file system's cache; opening a single file does not.
         names = retry(lambda: os.listdir(self._attempt.path), self._attempt.path)
         matches = (_FILE_OF_RANK.match(name) for name in names)
-        there = {int(match[1]) for match in matches if match}
-        return [rank for rank in range(self._num_ranks) if rank not in there]
+        started = {int(match[1]) for match in matches if match}
+        return [rank for rank in range(self._num_ranks) if rank not in started]
 
     def last_words(self) -> str:
         path = self._attempt.path / "srun.log"
         lines = retry(lambda: last_lines(path, _LAST_LINES), path)
-        return last_line("\n".join(text for _, text in lines)) or "srun said nothing"
+        return last_line("\n".join(text for _, text in lines)) or "no output of srun"
 
-    def _look(self, *, ended: bool) -> None:
+    def _poll(self, *, ended: bool) -> None:
         self._read_messages(to_the_end=ended)
         self._find_failures(in_any_case=ended)
         if self._is_away:
@@ -222,43 +214,43 @@ class RankStep:
 
     def _read_log(self) -> bytes:
         try:
-            news = self._log.read(PIECE_BYTES)
+            text = self._log.read(PIECE_BYTES)
         except OSError:
-            # A handle that is stale stays so.
-            anew = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
-            anew.seek(self._num_read)
-            self._log = anew
+            # A stale file handle stays stale.
+            reopened = open(self._messages, "rb")  # noqa: SIM115  # closed with the step
+            reopened.seek(self._num_read)
+            self._log = reopened
             raise
-        self._num_read += len(news)
-        return news
+        self._num_read += len(text)
+        return text
 
     def _read_messages(self, *, to_the_end: bool) -> None:
-        """Count what srun has said since the last time, whole lines alone."""
+        """Evaluate srun's messages since the last call, complete lines only."""
         while data := self._read_log():
             *whole, rest = (self._unread + data).split(b"\n")
-            # srun's own lines are short; what is not may be cut.
+            # Messages of srun are short; longer lines may be cut.
             self._unread = rest[-PIECE_BYTES:]
-            self._count(b"\n".join(whole))
+            self._count_exits(b"\n".join(whole))
         if to_the_end:
-            self._count(self._unread)
+            self._count_exits(self._unread)
             self._unread = b""
 
-    def _count(self, news: bytes) -> None:
-        for rank, (host, code) in ended_tasks(news.decode(errors="replace"), self._first_ranks).items():
+    def _count_exits(self, text: bytes) -> None:
+        for rank, (host, code) in ended_tasks(text.decode(errors="replace"), self._first_ranks).items():
             self._hosts.setdefault(rank, host)
             if self._containers is not None and rank not in self.exits:
                 code = self._containers.exit_code(self._attempt, rank, host, code)
             self.exits.setdefault(rank, code)
 
     def _find_failures(self, *, in_any_case: bool) -> None:
-        """Count ranks that have reported a failure; each report is read once."""
+        """Count ranks that have reported a failure; each outcome file is read once."""
         began = time.monotonic()
         changed = os.stat(self._attempt.path).st_mtime_ns
         if changed != self._folder_time:
             self._folder_time, self._changed_at, self._search_again = changed, began, True
         if not in_any_case and (not self._search_again or began < self._next_search):
             return
-        # What changes the folder in the same tick of its clock as the last change is not seen in its time.
+        # A further change within the resolution of the folder's time stamp does not change the time stamp.
         self._search_again = began < self._changed_at + FOLDER_TICK_S
         outcomes = self._attempt.outcomes(skip=self._reported)
         self._reported |= outcomes.keys()
@@ -266,8 +258,8 @@ class RankStep:
             if outcome["outcome"] in ("failed", "rejected"):
                 self.exits.setdefault(rank, 2 if outcome["outcome"] == "rejected" else 1)
             elif rank == 0:
-                self._ask_at = began + self._ask_after_s
-        # While thousands of ranks make their files the folder changes all the time.
+                self._next_query = began + self._query_interval_s
+        # While thousands of ranks create their files the folder changes all the time.
         now = time.monotonic()
         self._next_search = now + SEARCH_PAUSE * (now - began)
 
@@ -277,15 +269,15 @@ class RankStep:
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
         """Run a command once on each node of the job."""
-        if self._beside is not None:
-            self._beside(command, output=output, limit_s=limit_s, interrupted=interrupted)
+        if self._on_each_node is not None:
+            self._on_each_node(command, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
         """End the step on every node that answers, and srun with it."""
         if self._process.poll() is None:
             # Killing srun alone would leave its tasks running.
             if not signal_named_steps(step_name(self._attempt), "KILL"):
-                self._process.terminate()  # it waits for a step still, or Slurm's controller is away
+                self._process.terminate()  # the step has not been created, or the controller does not answer
             try:
                 self._process.wait(END_STEP_S)
             except subprocess.TimeoutExpired:

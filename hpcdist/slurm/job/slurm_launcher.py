@@ -1,4 +1,4 @@
-"""Starting ranks as one srun step, inside an allocation that exists already, and calling the roll of its nodes."""
+"""The launcher of ranks inside an allocation of Slurm: one srun step per attempt, and checks of the nodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
 from hpcdist.slurm.job.srun import (
-    STANDBY_STEP,
     STEP_NAMES,
-    beside_command,
-    roll_call_command,
-    standby_command,
+    WATCHDOG_STEP,
+    node_names_command,
+    nodes_command,
     step_command,
+    watchdog_command,
 )
 from hpcdist.slurm.job_components import assign_nodes, components, hosts_by_rank, is_het
 from hpcdist.slurm.nodelist import expand
@@ -39,22 +39,22 @@ from hpcdist.supervisor.plan import code_env, rank_command
 from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.restart_policy import Failure, suspect
 
-#: A node that does not answer a step in this time is taken for lost. Slurm's own messages time out after 10 s.
-ROLL_CALL_S = 20.0
-#: Nodes that look for ranks start a Python for it, perhaps from a slow file system.
+#: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
+NODE_ANSWER_S = 20.0
+#: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
 RANKS_ON_NODES_S = 60.0
 
 
 class SlurmLauncher:
-    """Starts ranks with srun in the allocation that this process stands in. Use as a context manager.
+    """Starts ranks with srun in the current allocation. A context manager.
 
     Args:
-        env: what ranks inherit.
-        import_path: folders that ranks import code from, before all others.
-        cwd: the ranks' current folder.
-        box: the container of each rank, where they have one.
+        env: environment of the ranks.
+        import_path: folders at the beginning of the ranks' PYTHONPATH.
+        cwd: working directory of the ranks.
+        box: the container of each rank, if any.
 
-    Raises HpcdistError where the allocation's nodes are not what the roles need.
+    Raises HpcdistError if the allocation's nodes do not match the roles.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SlurmLauncher:
     ) -> None:
         parts = components(config)
         self.num_ranks = sum(part.num_ranks for part in parts)
-        #: Nodes of the allocation that the job shall not get again.
+        #: Nodes that the job must not get again.
         self.avoid: list[str] = []
         self._job = job
         #: Names of each component's nodes.
@@ -78,7 +78,7 @@ class SlurmLauncher:
         self._het = is_het(config)
         self._run = run
         self._config = config
-        # Ranks live by their environment, also where the job was submitted with --export=NONE, as some sites want it.
+        # Ranks need their environment even if the job was submitted with --export=NONE, which some sites require.
         self._env = {**env, **code_env(import_path, env.get("PYTHONPATH")), "SLURM_EXPORT_ENV": "ALL"}
         self._cwd = cwd
         self._hosts = hosts_by_rank(parts, self.nodes)
@@ -91,36 +91,36 @@ class SlurmLauncher:
         self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
 
     def __enter__(self) -> SlurmLauncher:
-        # What a supervisor of this job that was killed has left: Slurm lets ranks go on without their srun. Where it
-        # does not end, `start` says so.
+        # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
+        # do not end.
         with suppress(HpcdistError):
-            self._end_left(STANDBY_STEP)
+            self._end_orphaned_steps(WATCHDOG_STEP)
         self._guard = Guard()
-        self._standby: subprocess.Popen[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         if self._het:
-            command = standby_command(self._env["SLURM_JOB_ID"])
-            log = self._run.path / "attempts" / "standby.log"
-            self._standby = self._guard.start(command, env=self._env, cwd=self._cwd, output=log)
+            command = watchdog_command(self._env["SLURM_JOB_ID"])
+            log = self._run.path / "attempts" / "het-watchdog.log"
+            self._watchdog = self._guard.start(command, env=self._env, cwd=self._cwd, output=log)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._standby is not None:
-            # Its task ends with the job, at once.
-            self._standby.kill()
-            self._standby.wait()
+        if self._watchdog is not None:
+            # The step's task ends with the job.
+            self._watchdog.kill()
+            self._watchdog.wait()
         self._guard.close()
 
     def start(self, attempt: Attempt) -> RankStep:
-        """Start every rank, the first time after a look at the nodes.
+        """Start all ranks, the first time after the preflight check.
 
-        Raises HpcdistError where containers cannot be started on them or an earlier step does not end, PreflightError
-        where ranks should not be started.
+        Raises HpcdistError if containers cannot start on the nodes or an earlier step does not end, PreflightError if
+        the preflight check fails.
         """
         if self._containers is not None:
             self._containers.prepare()
-        self._preflight.look(attempt)
-        # Two sets of ranks must never write to one run, and srun would wait for the processors of a step for ever.
-        if (left := self._end_left()) is not None:
+        self._preflight.run(attempt)
+        # Ranks of two attempts must not write to one run, and srun would wait forever for an old step's processors.
+        if (left := self._end_orphaned_steps()) is not None:
             raise HpcdistError(left.reason)
         self._began = time.time()
         rank = rank_command(self._run.path, self._box.python) if self._box else rank_command(self._run.path)
@@ -129,9 +129,9 @@ class SlurmLauncher:
         if len(self.nodes) > 1 and not self._het:
             hostfile = attempt.path / "hosts"
             hostfile.write_text("".join(f"{host}\n" for host in self._hosts))
-            # Slurm sorts the step's nodes, so the first of them need not be rank 0's.
+            # Slurm sorts the nodes of a step: the first one need not be rank 0's.
             env |= {"SLURM_HOSTFILE": str(hostfile), "HPCDIST_MASTER_ADDR": self._hosts[0]}
-            # Stands for the allocation, and srun would warn that it cannot be kept.
+            # srun would warn that the allocation's value does not fit.
             env.pop("SLURM_NTASKS_PER_NODE", None)
         if self._box is not None:
             env = outer_env(self._box, env)
@@ -142,60 +142,62 @@ class SlurmLauncher:
             attempt,
             self._guard,
             cwd=self._cwd,
-            # Elsewhere the user may have chosen another --distribution.
+            # Without a hostfile the user may have set another --distribution.
             hosts=self._hosts if len(self.nodes) > 1 else (),
             first_ranks=self._first_ranks,
             containers=self._containers,
-            beside=self._beside,
-            # Ranks in containers may be another user's on the node, and then do not show.
-            living=self._living if self._box is None else None,
-            # There the rank opens its log by itself, once its node has imported the image.
+            on_each_node=self._run_on_each_node,
+            # Ranks in containers may belong to another user on the node, and cannot be listed then.
+            running_ranks=self._running_ranks if self._box is None else None,
+            # With pyxis in a heterogeneous job the rank opens its log itself, after its node has imported the image.
             shows_start=not (self._het and self._box is not None and self._box.runtime == "pyxis"),
         )
 
-    def _beside(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command once on each node, outside of containers, within `limit_s`."""
-        step = beside_command(self.nodes, command, het=self._het)
+    def _run_on_each_node(
+        self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]
+    ) -> None:
+        """Run a command once on each node, outside of containers, for at most `limit_s` seconds."""
+        step = nodes_command(self.nodes, command, het=self._het)
         self._guard.run(step, env=self._env, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def broken(self) -> str:
-        """Call the roll: a sentence about nodes that do not answer any more, or that fail while others do not.
+        """Return a sentence about nodes that do not answer or on which ranks fail repeatedly; empty without any.
 
-        `avoid` then has those of them that the partition can do without.
+        Sets `avoid` to those nodes that the partition can replace.
         """
         if self._preflight.failed:
-            # Nodes that are not fit have answered, and no rank was started on them.
+            # No ranks were started on these nodes.
             self.avoid = self._preflight.avoid
             return f"{', '.join(self.avoid)} avoided from now on" if self.avoid else ""
         try:
-            # Without its controller Slurm starts no step, and no node would seem to answer.
+            # Without the controller Slurm starts no steps, and all nodes would seem to have failed.
             running_steps(retry_s=client.JOB_RETRY_S)
-            return self._missing() or self._stuck() or self._to_blame()
+            return self._lost_nodes() or self._unkillable_steps() or self._failing_node()
         except HpcdistError as error:
             return str(error)
 
-    def _missing(self) -> str:
-        """The sentence about nodes that do not answer."""
+    def _lost_nodes(self) -> str:
+        """Return a sentence about nodes that do not answer."""
         nodes = self._all_nodes
-        answers = self._roll_call()
+        answers = self._answering_nodes()
         if lost := [node for node in nodes if node not in answers]:
-            # Without an idle node in its place the job is better off waiting for this one to come back.
+            # Without an idle replacement it is better to wait until this node is back.
             self.avoid = lost if self._replaceable(lost, idle_only=True) else []
             return f"lost {', '.join(lost)}" + (", avoided from now on" if self.avoid else "")
         return ""
 
-    def _stuck(self) -> str:
-        """The sentence about a step that does not end, and holds the processors that the next one needs."""
-        if (left := self._end_left()) is not None:
-            stuck = list(left.nodes)
-            self.avoid = stuck if stuck and self._replaceable(stuck, idle_only=False) else []
+    def _unkillable_steps(self) -> str:
+        """Return a sentence about a step that does not end and keeps the processors of the next one."""
+        if (left := self._end_orphaned_steps()) is not None:
+            nodes = list(left.nodes)
+            self.avoid = nodes if nodes and self._replaceable(nodes, idle_only=False) else []
             return left.reason + (", avoided from now on" if self.avoid else "")
         return ""
 
-    def _to_blame(self) -> str:
-        """The sentence about a node on which ranks fail again and again."""
+    def _failing_node(self) -> str:
+        """Return a sentence about a node on which ranks fail repeatedly."""
         blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
-        # A host may call itself n1.site where Slurm says n1.
+        # The host name may be n1.site and Slurm's name n1.
         named = [node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]
         self.avoid = named if named and self._replaceable(named, idle_only=False) else []
         if not self.avoid:
@@ -203,50 +205,50 @@ class SlurmLauncher:
         return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
 
     def _replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
-        # A heterogeneous job has a list of nodes to avoid for each component, and Slurm tells of the leader's alone.
+        # A heterogeneous job has one list of excluded nodes per component, and Slurm shows only the leader's.
         try:
             return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
-        except HpcdistError:  # without an answer no node is given up
+        except HpcdistError:  # keep the nodes if Slurm does not answer
             return False
 
     @property
     def _all_nodes(self) -> list[str]:
         return [node for own in self.nodes for node in own]
 
-    def _end_left(self, *names: str) -> UnkillableSteps | None:
-        """End what is left of earlier steps; returns what does not end, with the nodes that have rebooted."""
+    def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
+        """End steps of earlier attempts; returns the steps that do not end, with the nodes that have rebooted."""
         left = end_orphaned_steps((*STEP_NAMES, *names), self._kill_ranks)
         if left is None or left.nodes:
             return left
         try:
             rebooted = client.nodes_booted_since(self._all_nodes, self._began)
-        except HpcdistError:  # it is known that the step does not end, not why
+        except HpcdistError:  # the reason stays unknown
             rebooted = []
         return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
 
     def _kill_ranks(self) -> list[str]:
-        """Kill the run's ranks on all nodes, whoever their parent is; returns the nodes on which some may live on."""
+        """Kill the run's ranks on all nodes without Slurm; returns the nodes on which ranks may have survived."""
         answers = self._ranks_on_nodes("kill")
         return [node for node in self._all_nodes if answers.get(node) != []]
 
-    def _living(self) -> set[int] | None:
-        """The ranks of the run that live on any node; None where a node does not answer."""
+    def _running_ranks(self) -> set[int] | None:
+        """Return the ranks of the run that run on any node; None if a node does not answer."""
         answers = self._ranks_on_nodes("list")
         return set().union(*answers.values()) if answers.keys() == set(self._all_nodes) else None
 
     def _ranks_on_nodes(self, action: Literal["list", "kill"]) -> Mapping[str, list[int]]:
-        """The ranks that live on each node that answers; those that are still there after `kill`."""
+        """Return the running ranks of each node that answers; after `kill` those that have survived."""
         words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
-        done = run_within(beside_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
+        done = run_within(nodes_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
         return parse_answers(done.stdout, self._all_nodes)
 
-    def _roll_call(self) -> set[str]:
-        command = roll_call_command(self.nodes, het=self._het)
-        return set(run_within(command, ROLL_CALL_S, env=self._env).stdout.split())
+    def _answering_nodes(self) -> set[str]:
+        command = node_names_command(self.nodes, het=self._het)
+        return set(run_within(command, NODE_ANSWER_S, env=self._env).stdout.split())
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Names of each component's nodes, in the job whose environment this is."""
+    """Return the names of each component's nodes, from the environment of a job."""
     parts = components(config)
     if is_het(config):
         return [tuple(expand(env[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"])) for index in range(len(parts))]
@@ -258,6 +260,6 @@ def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
 
 
 def failure_of(attempt: Attempt) -> Failure | None:
-    """What the supervisor wrote down of an attempt that failed."""
+    """Return the failure that the supervisor has recorded for an attempt, or None."""
     found = read_json(attempt.failure)
     return None if found is None else Failure(**found)

@@ -1,4 +1,4 @@
-"""Command lines of the steps inside a job: the ranks' own, the preflight and the roll call. Pure functions."""
+"""Command lines of srun for all steps of a job. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcdist.slurm.job_components import JobComponent, allocations, component_cl
 from hpcdist.supervisor.plan import processor_env
 
 PREFLIGHT_STEP = "preflight"
-#: A step that asks the nodes something beside whatever runs there.
-BESIDE_STEP = "hpcdist-beside"
-STANDBY_STEP = "standby"
-#: How the names of the steps begin that a supervisor starts and ends again; the standby lives as long as it does.
-STEP_NAMES = ("attempt-", PREFLIGHT_STEP, BESIDE_STEP, CONTAINERS_STEP)
-#: In a heterogeneous step srun's own `%t` counts wrongly (22.05), so each rank opens its log by itself.
+#: A step that runs a command on each node while other steps run.
+NODES_STEP = "hpcdist-nodes"
+WATCHDOG_STEP = "het-watchdog"
+#: Beginnings of the names of steps that end before the next attempt; the watchdog ends with the supervisor.
+STEP_NAMES = ("attempt-", PREFLIGHT_STEP, NODES_STEP, CONTAINERS_STEP)
+#: In a heterogeneous step `%t` is wrong (22.05), so each rank opens its log itself.
 _RANK_WITH_LOG = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
 _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 
@@ -29,7 +29,7 @@ _WITH_LOG = _RANK_WITH_LOG.removeprefix("trap '' USR2; ")
 def step_command(
     config: Config, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
 ) -> list[str]:
-    """The step that runs every rank of a run once, whatever its roles ask for, in containers where there is a box."""
+    """Return the step that runs all ranks of a run, in containers if `box` is given."""
     parts = components(config)
     if is_het(config):
         return _het_command(config, parts, attempt, command, box)
@@ -43,16 +43,16 @@ def step_command(
 def srun_command(
     cluster: ClusterConfig, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None = None
 ) -> list[str]:
-    """The step where all nodes hold equally many ranks.
+    """Return the step with the same number of ranks on each node.
 
-    A rank that fails ends the others (`--kill-on-bad-exit`); cores per task are said again, because srun has not
-    taken them over from sbatch since Slurm 22.05.
+    A rank that fails ends the others (`--kill-on-bad-exit`). The cores per task are repeated because srun does not
+    inherit them from sbatch since Slurm 22.05.
     """
     return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
 
 
 def _rank_words(attempt: Attempt, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
-    """A rank as a task: in a container, which for pyxis begins with flags of srun, or as it is."""
+    """Return the command of a task: the rank, or its container, for pyxis after flags of srun."""
     if box is None:
         return [*IGNORE_USR2, *command]
     contained = container_command(box, command, attempt)
@@ -62,7 +62,7 @@ def _rank_words(attempt: Attempt, command: Sequence[str], box: ContainerSpec | N
 def _het_command(
     config: Config, parts: Sequence[JobComponent], attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
 ) -> list[str]:
-    """One step over all components: ranks count through them."""
+    """Return one step over all components, with consecutive ranks."""
     words = ["srun"]
     base = rank_env(config)
     for index, part in enumerate(parts):
@@ -81,7 +81,7 @@ def _het_command(
 
 
 def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """A command's head that changes one environment into another; srun has but one for all components."""
+    """Return an `env` command that changes one environment into another: srun has one for all components."""
     unset = [word for name in sorted(base.keys() - wanted.keys()) for word in ("-u", name)]
     changed = [f"{name}={value}" for name, value in wanted.items() if base.get(name) != value]
     return ["env", *unset, *changed] if unset or changed else []
@@ -90,7 +90,7 @@ def _env_words(base: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
 def _placed_command(
     cluster: ClusterConfig, num_ranks: int, attempt: Attempt, command: Sequence[str], box: ContainerSpec | None
 ) -> list[str]:
-    """The step where each rank is told its node, in the file that SLURM_HOSTFILE names."""
+    """Return the step with the node of each rank in the file that SLURM_HOSTFILE names."""
     flags = {**_flags(cluster, attempt), "nodes": None, "ntasks-per-node": None}
     flags |= {"ntasks": num_ranks, "distribution": "arbitrary"}
     return ["srun", *_options(flags), *_rank_words(attempt, command, box)]
@@ -122,10 +122,10 @@ def _options(flags: Mapping[str, Any]) -> list[str]:
 
 
 def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]:
-    """Variables that ranks get beyond the job's own. Interfaces are theirs to find: nodes may call them differently.
+    """Return the variables of ranks in addition to the job's. Ranks find their network interfaces themselves.
 
     Args:
-        part: whose ranks are meant; those of the first component, which the job's environment is made for.
+        part: the ranks' component; the first one by default.
     """
     part = part or allocations(config)[0]
     threads = config.launch.num_threads or part.cpus_per_task
@@ -134,28 +134,35 @@ def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]
     return {**policy, **config.cluster.env, **config.launch.env}
 
 
-def standby_command(job_id: str) -> list[str]:
-    """A step on one node of the second component: see standby.py."""
-    flags = ["--het-group=1", "--overlap", f"--job-name={STANDBY_STEP}", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"]
+def watchdog_command(job_id: str) -> list[str]:
+    """Return the step of `het_watchdog` on one node of the second component."""
+    flags = [
+        "--het-group=1",
+        "--overlap",
+        f"--job-name={WATCHDOG_STEP}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+    ]
     return ["srun", *flags, "--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", job_id]
 
 
-def roll_call_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
-    """A step that lets each node say its name."""
-    return beside_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het)
+def node_names_command(nodes: Sequence[Sequence[str]], *, het: bool) -> list[str]:
+    """Return a step that prints the name of each node."""
+    return nodes_command(nodes, ["sh", "-c", "echo $SLURMD_NODENAME"], het=het)
 
 
-def beside_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool) -> list[str]:
-    """A step that runs a command once on each node, beside whatever else runs there.
+def nodes_command(nodes: Sequence[Sequence[str]], command: Sequence[str], *, het: bool) -> list[str]:
+    """Return a step that runs a command once on each node while other steps run there.
 
     Args:
         nodes: names of the nodes, by component.
-        het: whether the components are those of a heterogeneous job.
+        het: whether the job is heterogeneous.
     """
     words = ["srun"]
     for index, own in enumerate(nodes if het else [[node for part in nodes for node in part]]):
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het
-        words += ["--overlap", f"--job-name={BESIDE_STEP}"]
+        words += ["--overlap", f"--job-name={NODES_STEP}"]
         words += [f"--nodes={len(own)}", f"--ntasks={len(own)}", "--ntasks-per-node=1"]
         words += ["--cpus-per-task=1", "--input=none", *command]
     return words
@@ -170,11 +177,11 @@ def preflight_command(
     *,
     het: bool,
 ) -> list[str]:
-    """A step that runs a command once on each node, with the cores and GPUs of all ranks there, in their container.
+    """Return a step that runs a command once on each node, with the cores, GPUs and container of its ranks.
 
     Args:
-        parts: what each component of the job asks for.
-        nodes: names of the nodes, by the same components.
+        parts: the components of the job.
+        nodes: names of the nodes, by component.
     """
     words = ["srun"]
     for index, (part, own) in enumerate(zip(parts, nodes, strict=True)):

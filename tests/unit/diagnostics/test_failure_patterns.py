@@ -104,8 +104,8 @@ def test_a_gpu_that_is_not_there() -> None:
         ("rank 1 on n1 was killed by SIGSEGV at step 3", "crashed"),
         ("srun: error: Unable to create step for job 1: Requested nodes are busy", "not-started"),
         ("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)", "not-started"),
-        ("no rank was started within launch.init_timeout_s=120 s: srun said nothing", "not-started"),
-        ("rank 7 on n7 was not started within launch.init_timeout_s=120 s: srun said nothing", "not-started"),
+        ("no rank was started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
+        ("rank 7 on n7 was not started within launch.init_timeout_s=120 s: no output of srun", "not-started"),
         (
             "rank 3 on n2 was killed by SIGKILL (out of memory?) at step 50; step 2.1 (attempt-001) does not end,"
             " although none of its ranks is left (n2 has rebooted)",

@@ -57,6 +57,6 @@ def test_an_all_reduce_that_does_not_end_is_told_with_what_to_look_at(monkeypatc
             "quick", fake, torch.device("cpu"), "nccl", fake, fake, timeout_s=0.01, on_expiry=said.append
         )
     assert str(said[0]) == (
-        "the ranks have met, but an all-reduce over nccl does not come to its end within 0.01 s: does a firewall close"
-        " ports between the nodes, or do they have several networks? NCCL_SOCKET_IFNAME names the interface to use"
+        "the ranks are connected, but an all-reduce over nccl did not finish within 0.01 s: does a firewall block"
+        " ports between the nodes, or do they have several networks? NCCL_SOCKET_IFNAME selects the interface"
     )

@@ -93,14 +93,14 @@ def test_a_stop_that_someone_asked_for_is_obeyed_also_where_a_node_was_lost(run:
 def test_the_trips_through_the_queue_are_counted(run: RunDir) -> None:
     job = FakeJob(2)
     state = after(run, job, "stopped", batch_step.TIME_LIMIT)
-    assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is used up")
+    assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is reached")
     assert (state.ended, job.requeues) == (7.0, [])
 
 
 def test_a_job_that_slurm_does_not_queue_again_is_left_to_its_owner(run: RunDir) -> None:
     job = FakeJob(refuses="scontrol requeue 41: Requested operation is presently disabled")
     state = after(run, job, "stopped", batch_step.TIME_LIMIT)
-    why = "Slurm does not queue it again (scontrol requeue 41: Requested operation is presently disabled)"
+    why = "Slurm does not requeue the job (scontrol requeue 41: Requested operation is presently disabled)"
     assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
 
 
@@ -206,4 +206,4 @@ def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
 
     monkeypatch.setattr(batch_step, "record_job_start", full)
     batch_step.JobLog(life=run).attempt(run.attempt(1), 4)
-    assert caplog.messages[-1] == "it is not noted where this job runs: No space left on device"
+    assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"

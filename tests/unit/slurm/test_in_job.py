@@ -88,7 +88,7 @@ def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[R
     config = replace(config, name="mine")
     run_in_job(config, JOB, tmp_path)
     with pytest.raises(
-        RunFolderError, match=r"/mine exists already: .* \(or leave `name` out: then each job has a run"
+        RunFolderError, match=r"/mine exists already: .* \(or leave `name` out: then each job creates a new run"
     ):
         run_in_job(config, {**JOB, "SLURM_JOB_ID": "42"}, tmp_path)
     assert len(supervised) == 1
@@ -108,11 +108,13 @@ def test_a_job_that_slurm_will_not_queue_again_is_told_so(
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=41 Requeue=0\n")
     run_in_job(config, JOB, tmp_path)
     (message,) = caplog.messages
-    assert message.startswith("Slurm will not requeue this job: without `#SBATCH --requeue` it saves at the time limit")
+    assert message.startswith(
+        "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit"
+    )
 
 
 def test_outside_of_a_job(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^SLURM_JOB_ID is not set: .*: `sbatch slurm/run\.sbatch CONFIG`, or "):
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_ID is not set: .*: use `sbatch slurm/run\.sbatch CONFIG`, or "):
         run_in_job(config, {}, tmp_path)
     assert not Path(config.runs_dir).exists()
 
@@ -132,7 +134,9 @@ def test_what_the_job_has(env: dict[str, str], changes: dict[str, Any]) -> None:
 
 
 def test_nodes_with_different_numbers_of_tasks() -> None:
-    with pytest.raises(ConfigError, match=r"^2,1 tasks per node: ask for as many on each, with `#SBATCH --ntasks-per-"):
+    with pytest.raises(
+        ConfigError, match=r"^2,1 tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-"
+    ):
         cluster_from_job(ClusterConfig(), {"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "2,1"}, None)
 
 

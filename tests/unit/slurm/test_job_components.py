@@ -256,7 +256,7 @@ def test_too_few_nodes_of_a_kind() -> None:
     wants = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
     with pytest.raises(HpcdistError) as caught:
         assign_nodes(wants, ["n1", "n2"], KINDS)
-    assert str(caught.value) == "worker and helper need 2 nodes × 1, b but of n1, n2 only 1 are left for that"
+    assert str(caught.value) == "worker and helper need 2 nodes × 1, b, but only 1 of n1, n2 are left and match"
 
 
 def test_ranks_fill_one_node_after_the_other() -> None:

@@ -81,7 +81,7 @@ class Scene:
             het=het,
         )
         self.preflight = found
-        found.look(self.attempt)
+        found.run(self.attempt)
         return found
 
     @property
@@ -98,7 +98,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 
 def test_where_all_is_well_one_line_says_so_once_in_a_life(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     found = scene.look()
-    found.look(scene.run.new_attempt())
+    found.run(scene.run.new_attempt())
     assert len(scene.calls) == 1
     (line,) = caplog.messages
     assert line.startswith("preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them (")
@@ -137,7 +137,7 @@ def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytes
             "",
             False,
             [DISK],
-            "; partition main has no other node like n3 to go on with",
+            "; partition main has no node to replace n3",
             [],
         ),
         (
@@ -145,7 +145,7 @@ def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytes
             "n3",
             True,
             [DISK],
-            "; a heterogeneous job cannot be queued again without n3",
+            "; a heterogeneous job cannot be requeued without n3",
             [],
         ),
         (
@@ -153,7 +153,7 @@ def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytes
             "n2 n3",
             False,
             [DISK, Check(name="disk", level="failure", text="full", node="n2")],
-            " (and 1 more in {text}); other nodes would be no better: none is excluded",
+            " (and 1 more in {text}); it concerns most nodes: none is excluded",
             [],
         ),
     ],
@@ -185,7 +185,7 @@ def test_a_slurm_that_does_not_answer_excludes_no_node(scene: Scene, monkeypatch
 
     monkeypatch.setattr(FakeJob, "replaceable", away)
     scene.judge([DISK])
-    error = r"; Slurm does not say whether there are other nodes like n3 \(sinfo: timed out\)$"
+    error = r"; cannot find nodes to replace n3 \(sinfo: timed out\)$"
     with pytest.raises(PreflightError, match=error):
         scene.look(on_failure="exclude")
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, [])
@@ -193,7 +193,7 @@ def test_a_slurm_that_does_not_answer_excludes_no_node(scene: Scene, monkeypatch
 
 def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
     scene.judge([Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs")])
-    with pytest.raises(PreflightError, match=r"^preflight: disk: 0 MB .*; other nodes would be no better: none is"):
+    with pytest.raises(PreflightError, match=r"^preflight: disk: 0 MB .*; it concerns most nodes: none is"):
         scene.look("n1 n2 n3", on_failure="exclude")
     assert scene.preflight.avoid == []
 
@@ -224,8 +224,8 @@ def test_where_the_step_itself_fails_the_ranks_are_started(scene: Scene, caplog:
     scene.say(errors="srun: error: Unable to create step\n")
     scene.look()
     assert caplog.messages[0] == (
-        "preflight: warning: probe: no node gave an answer in 2 steps: srun: error: Unable to create step;"
-        " the ranks are started all the same"
+        "preflight: warning: probe: no node answered in 2 steps: srun: error: Unable to create step;"
+        " the ranks start nevertheless"
     )
 
 

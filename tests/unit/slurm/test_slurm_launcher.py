@@ -234,7 +234,7 @@ def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
 
 def test_ranks_that_were_started_have_a_file(four: Step) -> None:
     assert four.ranks.absent() == [0, 1, 2, 3]
-    assert four.ranks.last_words() == "srun said nothing"
+    assert four.ranks.last_words() == "no output of srun"
     four.attempt.log(2).touch()
     (four.attempt.path / ".rank-00001.reserve").touch()
     (four.attempt.path / "rank-00003.beat.json").touch()
@@ -248,7 +248,7 @@ def test_ranks_that_were_started_have_a_file(four: Step) -> None:
 
 def test_ranks_that_nobody_reports_to_srun_are_looked_for(four: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """After rank 0's own report, and not before."""
-    monkeypatch.setattr(four.ranks, "_ask_after_s", 0.0)
+    monkeypatch.setattr(four.ranks, "_query_interval_s", 0.0)
     answers: list[set[int] | None] = [None, {2}, set()]
     asked = []
 
@@ -256,7 +256,7 @@ def test_ranks_that_nobody_reports_to_srun_are_looked_for(four: Step, monkeypatc
         asked.append(answers[0])
         return answers.pop(0)
 
-    monkeypatch.setattr(four.ranks, "_living", living)
+    monkeypatch.setattr(four.ranks, "_running_ranks", living)
     four.ranks.wait(0)
     four.report(2, "done")
     four.ranks.wait(0.01)
@@ -319,7 +319,7 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
 
 
 def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> None:
-    names = ("batch", "attempt-001", "standby", "preflight", "mine", "hpcdist-beside", "hpcdist-containers")
+    names = ("batch", "attempt-001", "het-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
     listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
     (slurm / "steps").write_text(listing)
     with launcher_of(slurm, runs_dir):
@@ -328,7 +328,7 @@ def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> 
 
 
 def test_the_standby_of_this_supervisor_is_left_alone(slurm: Path, runs_dir: Path) -> None:
-    (slurm / "steps").write_text("7.1 standby\n7.2 attempt-001\n")
+    (slurm / "steps").write_text("7.1 het-watchdog\n7.2 attempt-001\n")
     assert launcher_of(slurm, runs_dir).broken() == ""
     assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
 
@@ -337,7 +337,7 @@ def test_beside_old_ranks_none_are_started(
     slurm: Path, runs_dir: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is the job given up for it: the failed start is followed by the question of what is broken."""
-    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
+    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
     launcher = launcher_of(slurm, runs_dir)
@@ -403,7 +403,7 @@ def test_a_step_that_gets_no_processors_is_a_failure_in_sruns_own_words(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str
 ) -> None:
     """srun itself would wait for them without end, and `hang_timeout_s` is for ranks that train."""
-    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
+    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     then = "exit 1" if refuses else "exec sleep 1000"
     script = f"case \"$*\" in *attempt-*) echo x >> starts; echo '{busy}' >&2; {then};; esac"
@@ -482,7 +482,7 @@ def test_nodes_that_are_not_fit_need_no_roll_call(
         self.failed, self.avoid = True, avoid
         raise PreflightError("preflight: n2: disk: full")
 
-    monkeypatch.setattr(Preflight, "look", look)
+    monkeypatch.setattr(Preflight, "run", look)
     run = RunDir.create(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
@@ -496,7 +496,7 @@ def test_nodes_that_are_not_fit_need_no_roll_call(
 def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Preflight, "look", lambda self, attempt: None)
+    monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
     (slurm / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (slurm / "steps").write_text("7.batch batch\n")
     run = RunDir.create(runs_dir / "exp" / "first")
@@ -508,5 +508,5 @@ def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
         said = attempt.path / "stacks.log"
         ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)
         ranks.close()
-    each = "--overlap --job-name=hpcdist-beside --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    each = "--overlap --job-name=hpcdist-nodes --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
     assert said.read_text() == f"{each} python -m look\n"

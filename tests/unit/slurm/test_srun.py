@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcdist.config.schema import ClusterConfig, Config, LaunchConfig, RoleRequest
 from hpcdist.run.attempt import Attempt
-from hpcdist.slurm.job.srun import rank_env, roll_call_command, srun_command, standby_command, step_command
+from hpcdist.slurm.job.srun import node_names_command, rank_env, srun_command, step_command, watchdog_command
 
 RANK = ["python", "-m", "worker", "/shared/my run"]
 #: A rank ignores SIGUSR2 until it can hear it.
@@ -129,8 +129,16 @@ def test_a_step_in_which_each_rank_is_told_its_node() -> None:
 
 
 def test_the_standby_shares_a_node_of_the_second_component() -> None:
-    assert standby_command("41") == [
-        *("srun", "--het-group=1", "--overlap", "--job-name=standby", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"),
+    assert watchdog_command("41") == [
+        *(
+            "srun",
+            "--het-group=1",
+            "--overlap",
+            "--job-name=het-watchdog",
+            "--nodes=1",
+            "--ntasks=1",
+            "--cpus-per-task=1",
+        ),
         *("--input=none", sys.executable, "-P", "-m", "hpcdist.slurm.job.het_watchdog", "41"),
     ]
 
@@ -139,9 +147,9 @@ def test_the_roll_call() -> None:
     say = ["sh", "-c", "echo $SLURMD_NODENAME"]
     each = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none", *say]
     nodes = [("n1",), ("n2", "n3")]
-    beside = ["--overlap", "--job-name=hpcdist-beside"]
-    assert roll_call_command(nodes, het=False) == ["srun", *beside, "--nodes=3", "--ntasks=3", *each]
-    assert roll_call_command(nodes, het=True) == [
+    beside = ["--overlap", "--job-name=hpcdist-nodes"]
+    assert node_names_command(nodes, het=False) == ["srun", *beside, "--nodes=3", "--ntasks=3", *each]
+    assert node_names_command(nodes, het=True) == [
         *("srun", "--het-group=0", *beside, "--nodes=1", "--ntasks=1", *each),
         *(":", "--het-group=1", *beside, "--nodes=2", "--ntasks=2", *each),
     ]

@@ -1,0 +1,116 @@
+"""The epoch loop with a context that records its calls, and the meter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from hpcdist.config.schema import CheckpointConfig, Config, StopConfig, TrackingConfig
+from hpcdist.rank.training_loop import Meter, run_epochs
+from hpcdist.rank.training_position import TrainingPosition
+
+
+class RecordingContext:
+    """Saves every `save_every` steps and stops at `stop_at`; `events` has the calls in order."""
+
+    def __init__(self, *, save_every: int = 100, stop_at: int = 100) -> None:
+        self.events: list[str] = []
+        self.save_every, self.stop_at = save_every, stop_at
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.events.append(f"log {'/'.join(metrics)} {step}")
+
+    def should_stop(self, step: int, total_steps: int) -> bool:
+        return step >= self.stop_at
+
+    def should_save(self, step: int) -> bool:
+        return step % self.save_every == 0 or step >= self.stop_at
+
+
+def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] | None = None) -> str:
+    meter, in_flight = Meter(), [] if in_flight is None else in_flight
+
+    def train_epoch() -> Iterator[None]:
+        while True:
+            ctx.events.append(f"step {position.step}")
+            meter.add(loss=1.0)
+            if in_flight:
+                in_flight.pop()
+            yield
+
+    def interval_metrics() -> dict[str, float]:
+        assert meter.sums == {"loss": 2.0}, "the sums of one interval"
+        return {"loss": 0.5}
+
+    cfg = Config(
+        tracking=TrackingConfig(log_every_steps=2),
+        checkpoint=CheckpointConfig(monitor="accuracy"),
+        stop=StopConfig(max_epochs=2),
+    )
+    arguments: dict[str, Any] = {
+        "train_epoch": train_epoch,
+        "interval_metrics": interval_metrics,
+        "evaluate": lambda: {"accuracy": 0.5},
+        "save": lambda metrics: ctx.events.append(f"save {'/'.join(metrics)} {position.step}".replace("  ", " ")),
+        "in_flight": in_flight,
+    }
+    return run_epochs(ctx, cfg, position, meter, **arguments)  # type: ignore[arg-type]
+
+
+def new_position(**fields: int) -> TrainingPosition:
+    return TrainingPosition.resume({"steps_per_epoch": 2, **fields}, 2, StopConfig(max_epochs=2))
+
+
+def test_each_epoch_trains_evaluates_and_saves() -> None:
+    ctx = RecordingContext()
+    assert run(ctx, new_position()) == "trained 4 steps, 2 epochs"
+    first = ["step 0", "step 1", "log loss 2", "log accuracy 2", "save accuracy 2"]
+    assert ctx.events == [*first, "step 2", "step 3", "log loss 4", "log accuracy 4", "save accuracy 4"]
+
+
+def test_a_due_save_before_an_evaluation_waits_for_its_metrics() -> None:
+    ctx = RecordingContext(save_every=1)
+    run(ctx, new_position())
+    assert [event for event in ctx.events if event.startswith("save")] == [
+        "save 1",
+        "save accuracy 2",
+        "save 3",
+        "save accuracy 4",
+    ]
+
+
+@pytest.mark.parametrize("stop_at", [1, 2])
+def test_a_stop_saves_once_and_returns_without_a_reason(stop_at: int) -> None:
+    ctx, position = RecordingContext(stop_at=stop_at), new_position()
+    assert run(ctx, position) == ""
+    assert ctx.events[-1] == f"save {stop_at}"
+    assert (position.step, position.epoch, position.step_in_epoch) == (stop_at, 0, stop_at)
+
+
+def test_a_run_stopped_before_an_evaluation_resumes_with_it() -> None:
+    ctx = RecordingContext()
+    run(ctx, new_position(step=2, step_in_epoch=2))
+    assert ctx.events[:2] == ["log accuracy 2", "save accuracy 2"]
+
+
+def test_nothing_is_saved_and_no_stop_happens_while_batches_are_in_flight() -> None:
+    ctx = RecordingContext(stop_at=1)
+    assert run(ctx, new_position(), in_flight=[0, 0]) == ""
+    assert ctx.events == ["step 0", "step 1", "log loss 2", "save 2"]
+
+
+def test_the_meter_sums_excludes_pauses_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0, 15.0, 16.0, 20.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter({"loss": torch.tensor(1.0), "num_steps": 3}, torch.device("cpu"))
+    meter.add(loss=torch.tensor(0.5), num_steps=1)
+    assert meter.sums == {"loss": torch.tensor(1.5), "num_steps": 4}
+    with meter.paused():  # from 12 to 15
+        pass
+    assert meter.elapsed_s == 3.0
+    meter.reset()
+    assert meter.sums == {}
