@@ -20,8 +20,8 @@ CASES = [("rl_cartpole", "train/env_steps_per_s", "400"), ("rnn_lm", "train/toke
 
 def throughput(checkout: Path, config: str, metric: str, steps: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"runs_dir={folder}", "name=run", f"stop.steps={steps}", "stop.threshold=1e9"]
-        settings += ["tracking.log_every=10", "tracking.system_interval_s=0", "tracking.drain_timeout_s=1"]
+        settings = [f"runs_dir={folder}", "name=run", f"stop.max_steps={steps}", "stop.threshold=1e9"]
+        settings += ["tracking.log_every_steps=10", "tracking.system_interval_s=0", "tracking.drain_timeout_s=1"]
         subprocess.run(
             [checkout / ".venv/bin/hpcdist", "run", config, *settings],
             cwd=checkout,

@@ -63,13 +63,13 @@ class Setting:
             f"data.image_size={IMAGE_SIZE}",
             f"data.num_samples={NUM_SYNTHETIC}",
             f"data.batch_size={self.batch_size}",
-            f"stop.steps={self.steps}",
+            f"stop.max_steps={self.steps}",
             f"checkpoint.every_steps={self.steps // 4}",
-            f"tracking.log_every={WINDOW}",
+            f"tracking.log_every_steps={WINDOW}",
             "tracking.system_interval_s=2",
-            f"launch.ranks={NUM_RANKS}",
+            f"launch.num_ranks={NUM_RANKS}",
             "launch.device=cpu",
-            "launch.threads=1",
+            "launch.num_threads=1",
         ]
 
 

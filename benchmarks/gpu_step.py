@@ -85,9 +85,11 @@ def make_config(arguments: argparse.Namespace, num_ranks: int) -> Config:
         ),
         optim=OptimConfig(name="sgd", lr=0.01),
         precision=PrecisionConfig(dtype="bf16"),
-        stop=StopConfig(epochs=NUM_EPOCHS),
-        tracking=TrackingConfig(uri="", log_every=max(1, per_epoch // INTERVALS_PER_EPOCH), system_interval_s=2.0),
-        launch=LaunchConfig(device=arguments.device, ranks=num_ranks),
+        stop=StopConfig(max_epochs=NUM_EPOCHS),
+        tracking=TrackingConfig(
+            uri="", log_every_steps=max(1, per_epoch // INTERVALS_PER_EPOCH), system_interval_s=2.0
+        ),
+        launch=LaunchConfig(device=arguments.device, num_ranks=num_ranks),
     )
 
 
@@ -209,7 +211,7 @@ def run_bare(config: Config, out: Path) -> None:
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        if step % config.tracking.log_every == 0:
+        if step % config.tracking.log_every_steps == 0:
             loss.item()
             readings.append((step, time.time()))
     if rank == 0:
@@ -300,7 +302,7 @@ def main() -> None:
     result: dict[str, object] = {"benchmark": "gpu_step", "device": gpu, "num_ranks": plan.num_ranks}
     if arguments.check_sync:
         _, syncs = measure(plan, config, "ours", passed_on)
-        num_logs = arguments.steps // config.tracking.log_every
+        num_logs = arguments.steps // config.tracking.log_every_steps
         print(f"waits for the device in {arguments.steps} training steps with {num_logs} log records:")
         for where, count in syncs.items():
             print(f"    {count:6}  {where}")

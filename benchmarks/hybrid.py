@@ -61,16 +61,27 @@ def run_ours(case: Case, mode: str, folder: Path, env: Mapping[str, str]) -> flo
     test = 64
     num_samples = steps * case.bags * NUM_TRAINERS + test
     config = folder / "ours.yaml"  # tables given on the command line would be beside those of a shipped config
-    roles = f"{{trainer: {NUM_TRAINERS}, server: {case.servers}}}"
+    roles = f"{{trainer: {NUM_TRAINERS}, parameter_server: {case.servers}}}"
     config.write_text(f"{{trainer: hybrid, roles: {roles}, hybrid: {{tables: {{only: {case.rows}}}}}}}\n")
     command = [
-        *(sys.executable, "-m", "hpcdist", "run", str(config), "experiment=clicks", "checkpoint.best=eval/auc"),
-        *(f"runs_dir={folder}", "name=ours", f"hybrid.mode={mode}", f"hybrid.dim={case.dim}", "hybrid.hidden=[8]"),
-        *("hybrid.table_optimizer=sgd", f"hybrid.batch_size={case.bags}", f"hybrid.bag_size={case.bag_size}"),
-        *("hybrid.fixed_bags=true", "hybrid.skew=0", "hybrid.num_numeric=0", f"hybrid.num_samples={num_samples}"),
-        *(f"hybrid.test_fraction={test / num_samples}", "optim.name=sgd", "hybrid.export_max_mb=0"),
-        *("stop.epochs=1", f"tracking.log_every={window}", "tracking.register_as=null"),
-        *("launch.device=cpu", "launch.threads=1"),
+        *(sys.executable, "-m", "hpcdist", "run", str(config), "experiment=clicks", "checkpoint.monitor=eval/auc"),
+        *(
+            f"runs_dir={folder}",
+            "name=ours",
+            f"hybrid.mode={mode}",
+            f"hybrid.embedding_dim={case.dim}",
+            "hybrid.hidden_sizes=[8]",
+        ),
+        *("hybrid.table_optimizer=sgd", f"hybrid.batch_size={case.bags}", f"hybrid.max_bag_size={case.bag_size}"),
+        *(
+            "hybrid.fixed_bags=true",
+            "hybrid.skew=0",
+            "hybrid.num_numeric_columns=0",
+            f"hybrid.num_samples={num_samples}",
+        ),
+        *(f"hybrid.eval_fraction={test / num_samples}", "optim.name=sgd", "hybrid.export_max_mb=0"),
+        *("stop.max_epochs=1", f"tracking.log_every_steps={window}", "tracking.register_as=null"),
+        *("launch.device=cpu", "launch.num_threads=1"),
     ]
     _call(command, folder, env)
     records, _ = read_records(folder / "clicks" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")

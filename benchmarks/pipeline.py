@@ -102,8 +102,13 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
         f"params.answers={folder}/answers",
     ]
     command += ["data.name=synthetic", f"data.image_size={IMAGE_SIZE}", f"data.batch_size={BATCH_SIZE}"]
-    command += ["data.num_samples=64", "optim.name=sgd", "optim.lr=0.05", "launch.device=cpu", "launch.threads=1"]
-    command += ["tracking.system_interval_s=0", "pipeline.cut=[layer2]", "pipeline.micro_batches=4", *overrides]
+    command += ["data.num_samples=64", "optim.name=sgd", "optim.lr=0.05", "launch.device=cpu", "launch.num_threads=1"]
+    command += [
+        "tracking.system_interval_s=0",
+        "pipeline.split_points=[layer2]",
+        "pipeline.num_micro_batches=4",
+        *overrides,
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=BASELINES, env=env, stdout=log, stderr=log)
     stack.callback(process.terminate)

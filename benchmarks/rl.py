@@ -32,10 +32,10 @@ THRESHOLD = 475.0
 SOLVED_IN_S = 5.0
 #: What is overridden in `rl_cartpole`, environments per observer, and times the baseline to reach.
 CASES: dict[str, tuple[list[str], int, float | None]] = {
-    "8 environments": (["rl.num_envs=8", "rl.rollout_steps=256", "stop.steps=150"], 8, 100.0),
-    "64 environments": (["stop.steps=300"], 64, 250.0),
-    "64 environments, async": (["rl.mode=async", "stop.steps=300"], 64, None),
-    "64 environments, remote inference": (["rl.inference=remote", "stop.steps=20"], 64, None),
+    "8 environments": (["rl.num_envs=8", "rl.num_rollout_steps=256", "stop.max_steps=150"], 8, 100.0),
+    "64 environments": (["stop.max_steps=300"], 64, 250.0),
+    "64 environments, async": (["rl.mode=async", "stop.max_steps=300"], 64, None),
+    "64 environments, remote inference": (["rl.inference=remote", "stop.max_steps=20"], 64, None),
 }
 
 
@@ -57,7 +57,7 @@ def run_ours(*overrides: str) -> list[Record]:
         call(
             [
                 *(sys.executable, "-m", "hpcdist", "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
-                *("launch.device=cpu", "launch.threads=1", "rl.record=false", "tracking.register_as=null"),
+                *("launch.device=cpu", "launch.num_threads=1", "rl.record_episode=false", "tracking.register_as=null"),
                 *("tracking.drain_timeout_s=5", *overrides),  # what MLflow has at the end is of no interest here
             ]
         )
@@ -65,7 +65,7 @@ def run_ours(*overrides: str) -> list[Record]:
 
 
 def steps_per_s(overrides: list[str]) -> float:
-    records = run_ours("stop.threshold=1000", "rl.updates_per_epoch=1000", "stop.epochs=9", *overrides)
+    records = run_ours("stop.threshold=1000", "rl.updates_per_epoch=1000", "stop.max_epochs=9", *overrides)
     key = "train/env_steps"
     points = [(item.step, item.metrics[key], item.time_ms) for item in records if key in item.metrics]
     steady = [point for point in points if point[0] >= points[-1][0] / 3]

@@ -52,14 +52,21 @@ class Case:
 
 CASES = {
     "realistic": Case(
-        {"vocab_size": 10_000, "embedding": 200, "hidden": 200, "layers": 2, "batch_size": 20, "bptt": 35},
+        {
+            "vocab_size": 10_000,
+            "embedding_size": 200,
+            "hidden_size": 200,
+            "num_layers": 2,
+            "batch_size": 20,
+            "bptt": 35,
+        },
         turn_s=4.0,
         log_every=2,
         goals={"ours": 1.15},
     ),
     # The tutorial's own sizes.
     "toy": Case(
-        {"vocab_size": 10, "embedding": 2, "hidden": 3, "layers": 4, "batch_size": 3, "bptt": 5},
+        {"vocab_size": 10, "embedding_size": 2, "hidden_size": 3, "num_layers": 4, "batch_size": 3, "bptt": 5},
         turn_s=1.5,
         log_every=25,
         goals={"ours": 1.4},
@@ -69,7 +76,7 @@ NAMES = {"realistic": "10,000 × 200, batch 20 × 35", "toy": "10 × 2, batch 3 
 MALLOC = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
 
 
-TEXT = {"corpus_mb": 4.0, "held_out": 0.01}
+TEXT = {"max_corpus_mb": 4.0, "eval_fraction": 0.01}
 
 
 class Contender:
@@ -134,13 +141,13 @@ class Ours(Contender):
             "optim.name": "sgd",
             "optim.momentum": 0,
             "optim.lr": 0.05,
-            "optim.clip_norm": "null",
+            "optim.max_grad_norm": "null",
             "schedule.name": "constant",
-            "stop.epochs": 1_000_000,
-            "tracking.log_every": case.log_every,
+            "stop.max_epochs": 1_000_000,
+            "tracking.log_every_steps": case.log_every,
             "tracking.register_as": "null",
             "launch.device": "cpu",
-            "launch.threads": 1,
+            "launch.num_threads": 1,
         }
         command = [sys.executable, "-m", "hpcdist", "run", "rnn_lm"]
         return [*command, *(f"{key}={value}" for key, value in keys.items()), *self.options]

@@ -54,7 +54,7 @@ srun --cpus-per-task=1 bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCA
 CONFIG = """\
 experiment: start
 trainer: {{script: [first_step.py, {out}]}}
-launch: {{device: cpu, threads: 1}}
+launch: {{device: cpu, num_threads: 1}}
 """
 
 

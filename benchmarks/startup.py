@@ -28,12 +28,12 @@ NUM_RANKS = 2
 TRAINER_CONFIG = """\
 experiment: startup
 trainer: first_all_reduce_trainer:train
-launch: {device: cpu, ranks: 2, threads: 1}
+launch: {device: cpu, num_ranks: 2, num_threads: 1}
 """
 SCRIPT_CONFIG = """\
 experiment: startup
 trainer: {script: [first_all_reduce.py]}
-launch: {device: cpu, ranks: 2, threads: 1}
+launch: {device: cpu, num_ranks: 2, num_threads: 1}
 """
 
 

@@ -68,9 +68,11 @@ Step = Callable[[Batch], None]
 
 
 def remote_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
-    table = rpc.remote(SERVER, EmbeddingTable, (vocab_size, cfg.embedding, cfg.dropout))
-    decoder = rpc.remote(SERVER, Decoder, (vocab_size, cfg.hidden, cfg.dropout))
-    lstm = nn.LSTM(cfg.embedding, cfg.hidden, cfg.layers, dropout=cfg.dropout if cfg.layers > 1 else 0.0)
+    table = rpc.remote(SERVER, EmbeddingTable, (vocab_size, cfg.embedding_size, cfg.dropout))
+    decoder = rpc.remote(SERVER, Decoder, (vocab_size, cfg.hidden_size, cfg.dropout))
+    lstm = nn.LSTM(
+        cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=cfg.dropout if cfg.num_layers > 1 else 0.0
+    )
     parameters = [*rpc.rpc_sync(SERVER, parameters_at, (table,)), *rpc.rpc_sync(SERVER, parameters_at, (decoder,))]
     parameters += [rpc.RRef(parameter) for parameter in lstm.parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=lr)
@@ -91,9 +93,11 @@ def remote_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
 
 
 def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
-    table = EmbeddingTable(vocab_size, cfg.embedding, cfg.dropout)
-    decoder = Decoder(vocab_size, cfg.hidden, cfg.dropout)
-    lstm = nn.LSTM(cfg.embedding, cfg.hidden, cfg.layers, dropout=cfg.dropout if cfg.layers > 1 else 0.0)
+    table = EmbeddingTable(vocab_size, cfg.embedding_size, cfg.dropout)
+    decoder = Decoder(vocab_size, cfg.hidden_size, cfg.dropout)
+    lstm = nn.LSTM(
+        cfg.embedding_size, cfg.hidden_size, cfg.num_layers, dropout=cfg.dropout if cfg.num_layers > 1 else 0.0
+    )
     model = nn.ModuleList([table, lstm, decoder])
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     state: list[Tensor] | None = None

@@ -35,7 +35,7 @@ def train(ctx: Context, cfg: Config) -> None:
         loss.backward()
         optimizer.step()
         step += 1
-        if step % cfg.tracking.log_every == 0:
+        if step % cfg.tracking.log_every_steps == 0:
             ctx.log({"train/loss": loss.item()}, step)
         stop = ctx.should_stop(step, total_steps)
         if ctx.should_save(step) or step == total_steps:

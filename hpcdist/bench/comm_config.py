@@ -1,4 +1,4 @@
-"""A communication benchmark (`trainer: comm`)."""
+"""The config section of trainer `comm`: the settings of the communication benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMM_OPERATIONS = (
     "all_to_all",
     "barrier",
 )
-#: Further measurements besides the operations of all ranks.
+#: Measurements besides the operations of all ranks at all sizes.
 COMM_PARTS = ("async", "groups", "pairs", "overlap", "rpc")
 COMM_DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -31,9 +31,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return a number of bytes from a number or a text such as `64K`, `256M` or `1.5 GiB` (K is 1024).
+    """Return the bytes in a number or a text such as `64K`, `256M` or `1.5 GiB` (K is 1024, with and without `iB`).
 
-    Raises ValueError for any other text and for less than one byte.
+    Raises ValueError for any other value, and for less than one byte.
     """
     found = _SIZE.fullmatch(str(value).strip())
     size = float(found[1]) * _UNITS[found[2].lower()] if found and not isinstance(value, bool) else 0.0
@@ -44,23 +44,23 @@ def parse_bytes(value: int | str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """A benchmark of the communication between all ranks: correctness and speed of each operation."""
+    """A benchmark of the communication of all ranks: correctness and speed of every operation (`trainer: comm`)."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
-    """Operations to check and measure; `async`, `groups` and `overlap` add measurements of the listed operations."""
+    """Operations to check and measure; `async`, `groups` and `overlap` apply to the other operations of the list."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """Backend to measure; `auto` is that of the run (launch.backend); nccl uses GPU tensors, the others CPU tensors."""
+    """Backend to measure; `auto` is launch.backend. Tensors are on GPUs for nccl, else on the host."""
     max_bytes: int | str = "256M"
-    """Largest size in bytes; all powers of two from 1 on are measured (K, M and G are powers of 1024)."""
+    """Largest message; all powers of two from 1 B up are measured (K, M and G are powers of 1024)."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
-    """Data types of reductions. Operations that only move data are measured in bytes."""
-    budget_s: float = 0.02
-    """Duration of the measurement of each point in seconds, but at least three iterations within longest_s."""
-    longest_s: float = 1.0
-    """Larger sizes of an operation are skipped if one iteration would take longer than this number of seconds."""
+    """Data types of reductions, each measured from one element up; other operations are measured in bytes."""
+    measure_s: float = 0.02
+    """Seconds per measurement after its warm-up; at least three iterations, if max_iteration_s allows them."""
+    max_iteration_s: float = 1.0
+    """Skip larger messages of an operation once one iteration would take longer than this."""
 
     def __post_init__(self) -> None:
-        problems = above(self, 0, "longest_s") + at_least(self, 0, "budget_s")
+        problems = above(self, 0, "max_iteration_s") + at_least(self, 0, "measure_s")
         try:
             parse_bytes(self.max_bytes)
         except ValueError as error:

@@ -71,10 +71,10 @@ def measure_calls(
             for device in devices:
                 byte_s = 0.0
                 for size in SIZES:
-                    if size > parse_bytes(cfg.max_bytes) or size * byte_s > cfg.longest_s:
+                    if size > parse_bytes(cfg.max_bytes) or size * byte_s > cfg.max_iteration_s:
                         break
                     ctx.alive()
-                    timing, calls_s = _measure(ctx.roles.name_of(rank), size, device, cfg.budget_s)
+                    timing, calls_s = _measure(ctx.roles.name_of(rank), size, device, cfg.measure_s)
                     byte_s = timing.median_s / size if size >= _LONG else 0.0
                     found.append(
                         Rpc(

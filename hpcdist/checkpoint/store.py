@@ -72,7 +72,7 @@ class CheckpointStore:
         folder: created at the first write.
         keep_last: number of newest checkpoints to keep, at least 2.
         best_metric: metric by which the best checkpoint is kept in addition.
-        best_mode: whether the largest or the smallest value is the best.
+        monitor_mode: whether the largest or the smallest value is the best.
 
     Attributes:
         skipped: one line for each invalid checkpoint that the last `latest()` skipped.
@@ -86,7 +86,7 @@ class CheckpointStore:
         *,
         keep_last: int = 2,
         best_metric: str | None = None,
-        best_mode: Literal["max", "min"] = "max",
+        monitor_mode: Literal["max", "min"] = "max",
     ) -> None:
         if keep_last < 2:
             raise CheckpointError(f"checkpoint.keep_last must be >= 2, got {keep_last}")
@@ -94,7 +94,7 @@ class CheckpointStore:
         self.skipped: list[str] = []
         self._keep_last = keep_last
         self._best_metric = best_metric
-        self._best_mode = best_mode
+        self._monitor_mode = monitor_mode
         self._looked = False
         self._newest: Found | None = None  # verified or written by this process
         self._broken: set[Path] = set()
@@ -163,7 +163,7 @@ class CheckpointStore:
         metric = self._best_metric
         if metric is None:
             return []
-        sign = -1.0 if self._best_mode == "max" else 1.0
+        sign = -1.0 if self._monitor_mode == "max" else 1.0
         scored = [(sign * found.metrics.get(metric, math.nan), found) for found in candidates]
         return [found for _, found in sorted((s for s in scored if not math.isnan(s[0])), key=lambda s: s[0])]
 

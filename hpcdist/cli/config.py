@@ -35,6 +35,7 @@ def show_config(
     overrides: Overrides = None,
     cluster: Cluster = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print every key with type, default and meaning.")] = False,
+    for_editors: Annotated[bool, typer.Option("--json-schema", help="Print the JSON Schema of a config.")] = False,
     as_json: Json = False,
     experiment: ExperimentKey = None,
     runs_dir: RunsDirKey = None,
@@ -47,10 +48,18 @@ def show_config(
         hpcdist config ddp_mnist optim.lr=0.01
 
         hpcdist config --schema
-    """
-    from hpcdist.config.loading import load_config, redacted, shipped_configs, to_yaml
 
-    if schema:
+        hpcdist config --json-schema > config.schema.json
+    """
+    from hpcdist.config.loading import load_config
+    from hpcdist.config.shipped import shipped_configs
+    from hpcdist.config.written import redacted, to_yaml
+
+    if for_editors:
+        from hpcdist.config.json_schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    elif schema:
         from hpcdist.config.schema import describe
 
         keys = [dict(zip(("key", "type", "default", "help"), entry, strict=True)) for entry in describe()]

@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hpcdist.config.loading import redacted
 from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.written import redacted
 from hpcdist.rank.roles import rank_table
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir, State

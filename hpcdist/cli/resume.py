@@ -51,7 +51,7 @@ def resume(
 
         hpcdist resume ddp-2026
 
-        hpcdist resume runs/digits/first stop.epochs=20 --with-current-code
+        hpcdist resume runs/digits/first stop.max_epochs=20 --with-current-code
     """
     from hpcdist.config.loading import load_run_config
     from hpcdist.files.ownership import require_trusted
@@ -69,7 +69,7 @@ def resume(
     if job_of(found) is not None and not (now := status_of(found)).final:
         raise UserMistake(f"run {found.name} is {now.name} and cannot be resumed: `hpcdist follow {found.name}`")
     if found.read_state().status == "finished" and not words:
-        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.epochs=20")
+        raise UserMistake(f"run {found.name} is finished: to train longer, add an override such as stop.max_epochs=20")
     on_slurm = found.slurm.exists()
     if not on_slurm and (dependency or begin):
         raise UserMistake(f"--dependency and --begin need Slurm, and run {found.name} was not submitted to Slurm")

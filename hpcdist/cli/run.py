@@ -61,7 +61,7 @@ def run(
 
         hpcdist run ddp_digits
 
-        hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.ranks=4
+        hpcdist run mnist.yaml data.root=~/data optim.lr=0.01 launch.num_ranks=4
 
         hpcdist run ddp_mnist --detach
 

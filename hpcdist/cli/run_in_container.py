@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist.cli.terminal import say
-from hpcdist.config.loading import find_config, load_config, redacted_argument
+from hpcdist.config.loading import load_config
 from hpcdist.config.schema import Config
+from hpcdist.config.shipped import find_config
+from hpcdist.config.written import redacted_argument
 from hpcdist.containers.images.engine import RUNNERS, find_engine
 from hpcdist.containers.images.labels import inspect, require_driver, require_fit
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container, with_mount, without_secrets

@@ -84,7 +84,7 @@ def _best_metric(run: RunDir) -> str:
     from hpcdist.config.loading import load_run_config
 
     try:
-        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.best
+        return load_run_config(run.config, [], {}, require_secrets=False).checkpoint.monitor
     except UserMistake:
         return ""
 

@@ -32,7 +32,7 @@ def show_choices(sweep: Sweep, choices: Sequence[Choice]) -> None:
 def show_end(sweep: Sweep, choices: Sequence[Choice]) -> int:
     """Print the final table of a sweep. Returns the exit code of the command."""
     cells = [(choice.cell.label, choice.run) for choice in choices]
-    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.best)
+    names = show_cells(sweep.name, cells, sweep.cells[0].config.checkpoint.monitor)
     if set(names) != {"finished"}:
         say("run the same command again for missing and failed cells")
     if {"failed", "lost", "unreadable"} & set(names):

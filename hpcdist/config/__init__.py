@@ -1,1 +1,1 @@
-"""Load, validate and write configs. OmegaConf is used here alone."""
+"""Loading, validation and storage of configs. No other package uses OmegaConf."""

@@ -23,22 +23,25 @@ MAX_DEPTH = 40
 MAX_DIGITS = 100
 #: Python integers have no bounds, but those of JSON, NumPy, PyTorch and MLflow have.
 MAX_INTEGER = 2**63 - 1
-#: Stands for `${` where OmegaConf shall not see it: a character of private use makes it unlike any text.
+#: Replaces `${` in text that OmegaConf must not interpolate; a private-use character makes a collision unlikely.
 _NO_INTERPOLATION = "$\ue0f7{"
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_:]*")
-#: Of explicit tags only `!!str` and `!`; others construct objects, or fail on values that are not of their form.
+#: The explicit tags that are allowed; others construct objects, or fail on values of another form.
 _TAGS = (None, "!", "tag:yaml.org,2002:str")
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_document(path: Path, *, literal: bool = False) -> dict[str, Any]:
-    """Return a YAML file's keys and values; interpolations are left as they are, and a `literal` one holds none.
+    """Return the keys and values of a YAML file, with unresolved interpolations.
 
-    Raises ConfigError.
+    Args:
+        literal: whether `${` is text in this file, instead of the start of an interpolation.
+
+    Raises ConfigError if the file cannot be read or is not valid.
     """
     text = read_text(path)
     try:
-        # OmegaConf parses interpolations when it reads them. An empty file is all defaults.
+        # OmegaConf parses interpolations while it reads. An empty file means the defaults.
         tree = (as_literal(parse(protected(text))) if literal else parse(text)) or {}
     except ValueError as error:
         raise ConfigError([str(error)], str(path)) from error
@@ -69,32 +72,32 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def parse(text: str) -> Any:
-    """Return the plain value of a YAML text, as OmegaConf reads it (`3e-4` is a number), with text for keys.
+    """Return the plain value of a YAML text as OmegaConf reads it (`3e-4` is a number), with strings as keys.
 
-    Raises ValueError with one line: the mistake, and where it is known its line.
+    Raises ValueError with one line: the mistake, and its line number if it is known.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
     try:
         check_bounds(text)
-        # A scalar by itself is no document for OmegaConf.
+        # OmegaConf does not accept a scalar as a document.
         found = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except OmegaConfBaseException as error:
         key = (error.full_key or "").removeprefix("value").removeprefix(".")
-        where = f"{key}: " if key else ""
-        # The grammar's own messages repeat the text.
-        what = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
-        raise ValueError(f"{where}{what}") from None
+        prefix = f"{key}: " if key else ""
+        # The messages of the grammar repeat the text.
+        mistake = "malformed interpolation" if isinstance(error, GrammarParseError) else first_line(error)
+        raise ValueError(f"{prefix}{mistake}") from None
     except yaml.YAMLError as error:
-        # An alias or a tag by mistake may be the beginning of a password: `*p4ss`.
+        # An unquoted password may start like an alias or a tag: `*p4ss`.
         raise ValueError(re.sub(r"(alias|anchor|tag) '[^']*'", r"\1", " ".join(str(error).split()))) from None
-    assert isinstance(found, dict), "of a dotlist with one key"
+    assert isinstance(found, dict), "a dotlist with one key gives a dict"
     return _with_text_keys(found["value"], "")
 
 
 def protected(value: T) -> T:
-    """Return a text, or plain containers, in whose strings OmegaConf finds no interpolation; see `as_literal`."""
+    """Return a text or plain containers without interpolations for OmegaConf; `as_literal` reverses this."""
     found: Any = value
     if isinstance(found, dict):
         found = {key: protected(item) for key, item in found.items()}
@@ -106,7 +109,7 @@ def protected(value: T) -> T:
 
 
 def as_literal(value: T) -> T:
-    """Return a config, or a value of one, with the strings that `protected` has changed as they were."""
+    """Return a config or a value of one with the strings that `protected` changed restored."""
     found: Any = value
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
         fields = {field.name: as_literal(getattr(found, field.name)) for field in dataclasses.fields(found)}
@@ -121,17 +124,17 @@ def as_literal(value: T) -> T:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; OmegaConf's further lines repeat key and type."""
+    """Return the first line of an error's message; the other lines of OmegaConf's messages repeat key and type."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def unfit(value: object) -> str:
-    """Return why a value of a config cannot be stored or passed to other programs, nothing where it can."""
+    """Return the reason why a value cannot be stored or passed to other programs; empty if it can."""
     if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
         return f"must fit in 64 bits, got {shown(value)}"
     if isinstance(value, str):
         if "\0" in value:
-            return f"must not hold a NUL character, got {shown(value)}"
+            return f"must not contain a NUL character, got {shown(value)}"
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -140,7 +143,7 @@ def unfit(value: object) -> str:
 
 
 def unfit_values(tree: object, path: str = "") -> Iterator[str]:
-    """Yield a problem for every key and value of plain containers that is `unfit`."""
+    """Yield a line for every key and value of plain containers that is `unfit`."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             if problem := unfit(key):
@@ -155,7 +158,7 @@ def unfit_values(tree: object, path: str = "") -> Iterator[str]:
 
 
 def check_bounds(text: str) -> None:
-    """Raise ValueError for a YAML text that a recursive parser should not see, or YAMLError for one that is no YAML."""
+    """Raise ValueError for a YAML text that could crash a recursive parser, or YAMLError for invalid YAML."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
@@ -172,7 +175,7 @@ def check_bounds(text: str) -> None:
 
 
 def _with_text_keys(value: Any, path: str) -> Any:
-    """Containers whose keys are text: `1` and `'1'` would be one key in JSON and on the command line."""
+    """Return containers with strings as keys: in JSON and on the command line, `1` and `'1'` are one key."""
     if isinstance(value, list):
         return [_with_text_keys(entry, path) for entry in value]
     if not isinstance(value, dict):

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hpcdist.config.loading import parse_value, redacted_argument
 from hpcdist.config.schema import Config
+from hpcdist.config.tree import parse_value
+from hpcdist.config.written import redacted_argument
 from hpcdist.containers.images.engine import EngineName
 from hpcdist.containers.spec import ContainerSpec, Mount
 from hpcdist.errors import UserMistake

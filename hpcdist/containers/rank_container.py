@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.loading import secrets_of
 from hpcdist.config.schema import Config
+from hpcdist.config.written import secrets_of
 from hpcdist.containers.image_probe import PROBE_TIMEOUT_S, check_image, image_probe_command, image_probe_env
 from hpcdist.containers.runtimes import container_command
 from hpcdist.containers.spec import DETACHED, PASSED, WITHHELD, ContainerSpec, Mount, without_nested
@@ -101,12 +101,12 @@ def check_image_here(config: Config, spec: ContainerSpec, env: Mapping[str, str]
     make_mount_points(spec)
     command = image_probe_command(spec)
     tool = {"charliecloud": "ch-run", "pyxis": ""}.get(spec.runtime, spec.runtime)
-    if not config.container.check_here or shutil.which(tool, path=env.get("PATH")) is None:
+    if not config.container.check_image or shutil.which(tool, path=env.get("PATH")) is None:
         return None
     if spec.runtime in DETACHED and (error := _missing_in_store(spec, env)):
         raise UserMistake(
             f"container.image: {spec.image} is not in {spec.runtime}'s store on this machine ({error}): build or load"
-            " it, or set container.check_here=false if only the nodes have it"
+            " it, or set container.check_image=false if only the nodes have it"
         )
     done = run_within(command.argv, PROBE_TIMEOUT_S, env=image_probe_env(spec, env))
     facts, problem, _ = check_image(spec, done.stdout, done.stderr, "this machine")

@@ -26,7 +26,9 @@ def _any(*texts: str) -> re.Pattern[str]:
 
 HOST_MEMORY_FIX = "request more (cluster.mem), or use less: smaller data.batch_size, fewer ranks per node"
 NODE_FIX = "`hpcdist resume` continues from the newest checkpoint; cluster.exclude avoids the node"
-TIME_FIX = "raise cluster.time_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
+TIME_FIX = (
+    "raise cluster.time_limit_min, or cluster.signal_lead_s so that the ranks can save; `hpcdist resume` continues"
+)
 HANG_FIX = "see the ranks' stack traces; if a step may take that long, raise the named timeout"
 
 #: Ordered: the first match is reported, so causes come before their consequences.
@@ -187,9 +189,9 @@ PATTERNS = (
 WAITING = {
     "Priority": (
         "jobs of higher priority run first",
-        "wait, or request fewer nodes or a shorter cluster.time_min",
+        "wait, or request fewer nodes or a shorter cluster.time_limit_min",
     ),
-    "Resources": ("no suitable nodes are free", "wait, or request fewer nodes or a shorter cluster.time_min"),
+    "Resources": ("no suitable nodes are free", "wait, or request fewer nodes or a shorter cluster.time_limit_min"),
     "BeginTime": ("its requested start time is in the future, or Slurm has just requeued it", "wait"),
     "Dependency": ("it waits for another job", "wait; `scontrol show job` names it"),
     "DependencyNeverSatisfied": (
@@ -200,7 +202,7 @@ WAITING = {
     "JobHeldAdmin": ("an administrator holds it", "contact the administrators"),
     "PartitionTimeLimit": (
         "it requests more time than the partition allows",
-        "reduce cluster.time_min and submit again",
+        "reduce cluster.time_limit_min and submit again",
     ),
     "PartitionNodeLimit": ("it requests more nodes than the partition allows", "reduce cluster.nodes and submit again"),
     "PartitionDown": ("the partition is down", "wait, or set another cluster.partition"),

@@ -80,8 +80,8 @@ class RankCheckpoints:
         self.store = CheckpointStore(
             run.checkpoints,
             keep_last=config.checkpoint.keep_last,
-            best_metric=config.checkpoint.best,
-            best_mode=config.checkpoint.best_mode,
+            best_metric=config.checkpoint.monitor,
+            monitor_mode=config.checkpoint.monitor_mode,
         )
         self.saver = AsyncSaver(self.store, before_publish=self._before_publish)
         #: Step of the checkpoint that was saved or restored last; -1 before the first one.

@@ -42,12 +42,12 @@ class Context:
                 model.module.load_state_dict(restored.model)
                 optimizer.load_state_dict(restored.trainer["optimizer"])
                 step = restored.step
-            while step < config.stop.steps:
+            while step < config.stop.max_steps:
                 loss = train_step(model, optimizer)
                 step += 1
                 if step % 10 == 0:
                     ctx.log({"train/loss": float(loss)}, step)
-                stop = ctx.should_stop(step, config.stop.steps)
+                stop = ctx.should_stop(step, config.stop.max_steps)
                 if ctx.should_save(step):
                     ctx.save(step, model=model, trainer={"optimizer": optimizer.state_dict()})
                 if stop:
@@ -91,7 +91,7 @@ class Context:
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
-        self._times = NodeTimes(self.timer, topology, config.tracking.log_every)
+        self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         heartbeat.timing = self.timer.report
         self._checkpoints = RankCheckpoints(
             config=config,
@@ -339,7 +339,7 @@ class Context:
             trainer: further state that all ranks need to resume and that is equal on all ranks, such as the state dict
                 of the optimizer.
             local: state that only this rank needs to resume. Keep it small: it is sent to rank 0.
-            metrics: metrics of this checkpoint; `checkpoint.best` names the one by which the best is kept.
+            metrics: metrics of this checkpoint; `checkpoint.monitor` names the one by which the best is kept.
             shard: the part of the model that this rank owns, for a model that is distributed over several ranks. Then
                 every rank must pass a `Shard`, possibly an empty one.
 

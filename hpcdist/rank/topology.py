@@ -169,7 +169,7 @@ def cuda_index(
     variables = Variables(
         env,
         f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
-        f"or start fewer ranks here (launch.ranks={num_visible})",
+        f"or start fewer ranks here (launch.num_ranks={num_visible})",
     )
     if variables.has("SLURM_GPUS_ON_NODE"):
         if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):

@@ -67,7 +67,7 @@ def run_epochs(
 ) -> str:
     """Train epoch by epoch until a stop rule of the config applies or a stop is requested.
 
-    Each epoch trains, evaluates and saves, in this order. Metrics are logged every `tracking.log_every` steps.
+    Each epoch trains, evaluates and saves, in this order. Metrics are logged every `tracking.log_every_steps` steps.
 
     Args:
         position: where to start; it is advanced.
@@ -87,7 +87,7 @@ def run_epochs(
     while not (reason := position.end_reason(cfg.stop, cfg.checkpoint, goal=goal)):
         for _ in islice(train_epoch(), position.remaining_steps_in_epoch):
             position.count_step()
-            if position.step % cfg.tracking.log_every == 0:
+            if position.step % cfg.tracking.log_every_steps == 0:
                 ctx.log(interval_metrics(), position.step)
                 meter.reset()
             stop = ctx.should_stop(position.step, position.total_steps)

@@ -36,10 +36,10 @@ class TrainingPosition:
         position = cls(steps_per_epoch=steps_per_epoch) if saved is None else cls(**saved)
         position.step_in_epoch = position.step_in_epoch * steps_per_epoch // position.steps_per_epoch
         position.steps_per_epoch = steps_per_epoch
-        remaining = max(0, stop.epochs - position.epoch) * steps_per_epoch - position.step_in_epoch
+        remaining = max(0, stop.max_epochs - position.epoch) * steps_per_epoch - position.step_in_epoch
         position.total_steps = position.step + max(0, remaining)
-        if stop.steps is not None:
-            position.total_steps = min(position.total_steps, stop.steps)
+        if stop.max_steps is not None:
+            position.total_steps = min(position.total_steps, stop.max_steps)
         return position
 
     @property
@@ -63,11 +63,13 @@ class TrainingPosition:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
     def record_evaluation(self, metrics: Mapping[str, float], checkpoint: CheckpointConfig) -> None:
-        """Update the best value. Raises ConfigError if `checkpoint.best` is not among the metrics."""
-        if checkpoint.best not in metrics:
-            raise ConfigError([f"checkpoint.best={checkpoint.best!r} is not measured: use one of {', '.join(metrics)}"])
-        value = metrics[checkpoint.best]
-        is_better = self.best is None or _reaches(value, self.best, checkpoint.best_mode, equal=False)
+        """Update the best value. Raises ConfigError if `checkpoint.monitor` is not among the metrics."""
+        if checkpoint.monitor not in metrics:
+            raise ConfigError(
+                [f"checkpoint.monitor={checkpoint.monitor!r} is not measured: use one of {', '.join(metrics)}"]
+            )
+        value = metrics[checkpoint.monitor]
+        is_better = self.best is None or _reaches(value, self.best, checkpoint.monitor_mode, equal=False)
         self.best = value if is_better else self.best
         self.num_evals_without_better = 0 if is_better else self.num_evals_without_better + 1
         self.evaluated_step = self.step
@@ -83,10 +85,10 @@ class TrainingPosition:
         if self.evaluated_step != self.step or self.best is None:
             return ""
         threshold, source = (stop.threshold, "stop.threshold") if stop.threshold is not None else goal or (None, "")
-        if threshold is not None and _reaches(self.best, threshold, checkpoint.best_mode, equal=True):
-            return f"{checkpoint.best} reached {self.best:.6g} ({source}={threshold:g}) at step {self.step}"
+        if threshold is not None and _reaches(self.best, threshold, checkpoint.monitor_mode, equal=True):
+            return f"{checkpoint.monitor} reached {self.best:.6g} ({source}={threshold:g}) at step {self.step}"
         if stop.patience is not None and self.num_evals_without_better >= stop.patience:
-            return f"no better {checkpoint.best} in {stop.patience} evaluations (stop.patience) at step {self.step}"
+            return f"no better {checkpoint.monitor} in {stop.patience} evaluations (stop.patience) at step {self.step}"
         if self.step >= self.total_steps:
             return f"trained {self.step} steps, {self.epochs:.4g} epochs"
         return ""

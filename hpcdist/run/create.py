@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.config.loading import run_yaml, secrets_of
 from hpcdist.config.schema import Config, find_trainer, trainer_names
+from hpcdist.config.written import run_yaml, secrets_of
 from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot

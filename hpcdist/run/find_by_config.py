@@ -6,8 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from hpcdist.config.loading import load_run_config, to_yaml
+from hpcdist.config.loading import load_run_config
 from hpcdist.config.schema import Config
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.files.ownership import require_trusted
 from hpcdist.run.folder import RunDir

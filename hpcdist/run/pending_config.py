@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.config.loading import leaves, plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.config.schema import Config, find_trainer
+from hpcdist.config.tree import leaves
+from hpcdist.config.written import plain_tree, redacted, run_yaml, secrets_of
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.files import retry
 from hpcdist.files.atomic import fsync_folder, read_json, write_atomic

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import hpcdist
-from hpcdist.config.loading import redacted_argument
 from hpcdist.config.redaction import redact_words
 from hpcdist.config.schema import Config
+from hpcdist.config.written import redacted_argument
 from hpcdist.errors import RunFolderError, UserMistake
 from hpcdist.files.atomic import write_atomic, write_json
 from hpcdist.files.formats import fill

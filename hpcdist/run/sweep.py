@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.loading import leaves, parse_value, redacted
 from hpcdist.config.schema import Config
+from hpcdist.config.tree import leaves, parse_value
+from hpcdist.config.written import redacted
 from hpcdist.errors import ConfigError
 
 #: What says where a cell's folder is, and what all tasks of a job array have in common.

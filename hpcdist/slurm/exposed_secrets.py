@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpcdist.config.loading import secret_keys
 from hpcdist.config.schema import Config
+from hpcdist.config.written import secret_keys
 
 
 def exposed_secrets(config: Config) -> list[str]:

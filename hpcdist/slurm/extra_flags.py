@@ -11,7 +11,7 @@ _NUM_TASKS = "cluster.nodes and cluster.tasks_per_node"
 #: Flags that hpcdist sets from a key of the config, with that key.
 _SBATCH_KEYS = {
     "job-name": "name",
-    "time": "cluster.time_min",
+    "time": "cluster.time_limit_min",
     "nodes": "cluster.nodes",
     "ntasks": _NUM_TASKS,
     "ntasks-per-node": "cluster.tasks_per_node",

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcdist.config.loading import secrets_of
 from hpcdist.config.schema import Config
+from hpcdist.config.written import secrets_of
 from hpcdist.files import retry
 from hpcdist.files.atomic import write_json
 from hpcdist.machine.own_image import image_facts

@@ -90,10 +90,10 @@ def make_plan(config: Config, machine: Machine) -> Plan:
             key = f"launch.devices.{role}" if role in launch.devices else "launch.device"
             raise ConfigError([f"{key}=cuda, but no GPU is visible here: use {key}=auto or cpu"])
     if use_gpus:
-        _check_gpus(launch.ranks, roles, asked, machine.num_gpus)
-    ranks = roles.world_size if roles else launch.ranks
+        _check_gpus(launch.num_ranks, roles, asked, machine.num_gpus)
+    ranks = roles.world_size if roles else launch.num_ranks
     num_ranks = ranks or (machine.num_gpus if use_gpus else RANKS_WITHOUT_GPU)
-    threads = launch.threads or max(1, machine.num_cpus // num_ranks)
+    threads = launch.num_threads or max(1, machine.num_cpus // num_ranks)
     all_gpus = use_gpus and all(device != "cpu" for device in asked.values())
     backend = launch.backend if launch.backend != "auto" else ("nccl" if all_gpus else "gloo")
     return Plan(
@@ -112,11 +112,11 @@ def _roles(config: Config) -> Roles | None:
     if not config.roles:
         return None
     roles = Roles.of(config.roles, sum(config.roles.values()))
-    if config.launch.ranks not in (0, roles.world_size):
+    if config.launch.num_ranks not in (0, roles.world_size):
         raise ConfigError(
             [
-                f"roles add up to {roles.world_size} ranks ({roles}), but launch.ranks={config.launch.ranks}:"
-                " leave launch.ranks out, or change one of them"
+                f"roles add up to {roles.world_size} ranks ({roles}), but launch.num_ranks={config.launch.num_ranks}:"
+                " leave launch.num_ranks out, or change one of them"
             ]
         )
     return roles
@@ -126,7 +126,7 @@ def _check_gpus(ranks: int, roles: Roles | None, asked: Mapping[str, str], num_g
     if roles is None:
         if ranks > num_gpus:
             raise ConfigError(
-                [f"launch.ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
+                [f"launch.num_ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
             )
         return
     wanting = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))

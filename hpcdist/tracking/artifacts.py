@@ -109,8 +109,8 @@ def _hang_reports(attempt: Attempt) -> Iterator[Path]:
 def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
     """Yield the newest checkpoint as `checkpoints/final` and the best one as `checkpoints/best`."""
     section = config.get("checkpoint") or {}
-    name = section.get("best", "eval/accuracy")
-    sign = -1.0 if section.get("best_mode") == "min" else 1.0
+    name = section.get("monitor", "eval/accuracy")
+    sign = -1.0 if section.get("monitor_mode") == "min" else 1.0
     complete = [
         (path, manifest)
         for path in sorted(run.checkpoints.glob("step-*"), key=lambda path: (len(path.name), path.name))

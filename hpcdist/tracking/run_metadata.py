@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcdist.config.loading import plain_tree
 from hpcdist.config.schema import unused_sections
+from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State

@@ -19,7 +19,7 @@ from playwright.sync_api import Locator, Page, expect
 from hpcdist.files.atomic import read_json
 
 #: 45 steps an epoch.
-MONDAY = ["data.batch_size=16", "stop.epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]
+MONDAY = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
 SWEPT = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
@@ -92,8 +92,8 @@ def page(page: Page, weekend: Weekend) -> Page:
 
 
 def config(name: str, *overrides: str) -> list[str]:
-    often = ["tracking.log_every=2", "tracking.system_interval_s=1"]
-    return ["ddp_digits", f"name={name}", "launch.ranks=2", *often, *overrides]
+    often = ["tracking.log_every_steps=2", "tracking.system_interval_s=1"]
+    return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *often, *overrides]
 
 
 def commit(project: Path) -> None:
@@ -224,7 +224,13 @@ def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None
     expect_tag(page, "hpcdist.git_commit", head(weekend.runs.project))
     expect_tag(page, "hpcdist.git_dirty", "false")
     expect_tag(page, "team", "vision")
-    for row in ("data.batch_size 16", "optim.lr 0.002", "stop.epochs 2", "launch.ranks 2", "trainer.target ddp"):
+    for row in (
+        "data.batch_size 16",
+        "optim.lr 0.002",
+        "stop.max_epochs 2",
+        "launch.num_ranks 2",
+        "trainer.target ddp",
+    ):
         expect(page.get_by_role("row", name=row, exact=True)).to_be_attached()
     link = page.get_by_role("link", name="eval/accuracy", exact=True)
     shown = page.get_by_role("row").filter(has=link).get_by_role("cell").last.inner_text()

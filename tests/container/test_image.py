@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
 #: The flags of README's line that need no GPU and no right to raise limits.
 LINE = ("--ipc=host", "--user", f"{STRANGER}:{STRANGER}")
-TRAIN = ("run", "ddp_digits", "launch.ranks=2", "tracking.system_interval_s=0")
+TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
 
 
 def only_run(runs: Path) -> RunDir:
@@ -92,7 +92,7 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
     name = image("default")
-    words = (*TRAIN, "stop.epochs=1", "name=boxed", "--in", "podman", "--image", name)
+    words = (*TRAIN, "stop.max_epochs=1", "name=boxed", "--in", "podman", "--image", name)
     done = containers.hpcdist(*words, cwd=tmp_path, env={"HPCDIST_RUNS_DIR": str(tmp_path / "runs")})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no GPU is visible: training on CPUs" in done.stdout
@@ -117,7 +117,7 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
 ) -> None:
     """SIGTERM as `docker stop` sends it, at step 30; the same line again ends with an undisturbed run's weights."""
-    held = (*TRAIN, "stop.epochs=2", "trainer=gated:train", "params.hold_at=30")
+    held = (*TRAIN, "stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
     name = f"hpcdist-test-{os.getpid()}"
     code = ("--volume", f"{CHECKOUT}/tests/user_code:/work:ro")
     line = ("run", "--rm", "--name", name, *LINE, *code, "--volume", f"{runs}:/runs", image("default"), *held)
@@ -139,7 +139,9 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     control = tmp_path / "control"
     control.mkdir()
     os.chown(control, STRANGER, STRANGER)
-    containers.podman("run", "--rm", *LINE, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.epochs=2")
+    containers.podman(
+        "run", "--rm", *LINE, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.max_epochs=2"
+    )
     assert weights_hash(only_run(runs)) == weights_hash(only_run(control))
 
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")}
@@ -166,13 +168,13 @@ def test_without_a_place_to_write_it_says_how_to_start(
 
 @pytest.mark.faults
 def test_compile_works_in_the_default_image(containers: Containers, image: BuildImage, runs: Path) -> None:
-    command = (*TRAIN, "model.compile=true", "stop.steps=2", "launch.ranks=1")
+    command = (*TRAIN, "model.compile=true", "stop.max_steps=2", "launch.num_ranks=1")
     done = containers.podman("run", "--rm", *LINE, "--volume", f"{runs}:/runs", image("default"), *command)
     assert "finished: trained 2 steps" in done
 
 
 def test_compile_is_refused_in_the_slim_image(containers: Containers, image: BuildImage, runs: Path) -> None:
-    command = (*TRAIN, "model.compile=true", "stop.steps=3")
+    command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
     done = containers.try_podman("run", "--rm", *LINE, "--volume", f"{runs}:/runs", image("slim"), *command)
     assert done.returncode == 2
     assert last_lines(done)[-1] == (

@@ -283,7 +283,7 @@ def test_a_run_in_a_container_reports_to_it(
         "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
     )  # fmt: skip
-    output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.epochs=1", "launch.ranks=2")
+    output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.max_epochs=1", "launch.num_ranks=2")
     assert "finished: trained 23 steps" in output
     assert password not in output
     (run,) = runs_of_strangers(runs)

@@ -56,6 +56,6 @@ def test_the_trainer_of_the_readme_trains(tmp_path: Path, env: dict[str, str]) -
     (config,) = [block.text for block in blocks(ROOT / "README.md") if "mymodule:train" in block.text]
     (tmp_path / "mymodule.py").write_text(code)
     (tmp_path / "config.yaml").write_text(config)
-    execute("hpcdist run config.yaml params.total_steps=20 launch.ranks=2 name=readme", tmp_path, env)
+    execute("hpcdist run config.yaml params.total_steps=20 launch.num_ranks=2 name=readme", tmp_path, env)
     (journal,) = tmp_path.glob("runs/*/readme/journal/attempt-001.rank-00000.jsonl")
     assert '"s":20,' in journal.read_text()

@@ -46,7 +46,7 @@ def test_32_ranks_on_16_nodes_add_up_and_train(
         "trainer=adding:train",
         f"cluster.nodes={NUM_NODES}",
         "data.batch_size=4",
-        "stop.epochs=1",
+        "stop.max_epochs=1",
         # 32 imports of torch on the few cores of this machine.
         "launch.init_timeout_s=600",
     )

@@ -9,7 +9,8 @@ from config_strategies import axes, files, overrides
 from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
-from hpcdist.config.loading import load_config, load_run_config, secrets_of, to_yaml
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.written import secrets_of, to_yaml
 from hpcdist.errors import ConfigError
 from hpcdist.run.sweep import make_sweep, parse_axes
 

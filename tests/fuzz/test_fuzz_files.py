@@ -16,7 +16,8 @@ from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
 from hpcdist.checkpoint.checkpoint_folder import read_manifest
-from hpcdist.config.loading import load_config, load_run_config, to_yaml
+from hpcdist.config.loading import load_config, load_run_config
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.preflight.probe import answer_lines, read_answers

@@ -214,7 +214,7 @@ CONFIG = Config(
                 "rpc",
             ],
             max_bytes="4K",
-            budget_s=0.0,
+            measure_s=0.0,
         )
     },
 )

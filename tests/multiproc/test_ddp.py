@@ -82,7 +82,7 @@ def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
     indices = train.epoch_indices(ctx, cfg, data, 0)
     batches = data.train.batches(indices, batch_size=cfg.data.batch_size, device=ctx.device)
     distances, loss_sum = [], 0.0
-    for step, micro_batches in zip(range(num_steps), train.grouped(batches, cfg.optim.accumulate), strict=False):
+    for step, micro_batches in zip(range(num_steps), train.grouped(batches, cfg.optim.grad_accum_steps), strict=False):
         set_lr(optimizer, cfg.optim.lr * lr_factor(step, 0, cfg.schedule))
         loss_sum += float(train.train_step(ctx, cfg, model, optimizer, scaler, micro_batches))
         after = [parameter.detach().clone() for parameter in model.parameters()]
@@ -99,7 +99,7 @@ def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
 VARIANTS = {
     "plain": config(),
     "accumulated": config(data=dataclasses.replace(DATA, batch_size=2), optim=dataclasses.replace(SGD, accumulate=4)),
-    "clipped": config(optim=dataclasses.replace(SGD, clip_norm=0.01)),
+    "clipped": config(optim=dataclasses.replace(SGD, max_grad_norm=0.01)),
     "bf16": config(precision=PrecisionConfig(dtype="bf16")),
     "channels_last": config(model=ModelConfig(channels_last=True)),
     "warm-up": config(schedule=ScheduleConfig(warmup_steps=4)),
@@ -238,7 +238,7 @@ def metrics_of(run: RunDir) -> dict[tuple[str, int], float]:
 def test_resuming_on_another_number_of_ranks_trains_the_epochs_that_are_left(tmp_path: Path) -> None:
     """67 samples: 9 steps an epoch on one rank, 5 on two."""
     run = new_run(tmp_path)
-    cfg = config(stop=StopConfig(epochs=3), tracking=TrackingConfig(log_every=1))
+    cfg = config(stop=StopConfig(max_epochs=3), tracking=TrackingConfig(log_every_steps=1))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg, stop_at=14) == ["stopped"]
     assert max(step for _, step in metrics_of(run)) == 14
     assert metrics_of(run)["train/epoch", 14] == pytest.approx(1 + 5 / 9)
@@ -254,7 +254,7 @@ def test_resuming_on_another_number_of_ranks_trains_the_epochs_that_are_left(tmp
 def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None:
     """Also where `checkpoint.every_steps` comes to the same step: else the best one could not be told."""
     run = new_run(tmp_path)
-    cfg = config(stop=StopConfig(epochs=2, steps=15), checkpoint=CheckpointConfig(every_steps=3))
+    cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
     with open_context(ALONE, run, cfg) as ctx:
         best = ctx._checkpoints.store.best()
@@ -281,7 +281,7 @@ def test_grouping_leaves_a_shorter_last_group() -> None:
 )
 def test_compiled_training_leaves_a_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    cfg = config(stop=StopConfig(steps=4), model=ModelConfig(compile=True))
+    cfg = config(stop=StopConfig(max_steps=4), model=ModelConfig(compile=True))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 4 steps, 0.4444 epochs"]
     weights = load_weights(run.checkpoints / "step-00000004")
     SimpleCNN(num_classes=5, in_channels=3, image_size=8).load_state_dict(weights)

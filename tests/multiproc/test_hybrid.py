@@ -37,27 +37,27 @@ NUM_TRAINERS = 2
 
 def config(mode: str = "sync", num_servers: int = 2, **options: Any) -> Config:
     return Config(
-        roles={"trainer": NUM_TRAINERS, "server": num_servers},
+        roles={"trainer": NUM_TRAINERS, "parameter_server": num_servers},
         sections={
             "hybrid": HybridConfig(
                 mode=mode,
                 tables=TABLES,
-                dim=4,
-                hidden=[5],
+                embedding_dim=4,
+                hidden_sizes=[5],
                 init_scale=0.5,
                 batch_size=16,
                 eval_batch_size=64,
                 num_samples=400,
-                num_numeric=2,
-                test_fraction=0.25,
+                num_numeric_columns=2,
+                eval_fraction=0.25,
                 table_lr=0.1,
                 **options,
             )
         },
         optim=OptimConfig(name="sgd", lr=0.1, momentum=0.0),
-        stop=StopConfig(steps=NUM_STEPS),
-        checkpoint=CheckpointConfig(best="eval/auc"),
-        tracking=TrackingConfig(log_every=1),
+        stop=StopConfig(max_steps=NUM_STEPS),
+        checkpoint=CheckpointConfig(monitor="eval/auc"),
+        tracking=TrackingConfig(log_every_steps=1),
     )
 
 
@@ -79,7 +79,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     """The same steps on the trainers' joint batches by torch's own modules and optimizers."""
     options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
-    model = ClickModel(TABLES, dim=options.dim, num_numeric=2, hidden=options.hidden, bag_size=1)
+    model = ClickModel(TABLES, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1)
     torch.manual_seed(cfg.seed)
     model.dense = train.dense_part(len(TABLES) * options.dim + 2, options.hidden)
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
@@ -121,7 +121,11 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
 
 @pytest.mark.parametrize(
     ("optimizer", "num_servers", "pool", "prefetch"),
-    [("sgd", 2, "server", "values"), ("adagrad", 3, "trainer", "values"), ("sparse_adam", 1, "trainer", "indices")],
+    [
+        ("sgd", 2, "parameter_server", "values"),
+        ("adagrad", 3, "trainer", "values"),
+        ("sparse_adam", 1, "trainer", "indices"),
+    ],
 )
 def test_a_step_is_that_of_one_process_on_the_joint_batch(
     tmp_path: Path, optimizer: str, num_servers: int, pool: str, prefetch: str
@@ -185,7 +189,7 @@ def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
     """Checkpoint included, for which a server copies its rows once: twice a third stays below the whole."""
     cfg = config(num_servers=3)
     options = replace(cfg.section(HybridConfig), dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
-    cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(steps=2))
+    cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(max_steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
     grown = spawn_ranks(take_part_in_little_memory, 5, small=small.path, large=large.path, cfg=cfg)
     slack = 64e6  # a second RPC agent and its buffers, and one effect a row that the synthetic log is made of
@@ -206,7 +210,7 @@ RUN = [
     "checkpoint.every_steps=20",
     "hybrid.table_lr=0.1",
     "optim.lr=0.01",
-    "launch.threads=1",
+    "launch.num_threads=1",
 ]
 LAST_STEP = 90
 HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
@@ -278,7 +282,9 @@ def rank_pid(supervisor: int, rank: int) -> int:
     raise AssertionError(f"no rank {rank} below {supervisor}")
 
 
-@pytest.mark.parametrize(("rank", "role"), [pytest.param(0, "trainer:0", marks=pytest.mark.faults), (2, "server:0")])
+@pytest.mark.parametrize(
+    ("rank", "role"), [pytest.param(0, "trainer:0", marks=pytest.mark.faults), (2, "parameter_server:0")]
+)
 def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control: str, rank: int, role: str) -> None:
     name = f"hybrid-killed-{rank}"
     process = runs.start("run", *arguments(runs, name, *HELD))

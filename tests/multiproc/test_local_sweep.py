@@ -10,7 +10,7 @@ from hpcdist_runs import Runs, finish, wait_for
 from swept import mend, mlflow_runs
 
 #: One rank a cell, and no training: it is all about what becomes of the cells.
-SMALL = ["trainer=picky:train", "launch.ranks=1", "launch.max_restarts=0"]
+SMALL = ["trainer=picky:train", "launch.num_ranks=1", "launch.max_restarts=0"]
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ AUTO = Config(
     trainer=TrainerConfig(target="pipeline"),
     model=ModelConfig(name="resnet18"),
     data=DataConfig(image_size=16, batch_size=16),
-    sections={"pipeline": PipelineConfig(micro_batches="auto")},
+    sections={"pipeline": PipelineConfig(num_micro_batches="auto")},
     optim=OptimConfig(name="sgd", lr=0.1),
 )
 
@@ -187,7 +187,7 @@ def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
 
 def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
     """The weights and the number of optimizer states that three stages load from a checkpoint of two."""
-    config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(cut=CUTS[3])})
+    config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
     with open_context(here, RunDir(path), config) as ctx, open_stage(ctx, config) as setup:
         return setup.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
 

@@ -17,12 +17,12 @@ from hpcdist.models.image import build_model
 #: 22 steps an epoch; checkpoints at 15, 22, 30 and 44.
 SMALL = [
     *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
-    *("stop.epochs=2", "checkpoint.every_steps=15", "optim.clip_norm=1.0", "schedule.warmup_steps=5"),
+    *("stop.max_epochs=2", "checkpoint.every_steps=15", "optim.max_grad_norm=1.0", "schedule.warmup_steps=5"),
 ]
 LAST_STEP = 44
 HELD = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
 OTHERWISE = [
-    *("roles.stage=3", "pipeline.cut=[measured]", "pipeline.schedule=gpipe", "launch.threads=1"),
+    *("roles.stage=3", "pipeline.split_points=[measured]", "pipeline.schedule=gpipe", "launch.num_threads=1"),
     "pipeline.activation_checkpointing=true",
 ]
 
@@ -125,6 +125,6 @@ def test_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> Non
 def test_what_the_config_cannot_mean_is_told_before_the_start(runs: PipelineRuns) -> None:
     code, output = runs.command("run", *runs.config("wrong", "data.batch_size=65", "model.name=simple_cnn"))
     assert code == 2, output
-    assert "data.batch_size=65 cannot be cut into 2 equal parts (pipeline.micro_batches): use 64" in output
+    assert "data.batch_size=65 cannot be cut into 2 equal parts (pipeline.num_micro_batches): use 64" in output
     assert "model.name=simple_cnn has no stages: trainer pipeline cuts ResNets, such as resnet50" in output
     assert "Traceback" not in output

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from spawn import Rank, quiet_env, spawn_ranks
 from torch.distributed import TCPStore
 
-from hpcdist.config.loading import to_yaml
 from hpcdist.config.schema import Config, LaunchConfig
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import RendezvousError
 from hpcdist.rank.network.process_group import deadline, open_store, process_groups
 from hpcdist.rank.network.store_gate import StoreServer

@@ -34,10 +34,14 @@ def config(**values: Any) -> Config:
     return Config(
         seed=3,
         roles={"agent": 1, "observer": 2},
-        sections={"rl": RlConfig(num_envs=4, rollout_steps=32, hidden=[8], eval_episodes=3, record=False, **values)},
-        optim=OptimConfig(lr=1e-2, clip_norm=0.5),
-        stop=StopConfig(steps=NUM_UPDATES, epochs=99),
-        checkpoint=CheckpointConfig(best="eval/return"),
+        sections={
+            "rl": RlConfig(
+                num_envs=4, num_rollout_steps=32, hidden_sizes=[8], num_eval_episodes=3, record_episode=False, **values
+            )
+        },
+        optim=OptimConfig(lr=1e-2, max_grad_norm=0.5),
+        stop=StopConfig(max_steps=NUM_UPDATES, max_epochs=99),
+        checkpoint=CheckpointConfig(monitor="eval/return"),
     )
 
 
@@ -51,7 +55,7 @@ def trained(here: Rank, path: Path, cfg: Config) -> None:
 def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
     """The same in one process, without any rank."""
     seed_everything(cfg.seed)
-    problem = Problem.of(cfg.section(RlConfig).env, cfg.section(RlConfig).env_options)
+    problem = Problem.of(cfg.section(RlConfig).env_id, cfg.section(RlConfig).env_kwargs)
     policy = train.build_policy(problem, cfg.section(RlConfig))
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     collectors = [Collector(problem, cfg.section(RlConfig).num_envs, seed=cfg.seed, index=index) for index in range(2)]
@@ -60,7 +64,7 @@ def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
         actor = Actor(policy.actor_state(), cfg.section(RlConfig).activation)
         log_std = policy.log_std.detach().clone() if policy.log_std is not None else None
         return Rollout.join(
-            [one.collect(number, cfg.section(RlConfig).rollout_steps, actor, log_std) for one in collectors]
+            [one.collect(number, cfg.section(RlConfig).num_rollout_steps, actor, log_std) for one in collectors]
         )
 
     ahead = None
@@ -100,15 +104,15 @@ def test_ranks_learn_what_one_process_does(tmp_path: Path, values: dict[str, Any
 SHORT = [
     "rl.num_envs=8",
     "rl.updates_per_epoch=10",
-    "stop.epochs=2",
+    "stop.max_epochs=2",
     "stop.threshold=1000",
     "checkpoint.every_steps=4",
-    "rl.eval_episodes=10",
-    "rl.record=false",
+    "rl.num_eval_episodes=10",
+    "rl.record_episode=false",
 ]
 HELD = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
 #: The other kind of everything: box actions, environments one by one, a rollout on its way at each checkpoint.
-ASYNC = ["rl.env=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.rollout_steps=16"]
+ASYNC = ["rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16"]
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +211,6 @@ def test_cartpole_is_solved_and_shown(rl_runs: Runs) -> None:
 
 
 def test_an_environment_that_does_not_fit_is_the_users_mistake(rl_runs: Runs) -> None:
-    code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env=Taxi-v3")))
+    code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env_id=Taxi-v3")))
     assert (code, "Traceback" in output) == (2, False), output
-    assert "rl.env=Taxi-v3" in output
+    assert "rl.env_id=Taxi-v3" in output

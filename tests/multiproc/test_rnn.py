@@ -43,27 +43,27 @@ SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 def config(trainers: int, servers: int, optim: OptimConfig, steps: int, **options: Any) -> Config:
     return Config(
-        roles={"trainer": trainers, "server": servers},
+        roles={"trainer": trainers, "parameter_server": servers},
         sections={
             "rnn": RnnConfig(
                 **{
                     "tokenizer": "byte",
-                    "corpus_mb": 0.01,
-                    "held_out": 0.2,
-                    "embedding": 12,
-                    "hidden": 12,
+                    "max_corpus_mb": 0.01,
+                    "eval_fraction": 0.2,
+                    "embedding_size": 12,
+                    "hidden_size": 12,
                     "dropout": 0.0,
                     "batch_size": 4,
                     "bptt": 5,
-                    "sample_tokens": 0,
+                    "num_sample_tokens": 0,
                     **options,
                 }
             )
         },
         optim=optim,
-        stop=StopConfig(steps=steps),
-        checkpoint=CheckpointConfig(best="eval/perplexity", best_mode="min"),
-        tracking=TrackingConfig(log_every=1),
+        stop=StopConfig(max_steps=steps),
+        checkpoint=CheckpointConfig(monitor="eval/perplexity", monitor_mode="min"),
+        tracking=TrackingConfig(log_every_steps=1),
     )
 
 
@@ -83,8 +83,8 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
         corpus.train, cfg.section(RnnConfig).batch_size * cfg.roles["trainer"], cfg.section(RnnConfig).bptt
     )
     others = [parameter for name, parameter in model.named_parameters() if name != "encoder.weight"]
-    lazily = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tied
-    optimizers = [build_optimizer(others if lazily else model.parameters(), replace(cfg.optim, clip_norm=None))]
+    lazily = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tie_weights
+    optimizers = [build_optimizer(others if lazily else model.parameters(), replace(cfg.optim, max_grad_norm=None))]
     if lazily:
         optimizers.append(torch.optim.SparseAdam([model.encoder.weight], lr=cfg.optim.lr))
     state, losses = None, []
@@ -95,8 +95,8 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets)
         loss.backward()
         losses.append(loss.item())
-        if cfg.optim.clip_norm is not None:
-            assert nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_norm) > cfg.optim.clip_norm
+        if cfg.optim.max_grad_norm is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm) > cfg.optim.max_grad_norm
         if lazily:
             assert model.encoder.weight.grad is not None
             touched = torch.zeros(corpus.tokenizer.size, 1).index_fill_(0, batch.ids, 1.0)
@@ -112,8 +112,8 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
 
 def unsplit(cfg: Config, corpus: Corpus) -> LanguageModel:
     size, rnn = corpus.tokenizer.size, cfg.section(RnnConfig)
-    sizes = {"vocab_size": size, "embedding": rnn.embedding, "hidden": rnn.hidden, "layers": rnn.layers}
-    return LanguageModel(**sizes, tied=rnn.tied, seed=cfg.seed)
+    sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
+    return LanguageModel(**sizes, tied=rnn.tie_weights, seed=cfg.seed)
 
 
 @torch.no_grad()
@@ -130,9 +130,9 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
     [
         # One step of SGD shows the gradients of all owners, many show that what is carried over is right.
         (1, 1, SGD, 1, {}),
-        (2, 2, OptimConfig(lr=0.01, clip_norm=0.05), 12, {}),
+        (2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}),
         (2, 1, SGD, 12, {}),
-        (1, 2, replace(SGD, lr=0.1, momentum=0.9, clip_norm=0.1), 12, {"tied": True}),
+        (1, 2, replace(SGD, lr=0.1, momentum=0.9, max_grad_norm=0.1), 12, {"tie_weights": True}),
     ],
     ids=["gradients", "adam, clipped", "sgd", "tied"],
 )
@@ -178,7 +178,9 @@ def train_async(here: Rank, path: Path, cfg: Config) -> float:
 
 def test_async_learns_as_much_and_its_replicas_stay_equal(tmp_path: Path) -> None:
     steps = 60
-    cfg = config(2, 2, OptimConfig(lr=0.01, clip_norm=1.0), steps, mode="async", corpus_mb=0.05, batch_size=8, bptt=16)
+    cfg = config(
+        2, 2, OptimConfig(lr=0.01, max_grad_norm=1.0), steps, mode="async", max_corpus_mb=0.05, batch_size=8, bptt=16
+    )
     cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every_steps=25))
     run = new_run(tmp_path)
     first, second, *_ = spawn_ranks(train_async, 4, path=run.path, cfg=cfg)
@@ -186,7 +188,7 @@ def test_async_learns_as_much_and_its_replicas_stay_equal(tmp_path: Path) -> Non
     records, _ = read_records(run.journal / "attempt-001.rank-00000.jsonl")
     (reached,) = (record.metrics["eval/perplexity"] for record in records if "eval/perplexity" in record.metrics)
     assert {path.name for path in run.checkpoints.glob("step-*")} == {"step-00000050", "step-00000060"}
-    _, expected, losses = in_one_process(replace(cfg, optim=replace(cfg.optim, clip_norm=None)), steps)
+    _, expected, losses = in_one_process(replace(cfg, optim=replace(cfg.optim, max_grad_norm=None)), steps)
     assert expected < 50 < math.exp(losses[0]), "the task is one that can be learned"
     assert reached < 1.15 * expected
 
@@ -200,20 +202,20 @@ def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
         f"name={name}",
         f"tracking.uri=sqlite:///{runs.database}",
         "tracking.register_as=null",
-        "tracking.log_every=2",
+        "tracking.log_every_steps=2",
         "tracking.drain_timeout_s=200",
         "launch.device=cpu",
         f"launch.env.PYTHONPATH={os.pathsep.join(runs._import_path())}",
         "roles.trainer=2",
-        "rnn.corpus_mb=0.05",
+        "rnn.max_max_corpus_mb=0.05",
         "rnn.vocab_size=300",
-        "rnn.embedding=16",
-        "rnn.hidden=16",
+        "rnn.embedding_size=16",
+        "rnn.hidden_size=16",
         "rnn.batch_size=8",
         "rnn.bptt=16",
         "checkpoint.every_steps=5",
-        "stop.epochs=1",
-        f"stop.steps={LAST_STEP}",
+        "stop.max_epochs=1",
+        f"stop.max_steps={LAST_STEP}",
         *overrides,
     ]
 
@@ -329,13 +331,13 @@ def sibling(held: list[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    "victim", [*(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)), "server:0"]
+    "victim", [*(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)), "parameter_server:0"]
 )
 def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
     process = runs.start("run", *arguments(runs, name, *HELD))
     held = runs.wait_held(name)
-    rank = {"trainer:0": 0, "trainer:1": 1, "server:0": 2}[victim]
+    rank = {"trainer:0": 0, "trainer:1": 1, "parameter_server:0": 2}[victim]
     pid = held[rank] if rank < 2 else sibling(held)
     began = time.monotonic()
     os.kill(pid, signal.SIGKILL)

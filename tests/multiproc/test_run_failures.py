@@ -38,16 +38,16 @@ def test_a_mistake_that_only_ranks_can_see_is_not_retried(runs: Runs, tmp_path: 
 
 def test_a_metric_that_is_never_measured_cannot_choose_the_best(runs: Runs) -> None:
     name = "unknown-best"
-    code, output = runs.command("run", *runs.config(name, "checkpoint.best=eval/f1", "stop.steps=2", *NO_WAIT))
+    code, output = runs.command("run", *runs.config(name, "checkpoint.monitor=eval/f1", "stop.max_steps=2", *NO_WAIT))
     assert code == 2, output
-    wanted = "checkpoint.best='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
+    wanted = "checkpoint.monitor='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
     assert wanted in output.splitlines()[-1]
     assert len(runs.run_dir(name).attempts()) == 1
 
 
 def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
     name = "raises"
-    params = ["params.until=1000", "params.raise_at=25", "launch.ranks=3"]
+    params = ["params.until=1000", "params.raise_at=25", "launch.num_ranks=3"]
     code, output = runs.command("run", *runs.config(name, *COUNTING, *params, *NO_WAIT))
     assert code == 1, output
     lines = [line.rstrip() for line in output.splitlines()]
@@ -82,7 +82,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
         (tmp_path / "py-spy").write_text(PARTLY_ALLOWED.format(spy=spy))
         (tmp_path / "py-spy").chmod(0o755)
     options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=12", "launch.max_restarts=0"]
-    config = runs.config(name, *COUNTING, *options, "launch.ranks=3")
+    config = runs.config(name, *COUNTING, *options, "launch.num_ranks=3")
     code, output = runs.command("run", *config, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert code == 1, output
     last = output.splitlines()[-1]
@@ -124,7 +124,7 @@ def test_mlflow_is_never_there(runs: Runs) -> None:
     """The run ends well, says what to do, and that ships all of it, once."""
     name = "no-mlflow"
     away = f"tracking.uri=http://127.0.0.1:{closed_port()}"
-    options = ["params.until=40", "launch.ranks=1", "tracking.drain_timeout_s=2"]
+    options = ["params.until=40", "launch.num_ranks=1", "tracking.drain_timeout_s=2"]
     code, output = runs.command("run", *runs.config(name, *COUNTING, *options, away))
     assert code == 0, output
     assert "finished: counted to 40" in output

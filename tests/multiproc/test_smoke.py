@@ -9,11 +9,11 @@ from hpcdist import trainers
 
 #: By trainer: the shipped config, and overrides that make it two ranks and a few steps.
 SMALL = {
-    "ddp": ("ddp_digits", ["stop.epochs=1"]),
-    "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.epochs=2"]),
-    "rnn": ("rnn_lm", ["rnn.corpus_mb=0.05", "stop.epochs=1"]),
-    "pipeline": ("pipeline_resnet50", ["model.name=resnet18", "data.batch_size=256", "stop.epochs=1"]),
-    "hybrid": ("hybrid_clicks", ["roles.trainer=1", "roles.server=1", "stop.epochs=1"]),
+    "ddp": ("ddp_digits", ["stop.max_epochs=1"]),
+    "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.max_epochs=2"]),
+    "rnn": ("rnn_lm", ["rnn.max_corpus_mb=0.05", "stop.max_epochs=1"]),
+    "pipeline": ("pipeline_resnet50", ["model.name=resnet18", "data.batch_size=256", "stop.max_epochs=1"]),
+    "hybrid": ("hybrid_clicks", ["roles.trainer=1", "roles.parameter_server=1", "stop.max_epochs=1"]),
     "comm": ("bench_comm", ["comm.max_bytes=64K"]),
 }
 

@@ -64,7 +64,7 @@ def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0
 
 
 def rank_on(here: Rank) -> dict[str, Any]:
-    config = Config(tracking=TrackingConfig(uri="", log_every=LOG_EVERY))
+    config = Config(tracking=TrackingConfig(uri="", log_every_steps=LOG_EVERY))
     run = new_run(here.folder) if here.rank == 0 else RunDir(here.folder / "runs" / "exp" / "first")
     with open_context(here, run, config) as ctx:
         found = {

@@ -31,7 +31,7 @@ def test_the_time_limit(scene: FaultScene) -> None:
 
     Slurm's own signal may come up to a minute before the supervisor's request, even before the ranks are held.
     """
-    scene.submit("time limit", *scene.subject.overrides, "cluster.time_min=2", "cluster.signal_lead_s=60")
+    scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
     reason = scene.runs.wait_status(scene.name, "queued", timeout_s=100).reason
     assert reason.partition("(")[2] in ("time limit)", "a stop signal reached the ranks)")

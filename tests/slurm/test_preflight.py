@@ -134,7 +134,7 @@ def test_a_run_goes_on_without_a_node_that_has_another_version(
     other.write_text(source.read_text().replace(f'"{hpcdist.__version__}"', '"0.0.7"') + "# another one\n")
     faults.mount(source, "--bind", str(other))
     job = slurm_runs.submit(
-        *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.ranks=3", "stop.epochs=1"),
+        *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.num_ranks=3", "stop.max_epochs=1"),
         "preflight.on_failure=exclude",
     )
     state = slurm_runs.wait_status(name, "queued")

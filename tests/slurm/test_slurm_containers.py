@@ -211,7 +211,7 @@ def test_a_preempted_run_goes_on(
 def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control: str) -> None:
     """The ranks hold until they are asked to stop, which only the time limit does."""
     name = "time-limit-podman"
-    limits = ["cluster.time_min=2", "cluster.signal_lead_s=60"]
+    limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job = slurm_runs.submit(name, *HELD, *overrides(in_image, "podman", slurm_runs), *limits)
     reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
     assert reason.partition("(")[2] in ("time limit)", "a stop signal reached the ranks)")

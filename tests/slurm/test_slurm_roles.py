@@ -197,7 +197,7 @@ def test_a_part_of_a_heterogeneous_job_is_preempted(
 def test_the_time_limit_of_a_heterogeneous_job(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
     """Nobody releases the ranks: they go on once they are asked to stop, which only the time limit does."""
     name = "het-time-limit"
-    arguments = ["cluster.time_min=2", "cluster.signal_lead_s=60"]
+    arguments = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job, _ = submit_held(slurm_runs, name, *HET, *arguments)
     slurm_runs.wait_status(name, "queued", timeout_s=100)
     saved = slurm_runs.checkpoint_steps(name)[-1]

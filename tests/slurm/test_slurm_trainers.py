@@ -57,10 +57,10 @@ CASES = {
             80,
             (
                 "rl.num_envs=4",
-                "rl.rollout_steps=16",
-                "rl.eval_episodes=2",
-                "rl.record=false",
-                "stop.steps=80",
+                "rl.num_rollout_steps=16",
+                "rl.num_eval_episodes=2",
+                "rl.record_episode=false",
+                "stop.max_steps=80",
                 "stop.threshold=1e9",
             ),
             ("cluster.roles.agent.nodes=1", "cluster.roles.observer.nodes=1"),
@@ -72,14 +72,14 @@ CASES = {
             5,
             80,
             (
-                "rnn.corpus_mb=0.1",
+                "rnn.max_corpus_mb=0.1",
                 "rnn.vocab_size=300",
-                "rnn.embedding=16",
-                "rnn.hidden=16",
-                "stop.steps=80",
-                "rnn.sample_tokens=0",
+                "rnn.embedding_size=16",
+                "rnn.hidden_size=16",
+                "stop.max_steps=80",
+                "rnn.num_sample_tokens=0",
             ),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.server.nodes=1"),
+            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1"),
             shards=(1,),
         ),
         Case(
@@ -88,7 +88,7 @@ CASES = {
             "pipeline",
             2,
             16,
-            ("model.name=resnet18", "data.batch_size=8", "data.eval_batch_size=360", "stop.steps=16"),
+            ("model.name=resnet18", "data.batch_size=8", "data.eval_batch_size=360", "stop.max_steps=16"),
             ("cluster.nodes=2", "cluster.tasks_per_node=1"),
             num_stepping=2,
             shards=(0, 1),
@@ -99,8 +99,8 @@ CASES = {
             "clicks",
             5,
             80,
-            ("hybrid.batch_size=32", "stop.steps=80"),
-            ("cluster.roles.trainer.nodes=1", "cluster.roles.server.nodes=1"),
+            ("hybrid.batch_size=32", "stop.max_steps=80"),
+            ("cluster.roles.trainer.nodes=1", "cluster.roles.parameter_server.nodes=1"),
             num_stepping=2,
             shards=(2, 3),
         ),
@@ -111,7 +111,7 @@ CASES = {
 def arguments(runs: SlurmRuns, case: Case, name: str, *more: str) -> list[str]:
     """Of `run` and `submit`, for a run that is held and saved at every step from the first on."""
     (uri,) = [word for word in runs.config(name) if word.startswith("tracking.uri=")]
-    common = ["tracking.register_as=null", "tracking.log_every=1", "tracking.system_interval_s=0"]
+    common = ["tracking.register_as=null", "tracking.log_every_steps=1", "tracking.system_interval_s=0"]
     path = next(word for word in runs.config(name) if word.startswith("launch.env.PYTHONPATH="))
     gate = ["trainer=gated:train", f"params.gated={case.trainer}", f"params.hold_at={case.hold_at}"]
     return [case.config, f"name={name}", uri, path, "launch.device=cpu", *common, *gate, *case.overrides, *more]

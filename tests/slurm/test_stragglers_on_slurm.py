@@ -19,7 +19,7 @@ def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRu
         "params.slow_host=n3",
         "cluster.nodes=4",
         "cluster.tasks_per_node=1",
-        "tracking.log_every=50",
+        "tracking.log_every_steps=50",
         # Who submits it ships until there is nothing new.
         "tracking.system_interval_s=10",
     )

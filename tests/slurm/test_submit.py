@@ -142,8 +142,8 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
             "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has high, main",
         ),
         (
-            "cluster.time_min=3000",
-            "cluster.time_min=3000: partition main allows 1440: lower it;"
+            "cluster.time_limit_min=3000",
+            "cluster.time_limit_min=3000: partition main allows 1440: lower it;"
             " a longer run saves, requeues itself and continues",
         ),
         ("cluster.nodes=9", "cluster.nodes=9: partition main has 4: lower it or choose another"),

@@ -29,7 +29,7 @@ USER_CODE = Path(__file__).resolve().parent / "user_code"
 #: Metrics that training alone determines.
 EXACT = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
 #: 45 steps an epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
-TRAINING = ["data.batch_size=16", "stop.epochs=2", "checkpoint.every_steps=20"]
+TRAINING = ["data.batch_size=16", "stop.max_epochs=2", "checkpoint.every_steps=20"]
 AUGMENTED = ["data.augment=true"]
 LAST_STEP = 90
 #: In the second epoch, behind its start and before the next checkpoint.
@@ -104,7 +104,7 @@ class Runs:
             f"name={name}",
             f"tracking.uri=sqlite:///{self.database}",
             "tracking.register_as=null",
-            "tracking.log_every=2",
+            "tracking.log_every_steps=2",
             "tracking.system_interval_s=1",
             "tracking.drain_timeout_s=60",
             "launch.device=cpu",

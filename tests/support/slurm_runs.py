@@ -14,7 +14,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import ENDED, State
 
 #: 2 nodes with 2 ranks each; the same 45 steps an epoch as two ranks with batches of 16 make.
-ON_FOUR_RANKS = [*TRAINING, "data.batch_size=8", "launch.ranks=4"]
+ON_FOUR_RANKS = [*TRAINING, "data.batch_size=8", "launch.num_ranks=4"]
 NUM_RANKS = 4
 #: States of a job that stays where it is.
 JOB_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import hpcdist
-from hpcdist.config.loading import load_config, to_yaml
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import to_yaml
 
 PACKAGE = Path(hpcdist.__file__).parent
 
@@ -159,7 +160,7 @@ def test_trainers_do_not_import_each_other() -> None:
 
 
 def test_omegaconf_is_used_by_config_alone() -> None:
-    assert users_of("omegaconf") == {"config.loading", "config.document"}
+    assert users_of("omegaconf") == {"config.merging", "config.document"}
 
 
 def test_submitit_is_used_by_the_submission_alone() -> None:

@@ -1,15 +1,15 @@
-"""Every key of a config: its type, its default and its meaning, each in exactly one place.
+"""All keys of a config with type, default and documentation, each defined in one place.
 
-Plain frozen dataclasses (stdlib only), so that a rank needs nothing but this package to know what it was asked for.
-`config/loading.py` fills them from YAML and the command line. The line under a field is its documentation
-(`hpcdist config --schema`).
+The sections are frozen dataclasses that need only the standard library; those of single trainers are in the packages
+of the trainers. `config/loading.py` fills them from YAML and the command line. The string under a field is its
+documentation (`hpcdist config --schema`).
 """
 
 from hpcdist.config.schema.cluster import ClusterConfig, RoleRequest
 from hpcdist.config.schema.container import ContainerConfig
 from hpcdist.config.schema.declaration import Trainer, default_trainer, find_trainer, trainer_names, unused_sections
 from hpcdist.config.schema.describe import describe
-from hpcdist.config.schema.exact import exact
+from hpcdist.config.schema.exact import exact, type_mismatch
 from hpcdist.config.schema.launching import CheckpointConfig, LaunchConfig, TrackingConfig
 from hpcdist.config.schema.preflight import PreflightConfig
 from hpcdist.config.schema.run import Config, cross_check, role_device, to_tree
@@ -48,5 +48,6 @@ __all__ = [
     "role_device",
     "to_tree",
     "trainer_names",
+    "type_mismatch",
     "unused_sections",
 ]

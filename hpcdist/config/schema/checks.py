@@ -1,19 +1,19 @@
-"""Checks that sections share: each gives a list of mistakes, a line a mistake."""
+"""Checks that several sections use. Each returns a list with one line per mistake."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-#: What a shell takes for the name of a variable.
+#: Valid names of shell variables.
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: A long flag of Slurm's. Leading dashes have an error of their own, with all other flags that cannot be set.
+#: Long options of Slurm. Leading dashes are reported later, together with options that cannot be set.
 _FLAG = re.compile(r"-{0,2}[A-Za-z0-9][A-Za-z0-9_-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 
 
 def check(problems: list[str]) -> None:
-    """Raise one ValueError with a line a mistake; config/loading.py puts the section's name in front of each."""
+    """Raise one ValueError with a line per mistake, to which config/merging.py adds the section's name."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -45,20 +45,20 @@ def strings(section: object, name: str) -> list[str]:
 
 
 def variables(section: object, name: str) -> list[str]:
-    """Names that no shell takes for a variable, and values that no environment can hold."""
+    """Return the mistakes in environment variables: invalid names, and values with a NUL character."""
     return [
-        f"{name}: {_short(key)} is no name of a variable: letters, digits and '_', no digit first"
+        f"{name}: {_short(key)} is not a valid variable name: use letters, digits and '_', not starting with a digit"
         if not _VARIABLE.fullmatch(str(key))
-        else f"{name}.{key} must not hold a NUL character"
+        else f"{name}.{key} must not contain a NUL character"
         for key, value in getattr(section, name).items()
         if not _VARIABLE.fullmatch(str(key)) or "\0" in str(value)
     ]
 
 
 def flags(section: object, *names: str) -> list[str]:
-    """Names that are no flags of Slurm's; in a script or a command line they would be something else."""
+    """Return the names that are not options of Slurm, which would change the meaning of a script or command."""
     return [
-        f"{name}: {_short(key)} is no flag: give its long name, such as mail-type"
+        f"{name}: {_short(key)} is not an option: use its long name, such as mail-type"
         for name in names
         for key in getattr(section, name)
         if not _FLAG.fullmatch(str(key))
@@ -66,7 +66,7 @@ def flags(section: object, *names: str) -> list[str]:
 
 
 def one_line(section: object, *names: str) -> list[str]:
-    """Texts with a newline or another control character, which would end a line of the batch script."""
+    """Return the texts with a control character; a newline would end a line of the batch script."""
     values = {name: getattr(section, name) for name in names}
     return [
         f"{key} must be one line without control characters, got {_short(text)}"

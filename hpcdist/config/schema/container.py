@@ -1,4 +1,4 @@
-"""The container that ranks run in."""
+"""The section `container`: the container in which ranks run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
-    """What ranks are started in. A site's profile may hold such a section, too."""
+    """The container of the ranks. A site's profile may contain this section as well."""
 
     runtime: Literal["none", "docker", "podman", "apptainer", "charliecloud", "enroot", "pyxis"] = "none"
-    """What starts containers on the nodes; `none` starts ranks without one."""
+    """Container runtime on the nodes; `none` starts ranks without a container."""
     image: str = ""
-    """A name in docker's or podman's store, a `.sif` file, a folder (charliecloud), a `.sqsh` file (enroot, pyxis)."""
+    """An image name (docker, podman), a `.sif` file, a folder (charliecloud), or a `.sqsh` file (enroot, pyxis)."""
     mounts: list[str] = field(default_factory=list)
-    """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, besides the run folder, the code and `data.root`."""
+    """`SOURCE`, `SOURCE:TARGET` or `SOURCE:TARGET:ro`, in addition to the run folder, the code and `data.root`."""
     env: list[str] = field(default_factory=list)
-    """More variables that ranks may see, by name or as `NAME_*`; Slurm's, NCCL's and those of this config they see."""
+    """Additional variables to pass, by name or as `NAME_*`; those of Slurm, NCCL and this config are passed."""
     gpus: Literal["auto", "none", "all"] = "auto"
-    """Whether containers see the GPUs; `auto`: where `cluster.gpus_per_node` asks for some. Slurm says which."""
+    """GPUs in the container; `auto` passes those that Slurm allocates if `cluster.gpus_per_node` requests some."""
     python: str = "python3"
-    """The image's own Python, which has hpcdist: a command on the image's PATH, or a path in it."""
+    """Python of the image with hpcdist installed: a command on the image's PATH, or a path in the image."""
     extra_args: list[str] = field(default_factory=list)
-    """Further flags of the runtime (of srun with pyxis), after hpcdist's own, so that they win."""
-    check_here: bool = True
-    """Look into the image before submission, where this machine can; false where only the nodes have it."""
+    """Additional options of the runtime (of srun with pyxis), which override those of hpcdist."""
+    check_image: bool = True
+    """Check the image before submission, if this machine can; false if only the nodes have it."""
 
     def __post_init__(self) -> None:
         check(
             [
-                f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with whole paths, got {mount!r}"
+                f"mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got {mount!r}"
                 for mount in self.mounts
                 if not _MOUNT.fullmatch(mount)
             ]
@@ -46,5 +46,5 @@ class ContainerConfig:
                 if not _NAME.fullmatch(name)
             ]
             + one_line(self, "image", "python", "mounts", "extra_args")
-            + (["image must say what to start"] if self.runtime != "none" and not self.image else [])
+            + (["image must name the image to start"] if self.runtime != "none" and not self.image else [])
         )

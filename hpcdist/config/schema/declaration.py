@@ -83,9 +83,9 @@ def trainer_problems(config: Config) -> list[str]:
         needed = ", then ".join(f"one {role}" if role in trainer.single_roles else f"{role}s" for role in trainer.roles)
         example = ", ".join(f"{role}: {count}" for role, count in trainer.roles.items())
         problems.append(f"roles: trainer {name} needs {needed}, got {got}: set roles='{{{example}}}'")
-    if trainer.instead_of_accumulation and config.optim.accumulate != 1:
+    if trainer.instead_of_accumulation and config.optim.grad_accum_steps != 1:
         problems.append(
-            f"optim.accumulate={config.optim.accumulate} is not for trainer {name}:"
+            f"optim.grad_accum_steps={config.optim.grad_accum_steps} is not for trainer {name}:"
             f" use {trainer.instead_of_accumulation}"
         )
     return problems + trainer.check(config)

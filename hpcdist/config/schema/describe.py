@@ -1,4 +1,4 @@
-"""Every key with its type, default and documentation, read from the dataclasses' own source."""
+"""The list of all keys with type, default and documentation, read from the source of the dataclasses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcdist.config.schema.run import Config
 
 
 def describe(section: type = Config, prefix: str = "") -> list[tuple[str, str, Any, str]]:
-    """Every key as (path, type, default, documentation), from the source of these dataclasses."""
-    # Imported here: only `hpcdist config --schema` reads source.
+    """Return every key as (path, type, default, documentation)."""
+    # Imported here, because ranks do not need the documentation.
     import ast
     import inspect
     import textwrap

@@ -1,6 +1,6 @@
-"""A config out of plain containers that hold every key, each in its declared type: what a run folder keeps.
+"""A config from plain containers that contain every key in its declared type, as a run folder stores it.
 
-Nothing is converted and nothing filled in, so it needs no library, and ranks start by it in no time.
+Values are neither converted nor filled in, so reading needs only the standard library, and ranks start quickly.
 """
 
 from __future__ import annotations
@@ -16,36 +16,50 @@ from hpcdist.config.schema.run import Config
 _SCALARS = (NoneType, bool, int, float, str)
 
 
+class _MismatchError(TypeError):
+    """A value of another type than its key declares: args are the dotted key and the value."""
+
+
 def exact(tree: Mapping[str, Any]) -> Config | None:
-    """The config whose `dataclasses.asdict` is `tree`; None where a key, a type or a value is not a config's."""
+    """Return the config whose `to_tree` is `tree`, or None if a key, a type or a value does not fit."""
     try:
         return _config(tree)
     except (TypeError, ValueError):
         return None
 
 
+def type_mismatch(tree: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the first dotted key whose value does not have its declared type, with the value; None without one."""
+    try:
+        _config(tree)
+    except _MismatchError as error:
+        return cast("tuple[str, Any]", error.args)
+    return None
+
+
 def _config(tree: Mapping[str, Any]) -> Config:
-    kinds = get_type_hints(Config)
-    kinds.pop("sections")
-    trainers = {name: trainer for name in tree.keys() - kinds.keys() if (trainer := find_trainer(name))}
-    if tree.keys() != kinds.keys() | trainers.keys():
+    types = get_type_hints(Config)
+    types.pop("sections")
+    trainers = {name: trainer for name in tree.keys() - types.keys() if (trainer := find_trainer(name))}
+    if tree.keys() != types.keys() | trainers.keys():
         raise TypeError("not the keys of a config")
-    sections = {name: _value(trainers[name].section, value) for name, value in tree.items() if name in trainers}
-    return Config(sections=sections, **{name: _value(kind, tree[name]) for name, kind in kinds.items()})
+    sections = {name: _value(trainers[name].section, value, name) for name, value in tree.items() if name in trainers}
+    return Config(sections=sections, **{name: _value(kind, tree[name], name) for name, kind in types.items()})
 
 
-def _section(kind: type, tree: object) -> object:
-    kinds = get_type_hints(kind)
-    if type(tree) is not dict or tree.keys() != kinds.keys():
-        raise TypeError(f"not the keys of {kind.__name__}")
-    return kind(**{field.name: _value(kinds[field.name], tree[field.name]) for field in fields(kind)})
+def _section(kind: type, tree: object, key: str) -> object:
+    types = get_type_hints(kind)
+    if type(tree) is not dict or tree.keys() != types.keys():
+        raise _MismatchError(key, tree)
+    values = {one.name: _value(types[one.name], tree[one.name], f"{key}.{one.name}") for one in fields(kind)}
+    return kind(**values)
 
 
-def _value(declared: Any, value: Any) -> Any:
-    """A value of exactly the declared type. Raises TypeError for another, ValueError where a section refuses it."""
+def _value(declared: Any, value: Any, key: str) -> Any:
+    """Return a value of exactly the declared type. Raises TypeError or ValueError for any other."""
     origin, arguments = get_origin(declared), get_args(declared)
     if is_dataclass(declared):
-        return _section(cast(type, declared), value)
+        return _section(cast(type, declared), value, key)
     if origin is UnionType:  # such as `int | None`
         declared = next((one for one in arguments if type(value) is one), NoneType)
     if declared is Any and type(value) in (list, dict):
@@ -53,9 +67,9 @@ def _value(declared: Any, value: Any) -> Any:
     if origin in (list, dict) and type(value) is origin:
         of = arguments[-1]
         if origin is list:
-            return [_value(of, entry) for entry in value]
-        return {_value(str, key): _value(of, entry) for key, entry in value.items()}
+            return [_value(of, entry, key) for entry in value]
+        return {_value(str, name, key): _value(of, entry, f"{key}.{name}") for name, entry in value.items()}
     fits = value in arguments if origin is Literal else type(value) in (_SCALARS if declared is Any else (declared,))
     if not fits:
-        raise TypeError(f"{value!r} is no {declared}")
+        raise _MismatchError(key, value)
     return value

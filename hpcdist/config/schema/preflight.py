@@ -1,4 +1,4 @@
-"""What is looked at on the machines of a run before its ranks start."""
+"""The section `preflight`: checks of the nodes before the ranks start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class PreflightConfig:
     """`preflight: full` is short for `preflight: {mode: full}`."""
 
     mode: Literal["off", "quick", "full"] = "quick"
-    """How much is looked at on a run's nodes before its ranks start; runs on one machine are never looked at."""
+    """Extent of the checks of a Slurm run's nodes; runs on one machine are not checked."""
     on_failure: Literal["stop", "exclude"] = "stop"
-    """When a node fails: end the run, or queue its Slurm job again without that node."""
+    """Reaction to a failed node: end the run, or requeue its Slurm job without that node."""

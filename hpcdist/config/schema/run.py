@@ -1,4 +1,4 @@
-"""The whole config of a run, and what only shows in its sections together."""
+"""The whole config of a run, and the checks that involve several sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpcdist.config.schema.training import (
 from hpcdist.errors import ConfigError
 
 S = TypeVar("S")
-#: Part of RPC names, of config keys and of lines in logs.
+#: A role name is part of RPC names, config keys and log lines.
 ROLE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -34,16 +34,16 @@ class Config:
     """One distributed training run."""
 
     experiment: str = "hpcdist"
-    """MLflow experiment, and folder of its runs."""
+    """MLflow experiment, and name of the folder of its runs."""
     name: str = ""
-    """Name of the run; empty makes one of the trainer, the time and chance."""
+    """Name of the run; empty generates one from the trainer, the time and random characters."""
     runs_dir: str = field(default="${oc.env:HPCDIST_RUNS_DIR,runs}", metadata=IS_PATH)
-    """Where run folders are made; on a cluster a file system that all nodes share."""
+    """Folder of all runs; on a cluster, on a file system that all nodes share."""
     seed: int = 0
-    """Seeds weights, shuffling, augmentation and dropout; each rank derives its own from it."""
+    """Seed of weights, shuffling, augmentation and dropout; each rank derives its own seed from it."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     roles: dict[str, int] = field(default_factory=dict)
-    """How many ranks play which role, in rank order; empty makes all of them trainers."""
+    """Number of ranks by role, in rank order; empty gives all ranks the role trainer."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -59,7 +59,7 @@ class Config:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     params: dict[str, Any] = field(default_factory=dict)
-    """Free keys for a trainer of your own; logged like all others."""
+    """Free keys for a trainer of your own, logged like all others."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -71,10 +71,12 @@ class Config:
             problems.append("experiment must not be empty")
         for role, count in self.roles.items():
             if not ROLE_NAME.fullmatch(role):
-                problems.append(f"roles: {role!r} is no name for a role: letters, digits and '_', a letter first")
+                problems.append(
+                    f"roles: {role!r} is not a valid role name: use letters, digits and '_', starting with a letter"
+                )
             if count < 1:
                 problems.append(f"roles.{role} must be >= 1, got {count}")
-        # It becomes a line of the batch script.
+        # runs_dir becomes a line of the batch script.
         check(problems + at_least(self, 0, "seed") + one_line(self, "runs_dir"))
 
     def section(self, kind: type[S]) -> S:
@@ -97,7 +99,10 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 
 def role_device(config: Config, role: str) -> str:
-    """`auto`, `cpu` or `cuda`: a role that asks the cluster for no GPUs, where others do, needs none anywhere."""
+    """Return the device of a role: `auto`, `cpu` or `cuda`.
+
+    A role that requests no GPUs of the cluster, while others do, uses the CPU on every machine.
+    """
     if role in config.launch.devices:
         return config.launch.devices[role]
     asked = {
@@ -112,10 +117,10 @@ def role_device(config: Config, role: str) -> str:
 
 
 def cross_check(config: Config) -> list[str]:
-    """Mistakes that no section can see alone, each with its fix."""
+    """Return the mistakes that involve several sections, each with its fix."""
     problems = []
     if config.container.runtime == "charliecloud" and any(mount.endswith(":ro") for mount in config.container.mounts):
-        problems.append("container.mounts: charliecloud mounts nothing read-only: leave out ':ro'")
+        problems.append("container.mounts: charliecloud has no read-only mounts: leave out ':ro'")
     if config.trainer.script and config.trainer.target != default_trainer():
         problems.append("trainer.script and trainer.target exclude each other: remove one of them")
     if not config.trainer.script:
@@ -132,7 +137,7 @@ def cross_check(config: Config) -> list[str]:
         if without:
             problems.append(f"launch.backend=nccl needs GPUs for all ranks, but {without[0]} has none: use gloo")
     if "trainer" in config.cluster.roles and not config.roles:
-        problems.append("cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2")
+        problems.append("cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2")
     known = list(config.roles) or ["trainer"]
     for section, named in (("cluster.roles", config.cluster.roles), ("launch.devices", config.launch.devices)):
         problems += [

@@ -17,7 +17,14 @@ from hpcdist.machine.check import Check
 #: Runs inside the image and prints one JSON object. It imports hpcdist's modules and its declared dependencies.
 SELF_TEST = Path(__file__).with_name("self_test.py")
 #: Two ranks on CPUs, so that the check means the same on a machine with any number of GPUs.
-TRAINING = ("ddp_digits", "stop.steps=20", "launch.ranks=2", "launch.device=cpu", "runs_dir=/tmp/check", "name=check")
+TRAINING = (
+    "ddp_digits",
+    "stop.max_steps=20",
+    "launch.num_ranks=2",
+    "launch.device=cpu",
+    "runs_dir=/tmp/check",
+    "name=check",
+)
 
 
 def check_image(engine: Engine, image: str) -> Iterator[Check]:

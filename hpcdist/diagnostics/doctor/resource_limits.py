@@ -122,7 +122,7 @@ def resource_checks(found: ResourceLimits) -> list[Check]:
 def _cores(found: ResourceLimits) -> Check:
     if found.quota is not None and found.quota < found.cores - 0.5:
         text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
-        fix = f"launch.threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
+        fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
         return Check(name="cores", level="warning", text=text, fix=fix)
     if found.cores < 2:
         text = "1: two ranks share it and take twice as long"
@@ -134,7 +134,7 @@ def _memory(found: ResourceLimits) -> Check:
     limit = found.memory_limit_bytes
     text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
     if (limit or found.memory_bytes) < _LITTLE_MEMORY:
-        fix = "fewer ranks (launch.ranks=1), or a larger --memory (container) or --mem (Slurm)"
+        fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
         return Check(name="memory", level="warning", text=f"{text}: two ranks need about 2 GiB", fix=fix)
     return Check(name="memory", level="ok", text=text)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import logs
-from hpcdist.config.loading import load_run_config, secrets_of
+from hpcdist.config.loading import load_run_config
+from hpcdist.config.written import secrets_of
 from hpcdist.containers.rank_container import rank_container
 from hpcdist.errors import HpcdistError, LeaseLostError, UserMistake
 from hpcdist.files import retry

@@ -80,7 +80,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
         cpus_per_task=int(env.get("SLURM_CPUS_PER_TASK", "1")),
         gpus_per_node=int(gpus.rpartition(":")[2]),
         mem=env.get("SLURM_MEM_PER_NODE"),
-        time_min=int(time_limit_min) if time_limit_min else cluster.time_min,
+        time_limit_min=int(time_limit_min) if time_limit_min else cluster.time_limit_min,
     )
 
 

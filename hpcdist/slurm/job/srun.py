@@ -128,7 +128,7 @@ def rank_env(config: Config, part: JobComponent | None = None) -> dict[str, str]
         part: the ranks' component; the first one by default.
     """
     part = part or allocations(config)[0]
-    threads = config.launch.threads or part.cpus_per_task
+    threads = config.launch.num_threads or part.cpus_per_task
     policy = processor_env(threads, use_gpus=part.gpus_per_node > 0 and config.launch.device != "cpu")
     policy = {name: value for name, value in policy.items() if not name.endswith("_SOCKET_IFNAME")}
     return {**policy, **config.cluster.env, **config.launch.env}

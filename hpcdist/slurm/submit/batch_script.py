@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdist.config.loading import secret_keys
 from hpcdist.config.schema import ClusterConfig, Config
+from hpcdist.config.written import secret_keys
 from hpcdist.containers.rank_container import rank_container
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import git_root
@@ -57,7 +57,7 @@ def sbatch_parameters(config: Config, run: RunDir, flags: Mapping[str, str] | No
     return {
         **{key: value for key, value in optional.items() if value is not None},
         "job_name": f"{run.experiment}/{run.name}",
-        "time": cluster.time_min,
+        "time": cluster.time_limit_min,
         "nodes": cluster.nodes,
         "ntasks_per_node": cluster.tasks_per_node,
         "cpus_per_task": cluster.cpus_per_task,

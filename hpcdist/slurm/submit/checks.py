@@ -151,11 +151,11 @@ def _check_runs_dir(config: Config, partitions: Sequence[Partition], findings: F
 
 
 def _check_signal_lead(config: Config, findings: Findings) -> None:
-    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_min * 60
+    lead, limit_s = config.cluster.signal_lead_s, config.cluster.time_limit_min * 60
     if lead >= limit_s:
         findings.errors.append(
-            f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because"
-            f" cluster.time_min={config.cluster.time_min} is {limit_s} s: lower the first or raise the second"
+            f"cluster.signal_lead_s={lead}: the run would be stopped at its start, because cluster.time_limit_min="
+            f"{config.cluster.time_limit_min} is {limit_s} s: lower the first or raise the second"
         )
     save_s, name = longest_save(Path(config.runs_dir) / config.experiment)
     # The ranks may be saving already when the signal arrives, and then save again.

@@ -96,9 +96,9 @@ def _own_groups() -> list[str]:
 def _check_size(cluster: ClusterConfig, partition: Partition, findings: Findings) -> None:
     name, nodes = partition.name, partition.nodes
     max_min = parse_minutes(partition.facts.get("MaxTime", ""))
-    if max_min is not None and cluster.time_min > max_min:
+    if max_min is not None and cluster.time_limit_min > max_min:
         findings.errors.append(
-            f"cluster.time_min={cluster.time_min}: partition {name} allows {max_min:g}: lower it;"
+            f"cluster.time_limit_min={cluster.time_limit_min}: partition {name} allows {max_min:g}: lower it;"
             " a longer run saves, requeues itself and continues"
         )
     total = sum(group.num_nodes for group in nodes)

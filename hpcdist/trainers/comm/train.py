@@ -193,8 +193,8 @@ class Bench:
             caller(operations),
             self.watch,
             self.control,
-            budget_s=self.cfg.budget_s,
-            longest_s=self.cfg.longest_s,
+            budget_s=self.cfg.measure_s,
+            longest_s=self.cfg.max_iteration_s,
             after_barrier=kind.is_one_way,
             divided_by=depth * kind.hops(team.largest),
         )
@@ -231,9 +231,9 @@ class Bench:
             return False
         last = rows[-1]
         calls_s = last.median_s * last.depth * series.variant.kind.hops(last.group_size)
-        if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.longest_s:
+        if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.max_iteration_s:
             return False
-        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s (comm.longest_s)"
+        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s (comm.max_iteration_s)"
         if note not in self.results.notes:
             self.results.notes.append(note)
         return True
@@ -273,7 +273,7 @@ class Bench:
             return  # not supported, or stopped at a smaller size
         count = elements(point.size, dtype, team.size if point.variant.kind.has_parts else 1)
         operation = point.variant.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.control, longest_s=self.cfg.longest_s))
+        self.results.overlap.append(measure_overlap(operation, self.control, longest_s=self.cfg.max_iteration_s))
         self.write()
 
     # --- summary

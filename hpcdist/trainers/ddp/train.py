@@ -40,7 +40,7 @@ def train(ctx: Context, cfg: Config) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=cfg.precision.dtype == "fp16")
     batches_per_epoch = math.ceil(math.ceil(len(data.train) / ctx.world_size) / cfg.data.batch_size)
-    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.accumulate)
+    steps_per_epoch = math.ceil(batches_per_epoch / cfg.optim.grad_accum_steps)
 
     saved = ctx.restore()
     if saved is not None:
@@ -56,11 +56,11 @@ def train(ctx: Context, cfg: Config) -> None:
             epoch_indices(ctx, cfg, data, position.epoch),
             batch_size=cfg.data.batch_size,
             device=ctx.device,
-            start_batch=position.step_in_epoch * cfg.optim.accumulate,
+            start_batch=position.step_in_epoch * cfg.optim.grad_accum_steps,
             epoch=position.epoch,
             channels_last=cfg.model.channels_last,
         )
-        for micro_batches in grouped(batches, cfg.optim.accumulate):
+        for micro_batches in grouped(batches, cfg.optim.grad_accum_steps):
             set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
             meter.add(loss_sum=train_step(ctx, cfg, model, optimizer, scaler, micro_batches), num_steps=1)
             yield
@@ -68,7 +68,7 @@ def train(ctx: Context, cfg: Config) -> None:
     def interval_metrics() -> dict[str, float]:
         # Reading the loss is the only place where a step waits for the device.
         loss_sum, num_steps = ctx.sum_over_ranks([float(meter.sums["loss_sum"]), meter.sums["num_steps"]])
-        samples_per_step = cfg.data.batch_size * cfg.optim.accumulate * ctx.world_size
+        samples_per_step = cfg.data.batch_size * cfg.optim.grad_accum_steps * ctx.world_size
         return {
             "train/loss": loss_sum / num_steps,
             "train/lr": optimizer.param_groups[0]["lr"],
@@ -110,7 +110,7 @@ def build_ddp_model(ctx: Context, cfg: Config, data: ImageData) -> DistributedDa
     if cfg.model.compile:
         module.compile()  # in place: the state dict keeps its names
     # DDP supports no_sync() only without a static graph.
-    options: dict[str, Any] = {"static_graph": cfg.optim.accumulate == 1}
+    options: dict[str, Any] = {"static_graph": cfg.optim.grad_accum_steps == 1}
     if ctx.device.type == "cpu":
         # DDP's default for all buckets but the first, which has 1 MB: on CPU a message costs more than it overlaps.
         options["bucket_cap_mb"] = 25
@@ -173,9 +173,9 @@ def train_step(
                 loss = F.cross_entropy(model(images), labels) / len(micro_batches)
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
-    if cfg.optim.clip_norm is not None:
+    if cfg.optim.max_grad_norm is not None:
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

@@ -10,25 +10,25 @@ from hpcdist.trainers.hybrid.schema import HybridConfig
 
 def _check(config: Config) -> list[str]:
     problems = []
-    if config.optim.clip_norm is not None:
-        problems.append(f"optim.clip_norm={config.optim.clip_norm:g} is not for trainer hybrid: leave it out")
+    if config.optim.max_grad_norm is not None:
+        problems.append(f"optim.max_grad_norm={config.optim.max_grad_norm:g} is not for trainer hybrid: leave it out")
     if not config.section(HybridConfig).tables:
         problems.append("hybrid.tables must name at least one table, such as {user: 1000}")
     return problems
 
 
 def _check_host(config: Config) -> list[str]:
-    data = config.section(HybridConfig).data
-    return [f"hybrid.data: no such file: {data}"] if data and not Path(data).is_file() else []
+    data = config.section(HybridConfig).file
+    return [f"hybrid.file: no such file: {data}"] if data and not Path(data).is_file() else []
 
 
 TRAINER = Trainer(
     default_config="hybrid_clicks",
     section=HybridConfig,
     shared_sections=("optim",),
-    roles={"trainer": 2, "server": 2},
+    roles={"trainer": 2, "parameter_server": 2},
     instead_of_accumulation="hybrid.batch_size",
     check=_check,
     check_host=_check_host,
-    fixed_keys=("hybrid.tables", "hybrid.dim", "hybrid.hidden", "hybrid.table_optimizer", "optim.name"),
+    fixed_keys=("hybrid.tables", "hybrid.embedding_dim", "hybrid.hidden_sizes", "hybrid.table_optimizer", "optim.name"),
 )

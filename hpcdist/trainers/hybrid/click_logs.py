@@ -92,12 +92,12 @@ def load_clicks(cfg: HybridConfig, seed: int, *, share: int, num_shares: int) ->
     Training shares have equal size, so up to `num_shares` - 1 samples are left out; test shares have each test sample
     once. Raises DataError for a file that is missing, damaged or does not match the config.
     """
-    source = _SyntheticLog(cfg, seed) if not cfg.data else _FileLog(cfg)
-    num_test = max(1, round(len(source) * cfg.test_fraction))
+    source = _SyntheticLog(cfg, seed) if not cfg.file else _FileLog(cfg)
+    num_test = max(1, round(len(source) * cfg.eval_fraction))
     num_train = (len(source) - num_test) // num_shares
     if num_train < 1:
         raise DataError(
-            f"{cfg.data or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
+            f"{cfg.file or 'the synthetic log'} has {len(source)} samples: too few for {num_shares} trainers"
         )
     first_test = len(source) - num_test
     bounds = [first_test + num_test * number // num_shares for number in (share, share + 1)]
@@ -113,7 +113,7 @@ class _SyntheticLog:
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         self._effects = [torch.randn(rows, generator=generator) for rows in cfg.tables.values()]
-        self._numeric = torch.randn(cfg.num_numeric, generator=generator)
+        self._numeric = torch.randn(cfg.num_numeric_columns, generator=generator)
 
     def __len__(self) -> int:
         return self._cfg.num_samples
@@ -131,9 +131,9 @@ class _SyntheticLog:
         generator = torch.Generator().manual_seed((self._seed + 1) * 1_000_003 + block)
         num_bags = BLOCK * count
         if cfg.fixed_bags:
-            lengths = torch.full((num_bags,), cfg.bag_size)
+            lengths = torch.full((num_bags,), cfg.max_bag_size)
         else:
-            lengths = torch.randint(1, cfg.bag_size + 1, (num_bags,), generator=generator)
+            lengths = torch.randint(1, cfg.max_bag_size + 1, (num_bags,), generator=generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         table_of_id = (torch.arange(num_bags) % count).repeat_interleave(lengths)
         rows = torch.tensor(list(cfg.tables.values()))[table_of_id]
@@ -145,8 +145,8 @@ class _SyntheticLog:
             effect[mine] = effects[ids[mine]]
         sample = torch.arange(BLOCK).repeat_interleave(lengths.view(BLOCK, count).sum(1))
         score = torch.zeros(BLOCK).index_add_(0, sample, effect)
-        mean_length = cfg.bag_size if cfg.fixed_bags else (cfg.bag_size + 1) / 2
-        numeric = torch.randn(BLOCK, cfg.num_numeric, generator=generator)
+        mean_length = cfg.max_bag_size if cfg.fixed_bags else (cfg.max_bag_size + 1) / 2
+        numeric = torch.randn(BLOCK, cfg.num_numeric_columns, generator=generator)
         score = BIAS + ROW_EFFECT * score / (count * mean_length) ** 0.5 + NUMERIC_EFFECT * numeric @ self._numeric
         labels = torch.bernoulli(score.sigmoid(), generator=generator)
         return Clicks(Bags(ids, offsets), numeric, labels, tuple(cfg.tables), score)
@@ -175,8 +175,8 @@ class _FileLog:
         from pyarrow import csv, parquet
 
         self._cfg = cfg
-        self._columns = [cfg.label, *cfg.numeric, *cfg.tables]
-        self._path = Path(cfg.data).expanduser()
+        self._columns = [cfg.label_column, *cfg.numeric_columns, *cfg.tables]
+        self._path = Path(cfg.file).expanduser()
         try:
             if self._path.suffix == ".csv":
                 text = {name: pa.string() for name in cfg.tables}
@@ -222,10 +222,14 @@ class _FileLog:
     def _read(self, first: int, end: int) -> Clicks:
         table = self._rows(first, end)
         cfg = self._cfg
-        labels = self._numbers(table, cfg.label)
+        labels = self._numbers(table, cfg.label_column)
         if not bool(((labels == 0) | (labels == 1)).all()):
-            raise DataError(f"{self._path}: column {cfg.label!r} must be 0 or 1")
-        numeric = torch.stack([self._numbers(table, name) for name in cfg.numeric], dim=1) if cfg.numeric else None
+            raise DataError(f"{self._path}: column {cfg.label_column!r} must be 0 or 1")
+        numeric = (
+            torch.stack([self._numbers(table, name) for name in cfg.numeric_columns], dim=1)
+            if cfg.numeric_columns
+            else None
+        )
         columns = [self._bags(table, name, rows) for name, rows in cfg.tables.items()]
         # From the order of the file, by column, to order by sample.
         whole = Bags(
@@ -276,18 +280,18 @@ class _FileLog:
         if values.null_count:
             raise DataError(f"{self._path}: column {name!r} has null ids: write an empty bag as an empty list")
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        if name in self._cfg.hashed:
+        if name in self._cfg.hashed_tables:
             return Bags(_hashed(values, rows), offsets)
         try:
             ids = torch.from_numpy(np.array(values.cast(pa.int64()), dtype=np.int64))
         except pa.ArrowInvalid as error:
             raise DataError(
-                f"{self._path}: column {name!r} has ids that are not integers: add it to hybrid.hashed"
+                f"{self._path}: column {name!r} has ids that are not integers: add it to hybrid.hashed_tables"
             ) from error
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
             raise DataError(
                 f"{self._path}: column {name!r} has ids {int(ids.min())} to {int(ids.max())}, but"
-                f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed"
+                f" hybrid.tables.{name}={rows}: raise it to {int(ids.max()) + 1}, or add it to hybrid.hashed_tables"
             )
         return Bags(ids, offsets)
 

@@ -67,13 +67,13 @@ class PreparedBatch:
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and, if the tables are small, export the final model."""
-    ctx.roles.require(trainer=None, server=None)
+    ctx.roles.require(trainer=None, parameter_server=None)
     hybrid = cfg.section(HybridConfig)
-    layout = Layout(hybrid.tables, hybrid.dim, ctx.roles.count("server"))
+    layout = Layout(hybrid.tables, hybrid.embedding_dim, ctx.roles.count("parameter_server"))
     ctx.agree_among(ctx.ranks_of("trainer"))
     groups = _make_groups(ctx, cfg)
     with rpc_group(ctx) as group:
-        if ctx.role == "server":
+        if ctx.role == "parameter_server":
             serve_tables(ctx, cfg, layout, groups.exchange, group)
         else:
             _train_dense(ctx, cfg, layout, groups, group)
@@ -100,14 +100,14 @@ def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroup
     shares = load_clicks(hybrid, cfg.seed, share=ctx.role_index, num_shares=num_trainers)
     data, test = (clicks.with_ids(layout.place(clicks.bags.ids, clicks.table_of_id)) for clicks in shares)
     num_inputs = len(layout.tables) * layout.dim + data.numeric.shape[1]
-    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden), process_group=groups.dense, static_graph=True)
+    model = ctx.wrap(dense_part(num_inputs, hybrid.hidden_sizes), process_group=groups.dense, static_graph=True)
     if num_trainers > 2:  # the sum of two trainers does not depend on the order
         example = torch.zeros(2, num_inputs, device=ctx.device)
         settle_buckets(model, lambda: model(example).sum())
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     plan = _lookup_plan(cfg, layout, data, num_trainers)
     log.info("%d training and %d test samples; %s", len(data), len(test), plan)
-    lookups = Lookups(groups.exchange, ctx.ranks_of("server"), layout, plan)
+    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
     num_test = [0.0] * num_trainers
     num_test[ctx.role_index] = len(test)
     num_eval_batches = math.ceil(max(_sum_over_trainers(groups, num_test)) / hybrid.eval_batch_size)
@@ -157,7 +157,7 @@ def _train_dense(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroup
         lookups.flush()
         dist.barrier(group=groups.host)
         if ctx.is_main:
-            group.order("save", position.step, to=group.of_role("server"))
+            group.order("save", position.step, to=group.of_role("parameter_server"))
         ctx.save(
             position.step,
             model=nn.ModuleDict({"dense": model}),
@@ -188,7 +188,7 @@ def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -
     first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)
     return LookupPlan(
-        pool_at_server=found.pool_at_server if hybrid.pool == "auto" else hybrid.pool == "server",
+        pool_at_server=found.pool_at_server if hybrid.pool_on == "auto" else hybrid.pool_on == "parameter_server",
         # In async mode no update is waited for, so later values are not better.
         ahead=hybrid.mode == "async" or (found.ahead if hybrid.prefetch == "auto" else hybrid.prefetch == "values"),
     )
@@ -261,10 +261,12 @@ def _export(
         return
     data, _ = load_clicks(hybrid, cfg.seed, share=0, num_shares=ctx.roles.count("trainer"))
     bag_size = int(data.bags.offsets.diff().max().clamp(min=1))
-    whole = ClickModel(layout.tables, dim=layout.dim, num_numeric=num_numeric, hidden=hybrid.hidden, bag_size=bag_size)
+    whole = ClickModel(
+        layout.tables, dim=layout.dim, num_numeric=num_numeric, hidden=hybrid.hidden_sizes, bag_size=bag_size
+    )
     state = {f"dense.{name}": value for name, value in model.module.state_dict().items()}
     for table in layout.tables:
-        parts = [rpc.rpc_async(server, rows_of_table, (table,)) for server in group.of_role("server")]
+        parts = [rpc.rpc_async(server, rows_of_table, (table,)) for server in group.of_role("parameter_server")]
         state[weight_name(table)] = torch.cat([part.wait() for part in parts])
     whole.load_state_dict(state)
     ctx.export_model(whole, padded(data.take(torch.arange(2)), bag_size))

@@ -10,7 +10,7 @@ from hpcdist.trainers.pipeline.schema import PipelineConfig
 def _check(config: Config) -> list[str]:
     cfg = config.section(PipelineConfig)
     problems = model_name_problems(config.model.name)
-    num_stages, number = config.roles.get("stage", 0), cfg.micro_batches
+    num_stages, number = config.roles.get("stage", 0), cfg.num_micro_batches
     if not problems and config.model.name not in RESNET_NAMES:
         problems.append(
             f"model.name={config.model.name} has no stages: trainer pipeline cuts ResNets, such as resnet50"
@@ -23,11 +23,11 @@ def _check(config: Config) -> list[str]:
         if config.data.batch_size % number:
             problems.append(
                 f"data.batch_size={config.data.batch_size} cannot be cut into {number} equal"
-                f" parts (pipeline.micro_batches): use {config.data.batch_size // number * number or number}"
+                f" parts (pipeline.num_micro_batches): use {config.data.batch_size // number * number or number}"
             )
         if cfg.engine == "pipelining" and cfg.schedule == "1f1b" and number < num_stages:
             problems.append(
-                f"pipeline.engine=pipelining needs pipeline.micro_batches >= {num_stages} for 1f1b with"
+                f"pipeline.engine=pipelining needs pipeline.num_micro_batches >= {num_stages} for 1f1b with"
                 f" {num_stages} stages, got {number}: raise it, or use pipeline.schedule=gpipe"
             )
     return problems
@@ -38,7 +38,7 @@ TRAINER = Trainer(
     section=PipelineConfig,
     shared_sections=("model", "data", "optim", "schedule"),
     roles={"stage": 2},
-    instead_of_accumulation="pipeline.micro_batches",
+    instead_of_accumulation="pipeline.num_micro_batches",
     check=_check,
     fixed_keys=("model.name", "optim.name"),
 )

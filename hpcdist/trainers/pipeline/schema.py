@@ -1,4 +1,4 @@
-"""A ResNet cut into stages (`trainer: pipeline`)."""
+"""The config section of trainer `pipeline`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from hpcdist.config.schema.checks import check
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """A ResNet cut into as many stages as `roles.stage` says, each on a rank of its own."""
+    """A ResNet split into `roles.stage` stages, each on its own rank (`trainer: pipeline`)."""
 
-    cut: list[str] = field(default_factory=list)
-    """Ends of stages: `[layer2]`, `[layer1.2, layer3.0]`, `[measured]`; empty: `[layer2]` for two, else measured."""
-    micro_batches: int | str = 4
-    """Equal parts of a batch, each normalised by itself; `auto` measures before the first step which number is best."""
+    split_points: list[str] = field(default_factory=list)
+    """Last units of the stages: `[layer1.2, layer3.0]`, or `[measured]`; empty: `[layer2]` for two, else measured."""
+    num_micro_batches: int | str = 4
+    """Equal parts of a batch, each with its own batch statistics; `auto` measures the fastest number at the start."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the micro-batches, equal in result; `1f1b` needs less memory."""
+    """Order of the micro-batches; the results are equal, and `1f1b` needs less memory."""
     activation_checkpointing: bool = False
-    """Keep blocks' inputs alone and compute the rest again in the backward pass, equal in result: time for memory."""
+    """Recompute activations in the backward pass: less memory, more time, equal results."""
     engine: Literal["rpc", "pipelining"] = "rpc"
-    """What moves activations: `rpc`, straight from stage to stage, or torch.distributed.pipelining."""
+    """Transport of activations: `rpc`, directly between stages, or `pipelining`, by torch.distributed.pipelining."""
 
     def __post_init__(self) -> None:
-        number = self.micro_batches
+        number = self.num_micro_batches
         is_number = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-        wrong = [] if is_number or number == "auto" else [f"micro_batches must be >= 1 or auto, got {number}"]
-        check(wrong)
+        check([] if is_number or number == "auto" else [f"num_micro_batches must be >= 1 or auto, got {number}"])

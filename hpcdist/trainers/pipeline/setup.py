@@ -93,7 +93,7 @@ def build_whole_model(cfg: Config, data: ImageData) -> nn.Module:
 
 def _example_images(cfg: Config, data: ImageData) -> Tensor:
     """Return random images, as many as a micro-batch has (a quarter of the batch if the number is to be measured)."""
-    number = cfg.section(PipelineConfig).micro_batches
+    number = cfg.section(PipelineConfig).num_micro_batches
     size = max(2, cfg.data.batch_size // (number if isinstance(number, int) else 4))
     shape = (size, 3, data.image_size, data.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -118,11 +118,13 @@ def cut_after(units: Sequence[str], last_units: Sequence[str]) -> list[tuple[str
     for name in last_units:
         found = [index for index, unit in enumerate(units) if unit == name or unit.startswith(f"{name}.")]
         if not found:
-            raise ConfigError([f"pipeline.cut: the model has no {name!r}: its units are {', '.join(units)}"])
+            raise ConfigError([f"pipeline.split_points: the model has no {name!r}: its units are {', '.join(units)}"])
         ends.append(found[-1] + 1)
     bounds = [0, *ends, len(units)]
     if any(end <= begin for begin, end in pairwise(bounds)):
-        raise ConfigError([f"pipeline.cut={list(last_units)} leaves a stage empty: name units in the model's order"])
+        raise ConfigError(
+            [f"pipeline.split_points={list(last_units)} leaves a stage empty: name units in the model's order"]
+        )
     return [tuple(units[begin:end]) for begin, end in pairwise(bounds)]
 
 

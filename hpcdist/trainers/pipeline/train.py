@@ -117,7 +117,7 @@ def _train_stage(ctx: Context, cfg: Config, setup: StageSetup) -> str:
 
 def select_micro_batches(ctx: Context, cfg: Config, setup: StageSetup) -> int:
     """Return the configured number of micro-batches; for `auto` that of the checkpoint, or else the fastest."""
-    number = cfg.section(PipelineConfig).micro_batches
+    number = cfg.section(PipelineConfig).num_micro_batches
     if isinstance(number, int):
         return number
     if setup.saved is not None:
@@ -167,8 +167,8 @@ def train_step(
 ) -> Tensor:
     """Do one optimizer step of this stage; return the mean loss in the last stage, zero elsewhere."""
     loss = setup.engine.step(images, labels, num_micro_batches)
-    if cfg.optim.clip_norm is not None:
-        clip_gradients(setup, cfg.optim.clip_norm)
+    if cfg.optim.max_grad_norm is not None:
+        clip_gradients(setup, cfg.optim.max_grad_norm)
     setup.optimizer.step()
     setup.optimizer.zero_grad()
     return loss

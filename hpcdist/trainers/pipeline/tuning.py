@@ -29,11 +29,11 @@ def choose_cut(ctx: Context, model: nn.Module, images: Tensor, saved: Restored |
         images: a micro-batch for the measurement.
     """
     units, num_stages = unit_names(model), ctx.world_size
-    ends = ctx.config.section(PipelineConfig).cut or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
+    ends = ctx.config.section(PipelineConfig).split_points or {1: [], 2: ["layer2"]}.get(num_stages, ["measured"])
     if ends != ["measured"]:
         if len(ends) != num_stages - 1:
             raise ConfigError(
-                [f"pipeline.cut={ends} ends {len(ends)} stages before the last one, but roles.stage={num_stages}"]
+                [f"pipeline.split_points={ends} needs {len(ends) + 1} stages, but roles.stage={num_stages}"]
             )
         return cut_after(units, ends)
     if saved is not None and saved.world_size == num_stages:
@@ -84,5 +84,5 @@ def choose_micro_batches(ctx: Context, stage: nn.Module, step: Callable[[int], A
     stage.zero_grad()
     chosen = numbers[tries.index(min(tries))]
     shown = ", ".join(f"{number}: {seconds:.3g} s" for number, seconds in zip(numbers, tries, strict=True))
-    log.info("pipeline.micro_batches=auto: %d is the fastest (%s per step)", chosen, shown)
+    log.info("pipeline.num_micro_batches=auto: %d is the fastest (%s per step)", chosen, shown)
     return chosen

@@ -11,6 +11,6 @@ TRAINER = Trainer(
     shared_sections=("optim", "schedule"),
     roles={"agent": 1, "observer": 2},
     single_roles=("agent",),
-    instead_of_accumulation="rl.minibatches",
-    fixed_keys=("rl.env", "rl.hidden", "rl.normalize_observations", "optim.name"),
+    instead_of_accumulation="rl.num_minibatches",
+    fixed_keys=("rl.env_id", "rl.hidden_sizes", "rl.normalize_observations", "optim.name"),
 )

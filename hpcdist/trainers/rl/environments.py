@@ -54,19 +54,19 @@ class Problem:
                 observed, acts, spec = env.observation_space, env.action_space, env.spec
                 modes = env.metadata.get("render_modes") or ()
         except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
-            raise ConfigError([f"rl.env={name} cannot be created: {' '.join(str(error).split())}"]) from error
+            raise ConfigError([f"rl.env_id={name} cannot be created: {' '.join(str(error).split())}"]) from error
         assert spec is not None
         if not isinstance(observed, spaces.Box) or len(observed.shape) != 1:
             raise ConfigError(
-                [f"rl.env={name} has the observation space {observed}: trainer rl supports a Box with one axis"]
+                [f"rl.env_id={name} has the observation space {observed}: trainer rl supports a Box with one axis"]
             )
         is_box = isinstance(acts, spaces.Box) and len(acts.shape) == 1
         if not is_box and not isinstance(acts, spaces.Discrete):
             raise ConfigError(
-                [f"rl.env={name} has the action space {acts}: trainer rl supports Discrete and a Box with one axis"]
+                [f"rl.env_id={name} has the action space {acts}: trainer rl supports Discrete and a Box with one axis"]
             )
         if spec.max_episode_steps is None:
-            raise ConfigError([f"rl.env={name} has no time limit: set rl.max_episode_steps"])
+            raise ConfigError([f"rl.env_id={name} has no time limit: set rl.max_episode_steps"])
         none = np.zeros(0, np.float32)
         return cls(
             name=name,

@@ -38,13 +38,13 @@ class Observer:
         rl, began = self._cfg.section(RlConfig), time.perf_counter()
         if rl.inference == "local":
             rollout = self.collector.collect(
-                number, rl.rollout_steps, Actor(weights, rl.activation), weights.get("log_std")
+                number, rl.num_rollout_steps, Actor(weights, rl.activation), weights.get("log_std")
             )
             self._ctx.timer.add(compute_s=time.perf_counter() - began)
             return rollout
         # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
         infer = functools.partial(request_inference, self._ctx.role_index, call_timeout_s(self._cfg))
-        return self.collector.collect(number, rl.rollout_steps, infer, weights.get("log_std"))
+        return self.collector.collect(number, rl.num_rollout_steps, infer, weights.get("log_std"))
 
 
 def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:

@@ -26,7 +26,7 @@ def learn(
     rl = cfg.section(RlConfig)
     with torch.no_grad():
         values = policy.value(rollout.observations.to(device)).cpu()
-    gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.discount, rl.gae_lambda))
+    gains = torch.from_numpy(advantages(rollout, values.numpy(), rl.gamma, rl.gae_lambda))
     valid = rollout.valid
     gains, values = gains[valid], values[:-1][valid]
     targets = (gains + values).to(device)
@@ -35,24 +35,24 @@ def learn(
     data = (gains, targets, *(tensor.to(device) for tensor in further))
     parameters = list(policy.parameters())
     sums, num_steps = torch.zeros(4, device=device), 0
-    for _ in range(rl.passes):
+    for _ in range(rl.update_epochs):
         order = torch.randperm(len(gains)).to(
             device
         )  # drawn on the CPU, so that it does not depend on the kind of device
         for gain, target, observations, actions, acted in zip(
-            *(tensor[order].chunk(rl.minibatches) for tensor in data), strict=True
+            *(tensor[order].chunk(rl.num_minibatches) for tensor in data), strict=True
         ):
             outputs, estimates = policy.both(observations)
             log_probs, entropies = log_prob(outputs, actions, policy.log_std)
             change = log_probs - acted
             ratio = change.exp()
-            policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * gain).mean()
+            policy_loss = -torch.minimum(ratio * gain, ratio.clamp(1 - rl.clip_range, 1 + rl.clip_range) * gain).mean()
             value_loss = nn.functional.mse_loss(estimates, target)
             entropy = entropies.mean()
             optimizer.zero_grad()
-            (policy_loss + rl.value_weight * value_loss - rl.entropy_weight * entropy).backward()
-            if cfg.optim.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_norm)
+            (policy_loss + rl.value_coef * value_loss - rl.entropy_coef * entropy).backward()
+            if cfg.optim.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, cfg.optim.max_grad_norm)
             optimizer.step()
             sums += torch.stack((policy_loss, value_loss, entropy, -change.mean())).detach()
             num_steps += 1

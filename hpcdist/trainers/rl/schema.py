@@ -1,4 +1,4 @@
-"""Reinforcement learning: an agent and observers (`trainer: rl`)."""
+"""The config section of trainer `rl`."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ from hpcdist.config.schema.checks import above, at_least, check
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
-    """Reinforcement learning: an agent and observers (`trainer: rl`).
+    """Reinforcement learning with one agent and several observers (`trainer: rl`).
 
-    An optimizer step of the run (`stop.steps`, `checkpoint.every_steps`, `tracking.log_every`) is one update: the
-    agent learns from one rollout of every observer.
+    An optimizer step of the run (`stop.max_steps`, `checkpoint.every_steps`, `tracking.log_every_steps`) is one PPO
+    update: the agent learns from one rollout of each observer.
     """
 
-    env: str = "CartPole-v1"
-    """A gymnasium environment with vector observations and discrete or box actions; `module:Name-v0` imports first."""
-    env_options: dict[str, Any] = field(default_factory=dict)
+    env_id: str = "CartPole-v1"
+    """Gymnasium environment with vector observations and discrete or box actions; `module:Name-v0` imports a module."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_episode_steps: int | None = None
-    """Truncate episodes here; null keeps the environment's own limit."""
+    """Truncate episodes after this many steps; null keeps the environment's own limit."""
     num_envs: int = 8
     """Environments per observer, stepped together."""
-    rollout_steps: int = 128
-    """Steps of each environment between two updates."""
+    num_rollout_steps: int = 128
+    """Steps of each environment in one rollout, between two updates."""
     updates_per_epoch: int = 10
-    """Updates between two evaluations; `stop.epochs` counts evaluations, `stop.patience` too."""
-    eval_episodes: int = 100
-    """Full greedy episodes of an evaluation. Where `stop.threshold` is null the environment's own ends the run."""
+    """Updates between two evaluations; `stop.max_epochs` and `stop.patience` count evaluations."""
+    num_eval_episodes: int = 100
+    """Greedy episodes per evaluation. If `stop.threshold` is null, the environment's reward threshold ends the run."""
     mode: Literal["sync", "async"] = "sync"
-    """`async` collects the next rollouts while the agent learns: faster, from weights one update old, deterministic."""
+    """`async` overlaps rollouts with learning: faster, deterministic, but the weights are one update old."""
     inference: Literal["local", "remote"] = "local"
-    """`local`: observers get the weights once an update; `remote`: the agent answers each step, for large policies."""
-    hidden: list[int] = field(default_factory=lambda: [64])
-    """Sizes of the hidden layers of the policy, and of the value network beside it."""
+    """`local`: observers receive the weights for each rollout; `remote`: the agent computes the action of each step."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [64])
+    """Sizes of the hidden layers of the policy network and of the value network."""
     activation: Literal["tanh", "relu"] = "tanh"
-    """Of the hidden layers; `relu` computes faster, `tanh` is mostly the better learner for box actions."""
+    """Activation of the hidden layers; `relu` is faster, `tanh` usually learns better with box actions."""
     normalize_observations: bool = False
-    """Scale observations by their running mean and deviation, which are part of the model."""
-    discount: float = 0.99
-    """What a reward is worth one step later."""
+    """Scale observations by their running mean and standard deviation, which are saved with the model."""
+    gamma: float = 0.99
+    """Discount factor per step."""
     gae_lambda: float = 0.95
-    """Generalised advantage estimation: 1 sums up rewards, 0 trusts the value network after one step."""
-    clip: float = 0.2
-    """How far an update may move an action's probability before its gradient is cut off (PPO)."""
-    passes: int = 4
-    """Passes over the rollouts in each update; 1, with minibatches=1, is A2C."""
-    minibatches: int = 4
-    """Optimizer steps a pass."""
-    value_weight: float = 0.5
-    """Weight of the value network's squared error in the loss."""
-    entropy_weight: float = 0.01
-    """Weight of the policy's entropy, which keeps it exploring."""
-    record: bool = True
-    """Leave a GIF of one greedy episode and a plot of the returns as artifacts at the end."""
+    """Lambda of generalised advantage estimation: 1 is the Monte Carlo return, 0 the one-step TD error."""
+    clip_range: float = 0.2
+    """PPO clipping parameter: the maximum deviation of the probability ratio from 1."""
+    update_epochs: int = 4
+    """Passes over the rollouts in each update; 1, with num_minibatches=1, is A2C."""
+    num_minibatches: int = 4
+    """Minibatches, and therefore optimizer steps, per pass."""
+    value_coef: float = 0.5
+    """Coefficient of the value loss."""
+    entropy_coef: float = 0.01
+    """Coefficient of the entropy bonus, which encourages exploration."""
+    record_episode: bool = True
+    """At the end, save a GIF of one greedy episode and a plot of the returns as artifacts."""
 
     def __post_init__(self) -> None:
         check(
-            at_least(self, 1, "max_episode_steps", "num_envs", "rollout_steps", "updates_per_epoch", "eval_episodes")
-            + at_least(self, 1, "passes", "minibatches")
-            + at_least(self, 0, "value_weight", "entropy_weight")
-            + above(self, 0, "clip")
+            at_least(self, 1, "max_episode_steps", "num_envs", "num_rollout_steps", "updates_per_epoch")
+            + at_least(self, 1, "num_eval_episodes", "update_epochs", "num_minibatches")
+            + at_least(self, 0, "value_coef", "entropy_coef")
+            + above(self, 0, "clip_range")
             + [
                 f"{name} must be from 0 to 1, got {value}"
-                for name, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda))
+                for name, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda))
                 if not 0 <= value <= 1
             ]
-            + [f"hidden must hold sizes >= 1, got {size}" for size in self.hidden if size < 1]
+            + [f"hidden_sizes must hold sizes >= 1, got {size}" for size in self.hidden_sizes if size < 1]
             + ["mode=async needs inference=local: weights change under remote inference"]
             * (self.mode == "async" and self.inference == "remote")
         )

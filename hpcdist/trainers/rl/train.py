@@ -42,7 +42,7 @@ from hpcdist.trainers.rl.rollouts import Rollout, random_numbers
 from hpcdist.trainers.rl.schema import RlConfig
 
 log = logging.getLogger(__name__)
-#: Valid values of `checkpoint.best`.
+#: Valid values of `checkpoint.monitor`.
 EVAL_METRICS = ("eval/return", "eval/return_std")
 
 
@@ -58,10 +58,10 @@ class History:
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
-    if (best := cfg.checkpoint.best) not in EVAL_METRICS:
-        raise ConfigError([f"checkpoint.best={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
+    if (best := cfg.checkpoint.monitor) not in EVAL_METRICS:
+        raise ConfigError([f"checkpoint.monitor={best!r} is not measured: use one of {', '.join(EVAL_METRICS)}"])
     rl = cfg.section(RlConfig)
-    problem = Problem.of(rl.env, rl.env_options, rl.max_episode_steps)
+    problem = Problem.of(rl.env_id, rl.env_kwargs, rl.max_episode_steps)
     if ctx.role == "observer":
         serve_rollouts(ctx, cfg, problem)
         return
@@ -78,7 +78,7 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     return Policy(
         num_inputs=problem.num_inputs,
         num_outputs=problem.num_outputs,
-        hidden=cfg.hidden,
+        hidden=cfg.hidden_sizes,
         is_discrete=problem.is_discrete,
         activation=cfg.activation,
         normalize=cfg.normalize_observations,
@@ -100,7 +100,7 @@ def _train_policy(
     meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
     history = History(**saved.trainer["history"]) if saved else History()
     observers = ObserverGroup(group, cfg, pending)
-    test_envs = make_environments(problem, rl.eval_episodes, random_numbers(cfg.seed, 1, 0))
+    test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
     began = time.perf_counter()
 
     def train_epoch() -> Iterator[None]:
@@ -172,7 +172,7 @@ def _train_policy(
         )
 
     goal = None
-    if problem.reward_threshold is not None and cfg.checkpoint.best == "eval/return":
+    if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
     reason = run_epochs(
         ctx,
@@ -187,7 +187,7 @@ def _train_policy(
     )
     if reason:
         ctx.end_reason = f"{reason}, {history.env_steps} environment steps"
-        if rl.record:
+        if rl.record_episode:
             _record(ctx, cfg, problem, policy, history)
         ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
 

@@ -9,7 +9,7 @@ TRAINER = Trainer(
     default_config="rnn_lm",
     section=RnnConfig,
     shared_sections=("optim", "schedule"),
-    roles={"trainer": 1, "server": 1},
+    roles={"trainer": 1, "parameter_server": 1},
     instead_of_accumulation="rnn.batch_size",
-    fixed_keys=("rnn.embedding", "rnn.hidden", "rnn.layers", "rnn.tied", "optim.name"),
+    fixed_keys=("rnn.embedding_size", "rnn.hidden_size", "rnn.num_layers", "rnn.tie_weights", "optim.name"),
 )

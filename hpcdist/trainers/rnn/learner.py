@@ -50,7 +50,7 @@ class Learner:
         self._copies = (
             deque(copy.deepcopy(self.lstm) for _ in range(2)) if cfg.section(RnnConfig).mode == "async" else None
         )
-        self._clip = cfg.optim.clip_norm
+        self._clip = cfg.optim.max_grad_norm
         self._dropout = cfg.section(RnnConfig).dropout
         self._trainers = trainers
         self._num_trainers = dist.get_world_size(trainers)

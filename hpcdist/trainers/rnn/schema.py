@@ -1,4 +1,4 @@
-"""A recurrent language model with parameter servers (`trainer: rnn`)."""
+"""The config section of trainer `rnn`."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ from hpcdist.config.schema.paths import IS_PATH
 class RnnConfig:
     """A recurrent language model with parameter servers (`trainer: rnn`): embedding, LSTM, decoder.
 
-    Roles: `trainer` (first; holds the LSTM) and `server` (holds rows of the embedding and of the decoder).
+    Roles: `trainer` comes first and holds the LSTM; `parameter_server` holds rows of the embedding and of the decoder.
     """
 
     files: list[str] = field(default_factory=list, metadata=IS_PATH)
-    """Text to learn, as paths or globs (`**` goes into folders); none means the source of Python's standard library."""
-    corpus_mb: float = 2.0
-    """Read at most so many MB of it; `seed` shuffles the files."""
-    held_out: float = 0.05
-    """Part of the text that perplexity is measured on: whole files, or the end where there are few."""
+    """Training text: paths or globs (`**` includes subfolders); empty uses the source of Python's standard library."""
+    max_corpus_mb: float = 2.0
+    """Maximum size of the text in MB; `seed` determines the order of the files."""
+    eval_fraction: float = 0.05
+    """Fraction of the text for the perplexity: whole files, or the end of the text if there are few files."""
     tokenizer: Literal["word", "byte"] = "word"
-    """`word`: the commonest words and separators; `byte`: 256 tokens, any text."""
+    """`word`: the most frequent words and separators; `byte`: 256 tokens, for any text."""
     vocab_size: int = 10_000
-    """Words kept; the others are one token, `<unk>`."""
-    embedding: int = 200
-    """Width of the embedding."""
-    hidden: int = 200
-    """Width of the LSTM."""
-    layers: int = 2
+    """Number of words in the vocabulary; all others are the token `<unk>`."""
+    embedding_size: int = 200
+    """Size of the embedding."""
+    hidden_size: int = 200
+    """Size of the LSTM's hidden state."""
+    num_layers: int = 2
     """Layers of the LSTM."""
     dropout: float = 0.2
-    """After the embedding, between layers and before the decoder."""
-    tied: bool = False
-    """Embedding and decoder are one table: half the weights on the servers, but its update cannot overlap."""
+    """Dropout probability after the embedding, between layers and before the decoder."""
+    tie_weights: bool = False
+    """Share one table between embedding and decoder: half the weights, but its update cannot overlap."""
     batch_size: int = 20
-    """Stretches of text that each trainer reads side by side."""
+    """Sequences that each trainer reads in parallel."""
     bptt: int = 35
-    """Tokens that gradients go back; the hidden state is carried on without."""
+    """Length of truncated backpropagation through time in tokens; the hidden state is carried over, detached."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync` equals one process, run after run; `async` has two batches in flight, of weights one update old."""
+    """`sync` equals training in one process; `async` has two batches in flight, with weights one update old."""
     prompt: str = "def"
-    """What the sampled text begins with."""
-    sample_tokens: int = 300
-    """Length of the text that the final model writes (artifact `sample.txt`); 0 leaves it out."""
+    """Start of the sampled text."""
+    num_sample_tokens: int = 300
+    """Length in tokens of the text sampled from the final model (artifact `sample.txt`); 0 disables it."""
     temperature: float = 0.8
-    """Of sampling; lower takes likelier tokens."""
+    """Sampling temperature; lower values prefer more probable tokens."""
 
     def __post_init__(self) -> None:
-        problems = at_least(self, 1, "embedding", "hidden", "layers", "batch_size", "bptt")
-        problems += at_least(self, 2, "vocab_size") + at_least(self, 0, "dropout", "sample_tokens")
-        problems += above(self, 0, "corpus_mb", "held_out", "temperature")
+        problems = at_least(self, 1, "embedding_size", "hidden_size", "num_layers", "batch_size", "bptt")
+        problems += at_least(self, 2, "vocab_size") + at_least(self, 0, "dropout", "num_sample_tokens")
+        problems += above(self, 0, "max_corpus_mb", "eval_fraction", "temperature")
         problems += [
             f"{name} must be < 1, got {value}"
-            for name, value in (("held_out", self.held_out), ("dropout", self.dropout))
+            for name, value in (("eval_fraction", self.eval_fraction), ("dropout", self.dropout))
             if not value < 1
         ]
-        if self.tied and self.embedding != self.hidden:
-            problems.append(f"tied needs embedding = hidden, got {self.embedding} and {self.hidden}")
+        if self.tie_weights and self.embedding_size != self.hidden_size:
+            problems.append(
+                f"tie_weights needs embedding_size = hidden_size, got {self.embedding_size} and {self.hidden_size}"
+            )
         if not self.prompt:
-            problems.append("prompt must not be empty: the text goes on from it")
+            problems.append("prompt must not be empty: the sampled text continues it")
         check(problems)

@@ -78,9 +78,9 @@ class TextParams(Protocol):
     @property
     def files(self) -> list[str]: ...
     @property
-    def corpus_mb(self) -> float: ...
+    def max_corpus_mb(self) -> float: ...
     @property
-    def held_out(self) -> float: ...
+    def eval_fraction(self) -> float: ...
     @property
     def tokenizer(self) -> str: ...
     @property
@@ -98,14 +98,14 @@ class Corpus:
 
 def load_corpus(params: TextParams, seed: int) -> Corpus:
     """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
-    texts = read_texts(params.files, params.corpus_mb, seed)
-    num_held_out = max(1, round(1 / params.held_out))
+    texts = read_texts(params.files, params.max_corpus_mb, seed)
+    num_held_out = max(1, round(1 / params.eval_fraction))
     if len(texts) >= num_held_out:
         held_out = texts[::num_held_out]
         train = [text for number, text in enumerate(texts) if number % num_held_out]
     else:
         joined = "".join(texts)
-        cut = round(len(joined) * (1 - params.held_out))
+        cut = round(len(joined) * (1 - params.eval_fraction))
         train, held_out = [joined[:cut]], [joined[cut:]]
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
     tokenizer: Tokenizer = ByteTokenizer() if params.tokenizer == "byte" else WordTokenizer(train, params.vocab_size)
@@ -185,7 +185,7 @@ class Columns:
         if length < 2:
             raise ConfigError(
                 [f"the text has {len(stream)} tokens, too few for {num_columns * parts} columns: "
-                 "raise rnn.corpus_mb or rnn.held_out, or lower rnn.batch_size"]
+                 "raise rnn.max_corpus_mb or rnn.eval_fraction, or lower rnn.batch_size"]
             )  # fmt: skip
         columns = stream[: length * num_columns * parts].view(num_columns * parts, length)
         self._tokens = columns[index * num_columns : (index + 1) * num_columns].t().contiguous().long()

@@ -51,13 +51,13 @@ from hpcdist.trainers.rnn.vocabulary_checkpoint import check_vocab_size, load_se
 from hpcdist.trainers.rnn.vocabulary_client import VocabularyClient
 from hpcdist.trainers.rnn.vocabulary_server import CALL_TIMEOUT_S, VocabularyServer
 
-TRAINER, SERVER = "trainer", "server"
+TRAINER, SERVER = "trainer", "parameter_server"
 
 
 def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints, write a sample text and export the final model."""
     rnn = cfg.section(RnnConfig)
-    ctx.roles.require(trainer=None, server=None)
+    ctx.roles.require(trainer=None, parameter_server=None)
     ranks = list(ctx.ranks_of(TRAINER))
     ctx.agree_among(ranks)
     trainers = dist.new_group(ranks)
@@ -103,8 +103,8 @@ def _open_server(ctx: Context, cfg: Config, vocab_size: int, wire: torch.device)
     rnn = cfg.section(RnnConfig)
     start, stop = row_bounds(vocab_size, ctx.roles.count(SERVER))[ctx.role_index : ctx.role_index + 2]
     shard = VocabularyShard(
-        first_rows(start, stop, rnn.embedding, cfg.seed, ENCODER),
-        None if rnn.tied else first_rows(start, stop, rnn.hidden, cfg.seed, DECODER),
+        first_rows(start, stop, rnn.embedding_size, cfg.seed, ENCODER),
+        None if rnn.tie_weights else first_rows(start, stop, rnn.hidden_size, cfg.seed, DECODER),
         start=start,
         vocab_size=vocab_size,
     )
@@ -122,7 +122,7 @@ def _build_learner(
     rnn = cfg.section(RnnConfig)
     names = [ctx.roles.name_of(rank) for rank in ctx.ranks_of(SERVER)]
     client = VocabularyClient(names, trainer=ctx.role_index, vocab_size=vocab_size, device=ctx.device, wire=wire)
-    lstm = build_lstm(rnn.embedding, rnn.hidden, rnn.layers, rnn.dropout)
+    lstm = build_lstm(rnn.embedding_size, rnn.hidden_size, rnn.num_layers, rnn.dropout)
     ctx.seed_per_rank()
     return Learner(lstm, cfg, client, trainers, ctx.device)
 
@@ -224,18 +224,18 @@ def _export(ctx: Context, cfg: Config, learner: Learner, tokenizer: Tokenizer) -
     rnn = cfg.section(RnnConfig)
     model = LanguageModel(
         vocab_size=tokenizer.size,
-        embedding=rnn.embedding,
-        hidden=rnn.hidden,
-        layers=rnn.layers,
+        embedding=rnn.embedding_size,
+        hidden=rnn.hidden_size,
+        layers=rnn.num_layers,
         dropout=rnn.dropout,
-        tied=rnn.tied,
+        tied=rnn.tie_weights,
     )
     lstm = {f"lstm.{name}": tensor.cpu() for name, tensor in learner.lstm.state_dict().items()}
     model.load_state_dict({**lstm, **learner.client.weights()})
-    if rnn.sample_tokens:
+    if rnn.num_sample_tokens:
         prompt = tokenizer.encode([rnn.prompt])[0]
         generator = torch.Generator().manual_seed(cfg.seed)
-        tokens = sample(model, prompt, rnn.sample_tokens, rnn.temperature, generator)
+        tokens = sample(model, prompt, rnn.num_sample_tokens, rnn.temperature, generator)
         path = ctx.artifact("sample.txt")
         path.write_text(tokenizer.decode([*prompt, *tokens]))
     with warnings.catch_warnings():

@@ -44,8 +44,8 @@ def test_what_is_no_number_of_bytes_is_told(text: int | str) -> None:
         ({"operations": []}, "operations must name at least one of send_recv"),
         ({"dtypes": ["float8"]}, "dtypes: 'float8' is unknown"),
         ({"dtypes": ["x"]}, "dtypes: 'x' is unknown: known are uint8, int8"),
-        ({"longest_s": 0.0}, "longest_s must be > 0, got 0.0"),
-        ({"budget_s": -1.0}, "budget_s must be >= 0, got -1.0"),
+        ({"max_iteration_s": 0.0}, "max_iteration_s must be > 0, got 0.0"),
+        ({"measure_s": -1.0}, "measure_s must be >= 0, got -1.0"),
     ],
 )
 def test_mistakes_are_told_with_key_and_fix(wrong: dict[str, object], said: str) -> None:

@@ -327,7 +327,7 @@ def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "kept", "best"), [("max", [2, 5, 6], 2), ("min", [3, 5, 6], 3)])
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
-    store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", best_mode=mode)
+    store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", monitor_mode=mode)
     for step, score in [(1, 0.5), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
         store.write(snapshot(step, score=score))
     store.write(snapshot(5, other=7.0))

@@ -141,7 +141,7 @@ def test_incomparable_runs_are_rejected_before_the_start(
 ) -> None:
     four = left("four", replace(sample(), partition="main"))
     before = set(four.path.parent.iterdir())
-    here = mistake(bench("comm", "--compare", "four", "launch.ranks=2"))
+    here = mistake(bench("comm", "--compare", "four", "launch.num_ranks=2"))
     assert here == (
         "not comparable with run four: partition none now and main before, number of nodes 1 now and 4 before,"
         " number of ranks 2 now and 4 before"
@@ -175,7 +175,7 @@ def test_a_benchmark_in_the_background_prints_how_to_see_its_report(
 
 
 def test_a_dry_run_starts_nothing(bench: Callable[..., Result], tmp_path: Path) -> None:
-    result = bench("comm", "--dry-run", "name=planned", "launch.ranks=3")
+    result = bench("comm", "--dry-run", "name=planned", "launch.num_ranks=3")
     assert (result.code, "3 × cpu, gloo" in result.out) == (0, True)
     result = bench("comm", "--dry-run", "--cluster", "devcluster", "name=planned", "cluster.nodes=4")
     assert (result.code, "#SBATCH --nodes=4" in result.out) == (0, True)

@@ -315,13 +315,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Pat
 def test_run_shows_the_plan_supervises_and_ends_with_the_reason(
     hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]
 ) -> None:
-    result = hpcdist("run", "ddp_digits", "name=first", "launch.ranks=3")
+    result = hpcdist("run", "ddp_digits", "name=first", "launch.num_ranks=3")
     assert result.code == 0
     assert result.out.startswith("trainer")
     assert result.out.splitlines()[-1] == "finished: all epochs are done"
     assert supervised["run"].path == tmp_path / "runs" / "digits" / "first"
     assert supervised["plan"].num_ranks == 3
-    assert supervised["config"].launch.ranks == 3
+    assert supervised["config"].launch.num_ranks == 3
     assert supervised["run"].config.is_file()
 
 
@@ -406,16 +406,16 @@ def test_resume_uses_the_config_of_the_run(
 
 def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     run = make("first", status="finished", attempt=1)
-    assert hpcdist("resume", "first", "stop.epochs=20").code == 0
-    assert supervised["config"].stop.epochs == 20
-    assert yaml.safe_load(run.effective_config.read_text())["stop"]["epochs"] == 20
-    assert yaml.safe_load(run.config.read_text())["stop"]["epochs"] == 3, "kept until a step is completed"
+    assert hpcdist("resume", "first", "stop.max_epochs=20").code == 0
+    assert supervised["config"].stop.max_epochs == 20
+    assert yaml.safe_load(run.effective_config.read_text())["stop"]["max_epochs"] == 20
+    assert yaml.safe_load(run.config.read_text())["stop"]["max_epochs"] == 3, "kept until a step is completed"
 
 
 def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first", status="finished", attempt=1)
     message = one_line(hpcdist("resume", "first"))
-    assert message == "run first is finished: to train longer, add an override such as stop.epochs=20"
+    assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
     assert "run" not in supervised
 
 

@@ -13,7 +13,8 @@ import pytest
 from typer.main import get_command
 
 from hpcdist.cli.app import app, main
-from hpcdist.config.loading import load_config, run_yaml
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
@@ -225,4 +226,4 @@ def test_a_folder_writable_by_others_is_rejected(
             f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
         )
     else:
-        assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.epochs=20\n"
+        assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"

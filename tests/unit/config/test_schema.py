@@ -11,17 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcdist.config.loading import (
-    find_config,
-    load_config,
-    load_run_config,
-    redacted_argument,
-    secrets_of,
-    shipped_configs,
-    to_yaml,
-)
+from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config, RoleRequest, describe, exact, role_device
 from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.shipped import find_config, shipped_configs
+from hpcdist.config.written import redacted_argument, secrets_of, to_yaml
 from hpcdist.errors import ConfigError, shown
 
 Write = Callable[[str], Path]
@@ -49,9 +43,9 @@ def problems(path: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def test_defaults_yaml_and_overrides_win_in_this_order(write: Write) -> None:
-    config = load_config(write("optim:\n  lr: 0.5\n  momentum: 0.8\n"), ["optim.lr=3e-4", "stop.steps=7"])
+    config = load_config(write("optim:\n  lr: 0.5\n  momentum: 0.8\n"), ["optim.lr=3e-4", "stop.max_steps=7"])
     assert (config.optim.lr, config.optim.momentum, config.optim.name) == (3e-4, 0.8, "adam")
-    assert config.stop.steps == 7
+    assert config.stop.max_steps == 7
 
 
 def test_an_empty_file_is_all_defaults(write: Write) -> None:
@@ -68,8 +62,8 @@ def test_a_config_is_frozen(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "read"),
     [
-        ("optim.clip_norm=null", lambda config: config.optim.clip_norm is None),
-        ("optim.clip_norm=2", lambda config: config.optim.clip_norm == 2.0),
+        ("optim.max_grad_norm=null", lambda config: config.optim.max_grad_norm is None),
+        ("optim.max_grad_norm=2", lambda config: config.optim.max_grad_norm == 2.0),
         ("trainer=pkg.mod:train", lambda config: config.trainer.target == "pkg.mod:train"),
         ("trainer.target=pkg.mod:train", lambda config: config.trainer.target == "pkg.mod:train"),
         ("params.a.b=[1, x]", lambda config: config.params == {"a": {"b": [1, "x"]}}),
@@ -174,7 +168,7 @@ def test_describe_lists_every_leaf_with_type_default_and_a_line() -> None:
         # Wrong types.
         ("seed: abc", "seed must be int, got 'abc' (Value 'abc' of type 'str' could not be converted to Integer)"),
         ("optim: {lr: true}", "optim.lr must be float, got True"),
-        ("stop: {epochs: null}", "stop.epochs must be int, got None"),
+        ("stop: {max_epochs: null}", "stop.max_epochs must be int, got None"),
         ("data: {batch_size: 3.5}", "data.batch_size must be int, got 3.5"),
         ("optim: {name: sgdd}", "optim.name must be Literal['adam', 'adamw', 'sgd'], got 'sgdd'"),
         ("optim: 3", "optim is a section: give it keys, got 3"),
@@ -190,14 +184,14 @@ def test_describe_lists_every_leaf_with_type_default_and_a_line() -> None:
         ("optim: {lr: -1}", "optim.lr must be > 0, got -1.0"),
         ("optim: {lr: .nan}", "optim.lr must be > 0, got nan"),
         ("optim: {weight_decay: .nan}", "optim.weight_decay must be >= 0, got nan"),
-        ("optim: {clip_norm: 0}", "optim.clip_norm must be > 0, got 0.0"),
-        ("optim: {accumulate: 0}", "optim.accumulate must be >= 1, got 0"),
+        ("optim: {max_grad_norm: 0}", "optim.max_grad_norm must be > 0, got 0.0"),
+        ("optim: {grad_accum_steps: 0}", "optim.grad_accum_steps must be >= 1, got 0"),
         ("schedule: {warmup_steps: -1}", "schedule.warmup_steps must be >= 0, got -1"),
         ("data: {num_classes: 1}", "data.num_classes must be >= 2, got 1"),
         ("stop: {patience: 0}", "stop.patience must be >= 1, got 0"),
         ("checkpoint: {keep_last: 1}", "checkpoint.keep_last must be >= 2, got 1"),
         ("checkpoint: {every_steps: 0}", "checkpoint.every_steps must be >= 1, got 0"),
-        ("tracking: {log_every: 0}", "tracking.log_every must be >= 1, got 0"),
+        ("tracking: {log_every_steps: 0}", "tracking.log_every_steps must be >= 1, got 0"),
         ("launch: {max_restarts: -1}", "launch.max_restarts must be >= 0, got -1"),
         ("launch: {hang_timeout_s: 0}", "launch.hang_timeout_s must be > 0, got 0.0"),
         ("experiment: a/b", "experiment must be a plain folder name (letters, digits, '.', '_', '-'), got 'a/b'"),
@@ -330,10 +324,10 @@ def test_documents_that_overflow_a_parser(write: Write) -> None:
         ("params: {1.0: a, '1.0': b}", "the key '1.0' occurs twice, as text and as a number"),
         ("params: {true: a}", "the key True is a bool: put it in quotes"),
         ("params: {a: !!bool x}", "line 1: explicit tags are not supported: put a value"),
-        ('params: {a: "x\\0y"}', "params.a must not hold a NUL character, got 'x\\x00y'"),
+        ('params: {a: "x\\0y"}', "params.a must not contain a NUL character, got 'x\\x00y'"),
         ("params: {a: '${'}", "params.a: malformed interpolation"),
         ("roles: {a: {b: 1}}", "roles.a must be int, got {'b': 1}"),
-        ("hybrid: {hidden: [[1]]}", "hybrid.hidden.0 must be int, got [1]"),
+        ("hybrid: {hidden_sizes: [[1]]}", "hybrid.hidden_sizes.0 must be int, got [1]"),
         ("seed: ${seed}", "seed: Recursive interpolation detected"),
         ("comm: {max_bytes: " + "9" * 99 + "G}", "comm.max_bytes: '" + "9" * 99 + "G' is not a number of bytes"),
     ],
@@ -344,12 +338,34 @@ def test_values_that_broke_a_parser(write: Write, text: str, expected: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (r"checkpoint=\${x}", "checkpoint is a section: give it keys, got '${x}'"),
+        (r"trainer.target=\${x}", None),
+        (r"params=\${x}", "params must be dict[str, Any], got '${x}'"),
+        (r"params.a=\${x}", None),
+    ],
+)
+def test_an_escaped_interpolation_is_text_and_never_a_section(
+    write: Write, tmp_path: Path, override: str, expected: str | None
+) -> None:
+    """The config that is written must load again."""
+    if expected is None:
+        config = load_config(write(""), [override])
+        again = tmp_path / "again.yaml"
+        again.write_text(to_yaml(config))
+        assert load_run_config(again, [], {}) == config
+    else:
+        assert problems(write(""), override) == (expected,)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "runs_dir=~nosuchuser/x",
         "data.root=~nosuchuser/x",
         "rnn.files=[~nosuchuser/x]",
-        "hybrid.data=~nosuchuser/x",
+        "hybrid.file=~nosuchuser/x",
         "trainer.script=[~nosuchuser/x]",
         "tracking.uri=sqlite:///~nosuchuser/x",
         "container={runtime: apptainer, image: ~nosuchuser/x}",
@@ -358,7 +374,7 @@ def test_values_that_broke_a_parser(write: Write, text: str, expected: str) -> N
 )
 def test_the_home_folder_of_an_unknown_user(write: Write, override: str) -> None:
     (problem,) = problems(write(""), override)
-    assert problem.endswith(": no home folder is known for '~nosuchuser': write the whole path")
+    assert problem.endswith(": the home folder of '~nosuchuser' is unknown: use an absolute path")
 
 
 @pytest.mark.parametrize(
@@ -551,7 +567,7 @@ def test_numbers_and_cluster_variables_come_back_as_they_were(write: Write, tmp_
         ("launch: {env: ['API_KEY=hunter-s3cret']}", []),
         ("launch: {env: [{API_KEY: hunter-s3cret}]}", []),
         ("params: {password: *hunter-s3cret}", []),
-        ("tracking: {uri: 'http://u:hunter-s3cret@h', log_every: 'http://u:hunter-s3cret@h'}", []),
+        ("tracking: {uri: 'http://u:hunter-s3cret@h', log_every_steps: 'http://u:hunter-s3cret@h'}", []),
         ("params: {my_key: hunter-s3cret}\nseed: ${params.my_key}", []),
         ("params: {my_key: hunter-s3cret}\nexperiment: a/${params.my_key}", []),
         ("seed: ${oc.env:MINE}", []),
@@ -595,7 +611,7 @@ def test_a_config_survives_being_written_and_read(write: Write, tmp_path: Path) 
 TRICKY = """\
 trainer: {script: [train.py, "1e5", "0x10", "1_000", "12:30", "null", "yes", "~", ""]}
 launch: {env: {COMMIT: "12e5", DAY: "2026-01-02", EMPTY: "", COLON: "a: b", EURO: "€ \\U0001F600"}}
-optim: {lr: 1e-30, clip_norm: 1}
+optim: {lr: 1e-30, max_grad_norm: 1}
 data: {image_size: null}
 params: {half: 1e-5, inf: .inf, text: "1e-5", deep: [{a: [1, 1.0, true, null, "on"]}, {}], lines: "a\\nb\\n"}
 """
@@ -750,7 +766,10 @@ def test_roles_come_back_from_their_yaml(write: Write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("roles: {a-b: 1}", "roles: 'a-b' is no name for a role: letters, digits and '_', a letter first"),
+        (
+            "roles: {a-b: 1}",
+            "roles: 'a-b' is not a valid role name: use letters, digits and '_', starting with a letter",
+        ),
         ("roles: {a: 0}", "roles.a must be >= 1, got 0"),
         (
             "roles: {a: many}",
@@ -774,7 +793,7 @@ def test_roles_come_back_from_their_yaml(write: Write, tmp_path: Path) -> None:
         ),
         (
             "cluster: {roles: {trainer: {nodes: 2}}}",
-            "cluster.roles.trainer: `roles` is empty: say how many ranks it has, such as roles.trainer=2",
+            "cluster.roles.trainer: `roles` is empty: set its number of ranks, such as roles.trainer=2",
         ),
         ("cluster: {roles: {trainer: 2}}", "cluster.roles.trainer is a section: give it keys, got 2"),
         ("cluster: {roles: {trainer: {nodes: 0}}}", "cluster.roles.trainer.nodes must be >= 1, got 0"),
@@ -850,10 +869,10 @@ def test_images_that_are_files_get_whole_paths(write: Write, container: str, ima
 @pytest.mark.parametrize(
     ("container", "told"),
     [
-        ("runtime: podman", "container.image must say what to start"),
+        ("runtime: podman", "container.image must name the image to start"),
         (
             "runtime: podman, image: a, mounts: [data]",
-            "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with whole paths, got 'data'",
+            "container.mounts must be SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths, got 'data'",
         ),
         (
             "env: [TOKEN=abc]",
@@ -861,7 +880,7 @@ def test_images_that_are_files_get_whole_paths(write: Write, container: str, ima
         ),
         (
             "runtime: charliecloud, image: a, mounts: ['/a:/b:ro']",
-            "container.mounts: charliecloud mounts nothing read-only: leave out ':ro'",
+            "container.mounts: charliecloud has no read-only mounts: leave out ':ro'",
         ),
     ],
 )

@@ -295,7 +295,7 @@ def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
     env = podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
     told = (
         "container.image: localhost/typo is not in podman's store on this machine (inspecting object: localhost/typo:"
-        " image not known): build or load it, or set container.check_here=false if only the nodes have it"
+        " image not known): build or load it, or set container.check_image=false if only the nodes have it"
     )
     wanted = {"runtime": "podman", "image": "localhost/typo"}
     assert container_problems(config(**wanted), tmp_path, env) == [told]

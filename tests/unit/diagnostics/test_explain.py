@@ -144,11 +144,11 @@ def test_a_known_error_of_a_rank(run: RunDir) -> None:
 
 
 def test_a_rejected_config(run: RunDir) -> None:
-    outcome(run, 0, "checkpoint.best='x' is not measured: use one of train/loss", kind="rejected")
+    outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
     put(run, rejected=True)
     found = rows(run)
     assert found["cause"] == "the configuration cannot run on these nodes"
-    assert found["evidence"].endswith("outcome.json: checkpoint.best='x' is not measured: use one of train/loss")
+    assert found["evidence"].endswith("outcome.json: checkpoint.monitor='x' is not measured: use one of train/loss")
     assert found["fix"] == "correct the key, then `hpcdist resume first key=value …`"
 
 

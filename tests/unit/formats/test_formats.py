@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.config.loading import load_config, run_yaml
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
 from hpcdist.files import formats
 from hpcdist.files.atomic import read_json

@@ -9,7 +9,7 @@ from hpcdist.rank.optimizer import lr_factor
 
 
 def test_the_learning_rate_warms_up_and_falls_as_a_cosine() -> None:
-    cfg = ScheduleConfig(name="cosine", warmup_steps=4, final_factor=0.1)
+    cfg = ScheduleConfig(name="cosine", warmup_steps=4, min_lr_factor=0.1)
     factors = [lr_factor(step, 14, cfg) for step in range(15)]
     assert factors[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert factors[9] == pytest.approx(0.1 + 0.9 / 2)

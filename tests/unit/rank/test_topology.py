@@ -594,7 +594,7 @@ def test_cuda_index(local_rank: int, num_local: int, num_visible: int, env: Env,
 )
 def test_cuda_index_refuses_to_share(num_local: int, num_visible: int, env: Env, known: str) -> None:
     problem = re.escape(f"rank 1 sees {num_visible} GPU(s) ({known}")
-    fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.ranks={num_visible})"
+    fix = f"--gpus-per-node={num_local} --gpu-bind=none), or start fewer ranks here (launch.num_ranks={num_visible})"
     with pytest.raises(TopologyError, match=problem) as caught:
         cuda_index(on_node(1, num_local), num_visible, env)
     assert f"but {num_local} ranks run on its node, so two ranks would use the same GPU" in str(caught.value)

@@ -47,7 +47,9 @@ def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] 
         return {"loss": 0.5}
 
     cfg = Config(
-        tracking=TrackingConfig(log_every=2), checkpoint=CheckpointConfig(best="accuracy"), stop=StopConfig(epochs=2)
+        tracking=TrackingConfig(log_every_steps=2),
+        checkpoint=CheckpointConfig(monitor="accuracy"),
+        stop=StopConfig(max_epochs=2),
     )
     arguments: dict[str, Any] = {
         "train_epoch": train_epoch,
@@ -60,7 +62,7 @@ def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] 
 
 
 def new_position(**fields: int) -> TrainingPosition:
-    return TrainingPosition.resume({"steps_per_epoch": 2, **fields}, 2, StopConfig(epochs=2))
+    return TrainingPosition.resume({"steps_per_epoch": 2, **fields}, 2, StopConfig(max_epochs=2))
 
 
 def test_each_epoch_trains_evaluates_and_saves() -> None:

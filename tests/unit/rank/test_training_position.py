@@ -33,18 +33,18 @@ def judged(cfg: Config, values: list[float]) -> list[str]:
         ),
         (
             StopConfig(threshold=0.3),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
+            CheckpointConfig(monitor="eval/loss", monitor_mode="min"),
             [0.5, 0.31, 0.3],
             "eval/loss reached 0.3 (stop.threshold=0.3)",
         ),
         (StopConfig(patience=2), CheckpointConfig(), [0.5, 0.6, 0.6, 0.5], "no better eval/accuracy in 2 evaluations"),
         (
             StopConfig(patience=1),
-            CheckpointConfig(best="eval/loss", best_mode="min"),
+            CheckpointConfig(monitor="eval/loss", monitor_mode="min"),
             [0.5, 0.4, 0.41],
             "no better eval/loss in 1 evaluations",
         ),
-        (StopConfig(epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
+        (StopConfig(max_epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
     ],
 )
 def test_stop_rules(stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str) -> None:
@@ -59,13 +59,13 @@ def test_better_again_starts_the_patience_anew() -> None:
 
 def test_the_best_must_be_measured() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.best='f1' is not measured: use one of eval/loss"):
-        judged(Config(checkpoint=CheckpointConfig(best="f1")), [0.5])
+        judged(Config(checkpoint=CheckpointConfig(monitor="f1")), [0.5])
 
 
 def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
     at, cfg = (
         TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=100),
-        Config(checkpoint=CheckpointConfig(best="eval/return")),
+        Config(checkpoint=CheckpointConfig(monitor="eval/return")),
     )
     at.record_evaluation({"eval/return": 480.0}, cfg.checkpoint)
     goal = (475.0, "the environment's own threshold")
@@ -76,9 +76,9 @@ def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
 
 def test_a_resumed_run_continues_at_its_position() -> None:
     saved = asdict(TrainingPosition(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10))
-    assert TrainingPosition.resume(saved, 10, StopConfig(epochs=3)).total_steps == 30
-    assert TrainingPosition.resume(saved, 10, StopConfig(epochs=3, steps=12)).total_steps == 12
-    position = TrainingPosition.resume(saved, 20, StopConfig(epochs=3))  # batches of half the size
+    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3)).total_steps == 30
+    assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3, max_steps=12)).total_steps == 12
+    position = TrainingPosition.resume(saved, 20, StopConfig(max_epochs=3))  # batches of half the size
     assert (position.step_in_epoch, position.epochs, position.total_steps) == (10, 1.5, 15 + 50 - 20)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcdist.config.loading import load_config, load_run_config, run_yaml
+from hpcdist.config.loading import load_config, load_run_config
 from hpcdist.config.schema import Config
+from hpcdist.config.written import run_yaml
 from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_json
 from hpcdist.run import pending_config
@@ -121,7 +122,7 @@ def test_what_no_checkpoint_survives_is_refused_before_anything_is_written(run: 
         "optim.name was 'adam' when the checkpoint of step 40 was written and cannot be 'sgd' now: leave it out, or"
         " start a new run",
     )
-    pending_config.check(run, config(runs_dir, "optim.lr=0.5", "stop.epochs=20"))
+    pending_config.check(run, config(runs_dir, "optim.lr=0.5", "stop.max_epochs=20"))
     (run.checkpoints / "step-00000040" / "manifest.json").unlink()
     pending_config.check(run, changed)
 

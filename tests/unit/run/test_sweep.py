@@ -171,7 +171,7 @@ def test_the_same_command_means_the_same_sweep(make: Make) -> None:
     name = make(["optim.lr=0.1", "seed=1,2"]).name
     assert re.fullmatch(r"ddp-lr-seed-[0-9a-f]{8}", name)
     assert make(["optim.lr=0.1,0.2", "seed=3"]).name == name, "values can be added"
-    assert make(["optim.lr=0.1", "seed=1"], "cluster.time_min=7", "launch.max_restarts=9").name == name
+    assert make(["optim.lr=0.1", "seed=1"], "cluster.time_limit_min=7", "launch.max_restarts=9").name == name
     assert make(["optim.lr=0.1", "seed=1"], "optim.momentum=0.5").name != name
     assert make(["optim.lr=0.1"]).name != name
 
@@ -186,7 +186,7 @@ def test_what_cells_must_share(make: Make) -> None:
     base = make(["seed=1,2"]).base
     assert "seed" not in base
     assert not [key for key in base if key.startswith(("cluster.", "launch.", "tracking."))]
-    assert changes(base, make(["seed=3"], "launch.threads=2", "tracking.log_every=7").base) == []
+    assert changes(base, make(["seed=3"], "launch.num_threads=2", "tracking.log_every_steps=7").base) == []
     assert changes(base, make(["seed=3"], "optim.lr=0.5").base) == ["optim.lr was 0.001, is 0.5"]
     assert changes(base, make(["seed=3"], "params.b=2").base) == ["params.b was None, is 2"]
     older = {key: value for key, value in base.items() if key != "optim.momentum"}

@@ -176,10 +176,10 @@ def test_a_failed_cell_gets_the_code_as_it_is_now(make: Make, project: Path, sta
     end(run, status)
     write_json(run.path / "slurm.json", {"job_id": "7_0"})
     (project / "mine.py").write_text("second\n")
-    start(make(["seed=1"], "launch.max_restarts=9", "cluster.time_min=7"), project, "slurm")
+    start(make(["seed=1"], "launch.max_restarts=9", "cluster.time_limit_min=7"), project, "slurm")
     assert (run.code / "mine.py").read_text() == code
     config = load_config(run.effective_config)
-    assert (config.launch.max_restarts, config.cluster.time_min) == (9, 7)
+    assert (config.launch.max_restarts, config.cluster.time_limit_min) == (9, 7)
     assert (run.path / "slurm.json").exists()
     start(make(["seed=1"]), project)
     assert not (run.path / "slurm.json").exists(), "it runs here now"

@@ -78,7 +78,7 @@ def test_another_config_is_another_sweep(make: Make) -> None:
     wanted = "sweep tune was started with another config (optim.lr was 0.001, is 0.5): its cells could not be compared"
     with pytest.raises(RunFolderError, match=f"^{re.escape(wanted)}; choose another `name`$"):
         match(make(SEEDS, "optim.lr=0.5"))
-    assert match(make(SEEDS, "cluster.time_min=5")).name == "tune"
+    assert match(make(SEEDS, "cluster.time_limit_min=5")).name == "tune"
 
 
 def test_a_run_of_that_name(make: Make) -> None:

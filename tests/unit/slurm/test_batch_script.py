@@ -49,7 +49,7 @@ SITE: dict[str, Any] = {
     "gpus_per_node": 4,
     "cpus_per_task": 8,
     "mem": "64G",
-    "time_min": 90,
+    "time_limit_min": 90,
     "signal_lead_s": 300,
     "constraint": "a100|h100",
     "exclude": "n[7-9]",
@@ -150,7 +150,7 @@ def with_roles(**cluster: Any) -> Config:
     more = {"setup": ["module load cuda"], "sbatch": {"mail-type": "FAIL"}, "exclude": "n9"} | cluster
     return Config(
         roles={"server": 1, "worker": 8},
-        cluster=ClusterConfig(roles=requests, partition="gpu", account="climate", time_min=90, **more),
+        cluster=ClusterConfig(roles=requests, partition="gpu", account="climate", time_limit_min=90, **more),
     )
 
 

@@ -70,14 +70,14 @@ def test_all_mistakes_at_once(slurm: Slurm, tmp_path: Path) -> None:
             tmp_path,
             missing_data="mnist was not found in /data",
             data=DataConfig(download=False),
-            cluster={"nodes": 9, "time_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
+            cluster={"nodes": 9, "time_limit_min": 1, "signal_lead_s": 60, "shared_runs": False, "qos": "long"},
         )
     nodes, qos, folder, lead, data = caught.value.problems
     assert nodes == "cluster.nodes=9: partition main has 4: lower it or choose another"
     assert qos == "cluster.qos=long: no such QOS, the cluster has normal"
     assert folder.startswith(f"runs_dir={tmp_path}/runs: each machine has its own /tmp")
     assert lead == (
-        "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_min=1 is 60 s:"
+        "cluster.signal_lead_s=60: the run would be stopped at its start, because cluster.time_limit_min=1 is 60 s:"
         " lower the first or raise the second"
     )
     assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"

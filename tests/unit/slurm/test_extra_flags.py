@@ -37,7 +37,7 @@ def test_flags_that_are_ours_to_set() -> None:
     )
     assert conflicting_flags(cluster) == [
         "cluster.sbatch.nodes repeats a key of the config: use cluster.nodes",
-        "cluster.sbatch.time repeats a key of the config: use cluster.time_min",
+        "cluster.sbatch.time repeats a key of the config: use cluster.time_limit_min",
         "cluster.sbatch.output: hpcdist sets --output itself: remove it",
         "cluster.sbatch.N: write the flag's long name without dashes, such as mail-type",
         "cluster.sbatch.ntasks_per_node repeats a key of the config: use cluster.tasks_per_node",

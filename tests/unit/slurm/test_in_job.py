@@ -35,7 +35,7 @@ OF_JOB = ClusterConfig(
     cpus_per_task=8,
     gpus_per_node=4,
     mem="64000",
-    time_min=90,
+    time_limit_min=90,
 )
 
 

@@ -47,7 +47,8 @@ def test_a_request_that_fits() -> None:
         (
             {"MaxTime": "00:30:00"},
             {},
-            "cluster.time_min=60: partition gpu allows 30: lower it; a longer run saves, requeues itself and continues",
+            "cluster.time_limit_min=60: partition gpu allows 30: lower it; a longer run saves, requeues"
+            " itself and continues",
         ),
         (
             {},

@@ -169,7 +169,7 @@ def test_ranks_get_threads_and_what_the_config_says() -> None:
 
 
 def test_ranks_on_gpus_leave_the_allocator_alone() -> None:
-    env = rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(threads=3)))
+    env = rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(num_threads=3)))
     assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
 
 

@@ -39,14 +39,14 @@ def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
     [
         (8, 0, {}, (2, "cpu", "gloo", 4)),
         (8, 4, {}, (4, "cuda", "nccl", 2)),
-        (8, 4, {"ranks": 3}, (3, "cuda", "nccl", 2)),
+        (8, 4, {"num_ranks": 3}, (3, "cuda", "nccl", 2)),
         (8, 4, {"device": "cpu"}, (2, "cpu", "gloo", 4)),
-        (8, 4, {"device": "cpu", "ranks": 8}, (8, "cpu", "gloo", 1)),
+        (8, 4, {"device": "cpu", "num_ranks": 8}, (8, "cpu", "gloo", 1)),
         (8, 2, {"device": "cuda"}, (2, "cuda", "nccl", 4)),
         (8, 2, {"backend": "gloo"}, (2, "cuda", "gloo", 4)),
         (1, 0, {}, (2, "cpu", "gloo", 1)),
-        (2, 0, {"ranks": 5}, (5, "cpu", "gloo", 1)),
-        (7, 0, {"ranks": 3}, (3, "cpu", "gloo", 2)),
+        (2, 0, {"num_ranks": 5}, (5, "cpu", "gloo", 1)),
+        (7, 0, {"num_ranks": 3}, (3, "cpu", "gloo", 2)),
         (7, 0, {"ranks": 3, "threads": 5}, (3, "cpu", "gloo", 5)),
     ],
 )
@@ -71,8 +71,8 @@ def test_the_users_variables_win() -> None:
         (0, {"device": "cuda"}, "launch.device=cuda, but no GPU is visible here: use launch.device=auto or cpu"),
         (
             2,
-            {"ranks": 3},
-            "launch.ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu",
+            {"num_ranks": 3},
+            "launch.num_ranks=3, but 2 GPUs are visible: lower it, or use launch.device=cpu",
         ),
     ],
 )
@@ -227,8 +227,8 @@ def test_the_world_is_as_large_as_its_roles() -> None:
     with pytest.raises(ConfigError) as caught:
         planned_with_roles(0, HYBRID, ranks=3)
     assert str(caught.value) == (
-        "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.ranks=3: leave launch.ranks out,"
-        " or change one of them"
+        "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.num_ranks=3: leave"
+        " launch.num_ranks out, or change one of them"
     )
 
 

@@ -38,7 +38,7 @@ def test_a_run_arrives_with_params_tags_points_and_status(scene: Scene) -> None:
     assert run.info.run_name == "first"
     assert run.info.start_time == int(scene.run.read_state().created * 1000)
     assert run.data.params["optim.lr"] == "0.001"
-    assert run.data.params["optim.clip_norm"] == "null"
+    assert run.data.params["optim.max_grad_norm"] == "null"
     assert run.data.params["name"] == ""
     tags = run.data.tags
     assert tags["mlflow.source.git.commit"] == tags["hpcdist.git_commit"] == "abc"
@@ -113,7 +113,7 @@ def test_attempts_that_overlap_arrive_as_one_series(scene: Scene) -> None:
 
 def test_a_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
     scene.shipper().ship_once()
-    scene.write_config({**CONFIG, "optim": {"lr": 0.1, "clip_norm": None}, "params": {"new": "x" * 7000}})
+    scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
     scene.shipper().ship_once()
     run = scene.entity
     assert run.data.params["optim.lr"] == "0.001"
@@ -375,9 +375,9 @@ def test_the_best_and_the_final_checkpoint_are_uploaded_at_the_end(scene: Scene)
     for name, step in (("best", 25), ("final", 30)):
         copy = scene.client.download_artifacts(scene.run_id, f"checkpoints/{name}/model.pt")
         assert Path(copy).read_text() == f"weights {step}"
-    least = {"checkpoint": {"best": "eval/accuracy", "best_mode": "min"}}
+    least = {"checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "min"}}
     assert [item.source.name for item in artifacts.checkpoints(scene.run, least)] == ["step-00000030", "step-00000010"]
-    other = {"checkpoint": {"best": "eval/loss"}}
+    other = {"checkpoint": {"monitor": "eval/loss"}}
     assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 

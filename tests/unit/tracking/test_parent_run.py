@@ -12,7 +12,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowEntity
 
-from hpcdist.config.loading import load_config, to_yaml
+from hpcdist.config.loading import load_config
+from hpcdist.config.written import to_yaml
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcdist.config.loading import load_config, to_yaml
+from hpcdist.config.loading import load_config
 from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.written import to_yaml
 from hpcdist.files.atomic import write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.names import is_allowed

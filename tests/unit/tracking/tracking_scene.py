@@ -20,8 +20,8 @@ CONFIG: dict[str, Any] = {
     "experiment": "exp",
     "name": "",
     "trainer": {"target": "ddp", "script": []},
-    "optim": {"lr": 0.001, "clip_norm": None},
-    "checkpoint": {"best": "eval/accuracy", "best_mode": "max"},
+    "optim": {"lr": 0.001, "max_grad_norm": None},
+    "checkpoint": {"monitor": "eval/accuracy", "monitor_mode": "max"},
     "tracking": {"uri": "", "register_as": None, "drain_timeout_s": 20.0, "tags": {"team": "vision"}},
 }
 

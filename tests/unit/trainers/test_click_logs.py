@@ -30,7 +30,14 @@ COLUMNS: dict[str, Any] = {
 def config(path: Path, **options: Any) -> HybridConfig:
     tables = {"user": 6, "tag": 3, "city": 1000}
     return HybridConfig(
-        **{"data": str(path), "tables": tables, "numeric": ["age"], "hashed": ["city"], "test_fraction": 0.3} | options
+        **{
+            "file": str(path),
+            "tables": tables,
+            "numeric_columns": ["age"],
+            "hashed_tables": ["city"],
+            "eval_fraction": 0.3,
+        }
+        | options
     )
 
 
@@ -117,11 +124,11 @@ def test_a_file_is_read_share_by_share(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "options", "message"),
     [
-        ({}, {"tables": {"users": 6}, "hashed": []}, r"has no column 'users'"),
+        ({}, {"tables": {"users": 6}, "hashed_tables": []}, r"has no column 'users'"),
         ({"user": [3, 1, 4, 1, 9, 0]}, {}, r"'user' has ids 0 to 9, but hybrid.tables.user=6: raise it to 10"),
         ({"label": [0, 1, 2, 0, 1, 0]}, {}, r"column 'label' must be 0 or 1"),
         ({"age": [1.0, None, 2, 3, 4, 5]}, {}, r"column 'age' must have numbers without nulls"),
-        ({}, {"hashed": []}, r"column 'city' has ids that are not integers: add it to hybrid.hashed"),
+        ({}, {"hashed_tables": []}, r"column 'city' has ids that are not integers: add it to hybrid.hashed_tables"),
         ({"user": [3, None, 4, 1, 5, 0]}, {}, r"column 'user' has null ids"),
         ({}, {"data": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
     ],

@@ -99,7 +99,7 @@ def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     """A2C: the clipped surrogate's gradient at the policy that acted is that of log p times the advantage."""
     policy, rollout = rollout_of(name)
     plain = copy.deepcopy(policy)
-    rl = RlConfig(passes=1, minibatches=1, value_weight=0.7, entropy_weight=0.3)
+    rl = RlConfig(update_epochs=1, num_minibatches=1, value_coef=0.7, entropy_coef=0.3)
     cfg = Config(sections={"rl": rl}, optim=OptimConfig(name="sgd", lr=1.0, momentum=0.0))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     sums, num_steps = learn(policy, optimizer, rollout, cfg, HOST)
@@ -108,7 +108,7 @@ def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
 
     valid = rollout.valid
     values = plain.value(rollout.observations)
-    gains = torch.from_numpy(advantages(rollout, values.detach().numpy(), rl.discount, rl.gae_lambda))[valid]
+    gains = torch.from_numpy(advantages(rollout, values.detach().numpy(), rl.gamma, rl.gae_lambda))[valid]
     targets = gains + values[:-1][valid].detach()
     weights = (gains - gains.mean()) / (gains.std(correction=0) + 1e-8)
     if plain.log_std is None:
@@ -129,7 +129,7 @@ def test_every_weight_of_the_policy_moves() -> None:
     """The published tutorial of a sibling steps parameters whose gradients lie elsewhere: its weights never move."""
     policy, rollout = rollout_of("Pendulum-v1")
     before = copy.deepcopy(policy.state_dict())
-    cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, clip_norm=0.5))
+    cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, max_grad_norm=0.5))
     learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert [key for key, value in policy.state_dict().items() if torch.equal(value, before[key])] == []
 
@@ -153,7 +153,7 @@ def test_steps_that_are_no_transitions_are_not_learnt_from() -> None:
 
 def test_the_learning_rate_and_the_clip_bound_an_update() -> None:
     policy, rollout = rollout_of()
-    cfg = Config(sections={"rl": RlConfig(passes=30, minibatches=2)}, optim=OptimConfig(lr=3e-3))
+    cfg = Config(sections={"rl": RlConfig(update_epochs=30, num_minibatches=2)}, optim=OptimConfig(lr=3e-3))
     _, num_steps = learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
     assert num_steps == 60
     with torch.no_grad():

@@ -15,11 +15,11 @@ from hpcdist.trainers.rl.schema import RlConfig
     ("values", "message"),
     [
         ({"num_envs": 0}, "num_envs must be >= 1, got 0"),
-        ({"passes": 0}, "passes must be >= 1, got 0"),
-        ({"clip": 0.0}, "clip must be > 0, got 0"),
-        ({"entropy_weight": -0.1}, "entropy_weight must be >= 0, got -0.1"),
-        ({"discount": 1.5}, "discount must be from 0 to 1, got 1.5"),
-        ({"hidden": [64, 0]}, "hidden must hold sizes >= 1, got 0"),
+        ({"update_epochs": 0}, "update_epochs must be >= 1, got 0"),
+        ({"clip_range": 0.0}, "clip_range must be > 0, got 0"),
+        ({"entropy_coef": -0.1}, "entropy_coef must be >= 0, got -0.1"),
+        ({"gamma": 1.5}, "gamma must be from 0 to 1, got 1.5"),
+        ({"hidden_sizes": [64, 0]}, "hidden_sizes must hold sizes >= 1, got 0"),
         ({"mode": "async", "inference": "remote"}, "mode=async needs inference=local"),
     ],
 )
@@ -33,5 +33,5 @@ def test_the_shipped_config_is_checked_for_its_roles() -> None:
     assert config.roles == {"agent": 1, "observer": 2}
     with pytest.raises(ConfigError, match="needs one agent, then observers, got agent: 2, observer: 2"):
         load_config("rl_cartpole", ["roles.agent=2"])
-    with pytest.raises(ConfigError, match=r"optim\.accumulate=2 is not for trainer rl: use rl\.minibatches"):
-        load_config("rl_cartpole", ["optim.accumulate=2"])
+    with pytest.raises(ConfigError, match=r"optim\.grad_accum_steps=2 is not for trainer rl: use rl\.num_minibatches"):
+        load_config("rl_cartpole", ["optim.grad_accum_steps=2"])

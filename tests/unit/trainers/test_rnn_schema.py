@@ -11,7 +11,7 @@ from hpcdist.trainers.rnn.schema import RnnConfig
 
 def test_the_shipped_config_is_whole() -> None:
     config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
-    assert (list(config.roles), config.checkpoint.best_mode) == (["trainer", "server"], "min")
+    assert (list(config.roles), config.checkpoint.monitor_mode) == (["trainer", "parameter_server"], "min")
     assert config.section(RnnConfig).files[0].startswith("/")
 
 
@@ -20,9 +20,9 @@ def test_the_shipped_config_is_whole() -> None:
     [
         (
             "roles={server: 1, trainer: 1}",
-            "roles: trainer rnn needs trainers, then servers, got server: 1, trainer: 1: set",
+            "roles: trainer rnn needs trainers, then parameter_servers, got server: 1, trainer: 1: set",
         ),
-        ("optim.accumulate=2", "optim.accumulate=2 is not for trainer rnn: use rnn.batch_size"),
+        ("optim.grad_accum_steps=2", "optim.grad_accum_steps=2 is not for trainer rnn: use rnn.batch_size"),
         ("rnn.dropout=1.0", r"rnn.dropout must be < 1, got 1.0"),
         ("rnn.temperature=0", "rnn.temperature must be > 0, got 0"),
         ("rnn.vocab_size=1", "rnn.vocab_size must be >= 2, got 1"),
@@ -34,5 +34,5 @@ def test_mistakes(override: str, message: str) -> None:
 
 
 def test_a_tied_table_has_one_width() -> None:
-    with pytest.raises(ConfigError, match=r"rnn.tied needs embedding = hidden, got 64 and 128"):
-        load_config("rnn_lm", ["rnn.tied=true", "rnn.embedding=64"])
+    with pytest.raises(ConfigError, match=r"rnn.tie_weights needs embedding_size = hidden_size, got 64 and 128"):
+        load_config("rnn_lm", ["rnn.tie_weights=true", "rnn.embedding_size=64"])

@@ -80,7 +80,7 @@ def test_a_problem_is_described() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoSuchThing-v0", "rl.env=NoSuchThing-v0 cannot be created: Environment `NoSuchThing` doesn't exist"),
+        ("NoSuchThing-v0", "rl.env_id=NoSuchThing-v0 cannot be created: Environment `NoSuchThing` doesn't exist"),
         ("no_such_module:Thing-v0", "cannot be created: No module named 'no_such_module'"),
         ("FrozenLake-v1", r"observation space Discrete\(16\): trainer rl supports a Box with one axis"),
         ("Endless-v0", "has no time limit: set rl.max_episode_steps"),

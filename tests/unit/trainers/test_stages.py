@@ -103,9 +103,11 @@ def test_cuts_by_name() -> None:
     assert cut_after(UNITS, []) == [tuple(UNITS)]
     assert [stage[-1] for stage in cut_after(UNITS, ["layer2"])] == ["layer2.1", "head"]
     assert [stage[0] for stage in cut_after(UNITS, ["stem", "layer1.1"])] == ["stem", "layer1.0", "layer2.0"]
-    with pytest.raises(ConfigError, match=r"pipeline.cut: the model has no 'layer5': its units are stem, layer1.0, "):
+    with pytest.raises(
+        ConfigError, match=r"pipeline.split_points: the model has no 'layer5': its units are stem, layer1.0, "
+    ):
         cut_after(UNITS, ["layer5"])
-    with pytest.raises(ConfigError, match=r"pipeline.cut=\['layer3', 'layer2'\] leaves a stage empty"):
+    with pytest.raises(ConfigError, match=r"pipeline.split_points=\['layer3', 'layer2'\] leaves a stage empty"):
         cut_after(UNITS, ["layer3", "layer2"])
     with pytest.raises(ConfigError, match=r"leaves a stage empty: name units in the model's order"):
         cut_after(UNITS, ["head"])

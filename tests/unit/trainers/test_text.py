@@ -50,10 +50,10 @@ def test_files_by_globs(tmp_path: Path) -> None:
 def test_whole_files_are_held_out_or_the_end_of_few(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text(str(number) * 100)
-    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte", held_out=0.2), seed=0)
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
     assert (len(corpus.train), len(corpus.held_out)) == (800, 200)
     assert not set(corpus.train.tolist()) & set(corpus.held_out.tolist())
-    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/3.txt"], tokenizer="byte", held_out=0.2), seed=0)
+    corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/3.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
     assert (len(corpus.train), len(corpus.held_out)) == (80, 20)
 
 

@@ -1,0 +1,76 @@
+"""The JSON Schema of a config file, with which editors complete and check keys (`hpcdist config --json-schema`)."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hpcdist.config.schema import Config, describe
+from hpcdist.config.schema.declaration import trainer_sections
+from hpcdist.config.tree import SHORT_FORMS
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema as plain containers, with documentation, types, defaults and allowed values of every key."""
+    documentation = {path: text for path, _, _, text in describe()}
+    schema = _section(Config, "", documentation)
+    schema["properties"].pop("sections")
+    for name, section in trainer_sections().items():
+        schema["properties"][name] = _section(section, f"{name}.", documentation)
+    for name, key in SHORT_FORMS.items():
+        full = schema["properties"][name]
+        short = dict(full["properties"][key])
+        if "off" in short.get("anyOf", [{}])[0].get("enum", ()):
+            short["anyOf"] = [*short["anyOf"], {"const": False}]  # YAML 1.1 reads `off` as a boolean
+        schema["properties"][name] = {"description": full["description"], "anyOf": [short, full]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "hpcdist config",
+        **schema,
+        "$defs": {"interpolation": {"type": "string", "pattern": r"\$\{"}},
+    }
+
+
+def _section(kind: type[Any], prefix: str, documentation: dict[str, str]) -> dict[str, Any]:
+    types = get_type_hints(kind)
+    properties = {key.name: _key(key, types[key.name], prefix + key.name, documentation) for key in fields(kind)}
+    description = " ".join((kind.__doc__ or "").split())
+    # The generated signature of a dataclass without a docstring documents nothing.
+    documented = {} if description.startswith(f"{kind.__name__}(") else {"description": description}
+    return {**documented, "type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _key(key: Field[Any], declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
+    if is_dataclass(declared):
+        assert isinstance(declared, type)
+        return {"description": "", **_section(declared, f"{path}.", documentation)}
+    default = (
+        key.default if key.default is not MISSING else key.default_factory() if callable(key.default_factory) else None
+    )
+    return {"description": documentation.get(path, ""), "default": default, **_value(declared, path, documentation)}
+
+
+def _value(declared: Any, path: str, documentation: dict[str, str]) -> dict[str, Any]:
+    origin, arguments = get_origin(declared), get_args(declared)
+    if declared is Any:
+        return {}
+    if is_dataclass(declared):
+        assert isinstance(declared, type)
+        return _section(declared, f"{path}.ROLE.", documentation)
+    if origin is list:
+        found = {"type": "array", "items": _value(arguments[0], path, documentation)}
+    elif origin is dict:
+        found = {"type": "object", "additionalProperties": _value(arguments[1], path, documentation)}
+    elif origin is Literal:
+        found = {"enum": list(arguments)}
+    else:
+        kinds = arguments if origin is UnionType else (declared,)
+        found = {"type": [_TYPES[kind] for kind in kinds] if len(kinds) > 1 else _TYPES[kinds[0]]}
+        if str in kinds:
+            # A number or boolean is converted to text.
+            return {"type": sorted({*map(_TYPES.__getitem__, kinds), "string", "number", "boolean"})}
+    return {"anyOf": [found, _INTERPOLATION]}

@@ -1,0 +1,40 @@
+"""Config files by path, or by name for those that are shipped with hpcdist."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import hpcdist
+from hpcdist.errors import ConfigError
+
+
+def find_config(source: str | Path, folder: str = "") -> Path:
+    """Return the path of a config.
+
+    Args:
+        source: a path, or the name of a shipped config.
+        folder: the subfolder of the shipped configs to search, such as `cluster`.
+
+    Raises ConfigError if there is no such file.
+    """
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        # A name that is too long, an unknown user, or a NUL character.
+        raise ConfigError([f"cannot be a config file: {error}"], str(source)) from error
+    shipped = shipped_configs(folder)
+    if str(source) in shipped:
+        return shipped[str(source)]
+    near = difflib.get_close_matches(str(source), shipped, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"shipped configs are {', '.join(shipped)}"
+    raise ConfigError([f"no such config file: {hint}"], str(source))
+
+
+def shipped_configs(folder: str = "") -> dict[str, Path]:
+    """Return the paths of the shipped configs by name."""
+    package = Path(hpcdist.__file__).resolve().parent
+    configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted((configs / folder).glob("*.yaml"))}

@@ -1,0 +1,62 @@
+"""Configs as nested mappings: leaves, overrides by dotted key, and the short forms of sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hpcdist.config.document import parse
+
+#: Sections that may be written as one value, each with the key that this value sets.
+SHORT_FORMS = {"trainer": "target", "preflight": "mode"}
+
+
+def leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each value that is not a mapping, or is an empty one, with the keys that lead to it.
+
+    Keys are a tuple, not a dotted path, because free keys such as MLflow's tags may contain dots.
+    """
+    for key, value in tree.items():
+        path = (*above, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def parse_value(raw: str) -> Any:
+    """Return the value of an override, read as OmegaConf reads YAML (`3e-4` is a number); invalid YAML is text."""
+    try:
+        return parse(raw)
+    except ValueError:
+        return raw
+
+
+def expand_short_forms(tree: dict[str, Any]) -> None:
+    """Replace sections that are written as one value: `trainer: ddp`, `preflight: off`."""
+    for section in SHORT_FORMS:
+        _expand(tree, section)
+
+
+def insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set a value in nested dicts. Return False if a part of the path is a value already."""
+    *parents, leaf = path
+    for index, parent in enumerate(parents):
+        if index == 0:
+            _expand(tree, parent)
+        child = tree.setdefault(parent, {})
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            return False
+        tree = child
+    tree[leaf] = value
+    return True
+
+
+def _expand(tree: dict[str, Any], section: str) -> None:
+    value = tree.get(section)
+    if value is False:
+        value = "off"  # which YAML reads as a boolean
+    if section in SHORT_FORMS and isinstance(value, str):
+        tree[section] = {SHORT_FORMS[section]: value}

@@ -1,0 +1,145 @@
+"""The resolved config as a run folder stores it: YAML with redacted secrets, and the variables that restore them.
+
+Reading it uses no OmegaConf, whose import takes a rank longer than that of all modules of hpcdist together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcdist.config.document import check_bounds, read_text
+from hpcdist.config.redaction import REDACTED, REDACTED_NUMBER, is_redacted, redact_text, redact_tree
+from hpcdist.config.schema import Config, to_tree
+from hpcdist.config.tree import insert, leaves, parse_value
+from hpcdist.errors import ConfigError
+from hpcdist.files import formats
+
+
+def to_yaml(config: Config) -> str:
+    """Return the whole resolved config as YAML, with redacted secrets."""
+    return yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True)
+
+
+def run_yaml(config: Config) -> str:
+    """Return the content of a run folder's config: the format number, then the result of `to_yaml`."""
+    return yaml.safe_dump(formats.stamped({})) + to_yaml(config)
+
+
+def plain_tree(path: Path) -> dict[str, Any]:
+    """Read a run folder's config as plain containers, without its format number and without checks of its keys.
+
+    Raises ConfigError if it cannot be read or has no keys, RunFolderError if a newer version of hpcdist wrote it.
+    """
+    try:
+        tree = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError([f"cannot be read: {' '.join(str(error).split())[:200]}"], str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError([f"must hold keys and values, holds a {type(tree).__name__}"], str(path))
+    return formats.unstamped({str(key): value for key, value in tree.items()}, path)
+
+
+class _WrittenLoader(yaml.SafeLoader):
+    """Read strings as `to_yaml` wrote them; to OmegaConf, `1e5` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep)
+        if len(found) != len(node.value):
+            raise yaml.YAMLError("duplicate key")
+        return found
+
+
+def written_tree(path: Path) -> dict[str, Any] | None:
+    """Return the plain containers of a run folder's config, or None if it does not have the form of `to_yaml`."""
+    try:
+        text = read_text(path)
+        check_bounds(text)
+        tree = yaml.load(text, _WrittenLoader)  # noqa: S506  # a SafeLoader
+    except (ConfigError, ValueError, yaml.YAMLError):
+        return None
+    return formats.unstamped(tree, path) if isinstance(tree, dict) else None
+
+
+def redacted(config: Config) -> dict[str, Any]:
+    """Return the config as plain containers, with `***` for each value that is a secret by its key or its form."""
+    return redact_tree(to_tree(config))
+
+
+def redacted_argument(text: str) -> str:
+    """Return a command-line argument, with its value replaced if it is an override that sets a secret."""
+    key, equals, raw = text.partition("=")
+    if equals and not key.startswith("-"):
+        tree: dict[str, Any] = {}
+        insert(tree, key.split("."), parse_value(raw))
+        if redact_tree(tree) != tree:
+            text = f"{key}={REDACTED}"
+    return redact_text(text)
+
+
+def secret_keys(config: Config) -> list[tuple[str, ...]]:
+    """Return the keys whose values `to_yaml` redacts."""
+    clean = dict(leaves(redacted(config)))
+    return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
+
+
+def secrets_of(config: Config) -> dict[str, str]:
+    """Return the environment variables from which `load_run_config` restores the redacted values."""
+    tree = to_tree(config)
+    values = dict(leaves(tree))
+    return {
+        _variable(path, tree): value if isinstance(value := values[path], str) else json.dumps(value)
+        for path in secret_keys(config)
+    }
+
+
+def restore_secrets(
+    tree: dict[str, Any], env: Mapping[str, str], *, without: set[str], require: bool, source: str
+) -> None:
+    """Replace the redacted values of a config by those of the environment.
+
+    Args:
+        without: dotted keys that overrides set anyway.
+        require: whether a missing variable is an error; otherwise the value stays `***`.
+        source: path of the config, for the error.
+
+    Raises ConfigError with one line for each missing variable.
+    """
+    problems = []
+    for path, value in list(leaves(tree)):
+        key, name = ".".join(path), _variable(path, tree)
+        if not is_redacted(value) or key in without:
+            continue
+        if name in env:
+            insert(tree, path, _restored(value, env[name], name))
+        elif require:
+            problems.append(f"{key} was redacted when the run was written: set {name} in the environment")
+    if problems:
+        raise ConfigError(problems, source)
+
+
+def _restored(shown: Any, text: str, variable: str) -> Any:
+    """Return the value of a variable; `secrets_of` writes values other than strings as JSON."""
+    if isinstance(shown, str) and shown != REDACTED_NUMBER:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError([f"{variable} in the environment must hold JSON, such as 3 or [1, 2]"]) from None
+
+
+def _variable(path: Sequence[str], tree: Mapping[str, Any]) -> str:
+    """Return the name of the environment variable that holds the value of a redacted key.
+
+    A variable of the ranks is its own; if both sections contain it, `launch.env` wins, as it does in the ranks.
+    """
+    if path[:2] == ("launch", "env"):
+        return path[-1]
+    if path[:2] == ("cluster", "env") and path[-1] not in ((tree.get("launch") or {}).get("env") or {}):
+        return path[-1]
+    return re.sub(r"\W", "_", "_".join(("hpcdist", *path))).upper()
