@@ -14,7 +14,7 @@ import time
 
 from hpcdist.config.schema import Config
 from hpcdist.rank.context import Context
-from hpcdist.rank.stop_agreement import REQUEST_EVERY_S
+from hpcdist.rank.stop_agreement import REQUEST_INTERVAL_S
 
 #: Longer than tests wait for the last of several runs to be held.
 HOLD_AT_MOST_S = 180.0
@@ -48,6 +48,6 @@ def hold(ctx: Context) -> None:
         waiting.wait(0.01)
         if (ctx.attempt.path / "release").exists():
             return
-        if ctx.attempt.request.exists() and now > began + REQUEST_EVERY_S:
+        if ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S:
             return
     raise TimeoutError("nobody released this rank")
