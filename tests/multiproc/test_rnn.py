@@ -207,7 +207,7 @@ def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
         "launch.device=cpu",
         f"launch.env.PYTHONPATH={os.pathsep.join(runs._import_path())}",
         "roles.trainer=2",
-        "rnn.max_max_corpus_mb=0.05",
+        "rnn.max_corpus_mb=0.05",
         "rnn.vocab_size=300",
         "rnn.embedding_size=16",
         "rnn.hidden_size=16",
