@@ -67,7 +67,7 @@ def test_the_report_on_a_terminal(doctor: Doctor, tmp_path: Path) -> None:
         "Processors and memory",
         "Folder of runs",
         "MLflow",
-        "Names",
+        "Host name",
         "Slurm",
         "Containers",
     ]

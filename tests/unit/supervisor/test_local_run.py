@@ -260,7 +260,7 @@ def test_detach_starts_a_supervisor_of_its_own(
 def test_a_click_log_that_is_not_there_is_told_before_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.file={missing}"])
-    with pytest.raises(ConfigError, match=rf"hybrid\.data: no such file: {missing}"):
+    with pytest.raises(ConfigError, match=rf"hybrid\.file: no such file: {missing}"):
         create.check_trainer(config, tmp_path)
     missing.touch()
     create.check_trainer(config, tmp_path)
