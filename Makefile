@@ -40,7 +40,7 @@ smoke: install ## two ranks with each trainer, and a killed rank, in 2 minutes
 # Slurm and container tests mostly wait: they run beside the others, each kind in a worker of its own.
 test: install ## all tests but the heavy ones
 	bash scripts/test_packages.sh
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 faults: install ## all faults that a run must survive, with a table of them at the end
 	bash scripts/test_packages.sh

@@ -14,6 +14,8 @@ import pytest
 from containers import Containers, why_not
 from fault_table import Cell, as_lines
 from io_faults import compile_library
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 #: Once, before anything is imported: hpcdist sets variables of MLFLOW_* itself, and those must stay.
 #: What steers the tests themselves stays too.
@@ -42,20 +44,31 @@ def runs_dir(tmp_path: Path) -> Path:
 # --- processes, and tests that run beside each other
 
 TESTS = Path(__file__).parent
-#: Tests of these folders share a service. pytest-xdist runs the tests of one group in one worker.
+#: Tests of these folders share a service, and of the others those of a file share what they prepare.
 GROUPS = ("slurm", "container", "browser", "multiproc", "faults")
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Processes that the running test has started.
 started: list[str] = []
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in GROUPS:
+        if item.path.relative_to(TESTS).parts[0] in GROUPS:
             item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.xdist_group(folder))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Runs all tests of a group in one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder = file.removeprefix("tests/").partition("/")[0]
+        return folder if folder in GROUPS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    # `--dist loadgroup` does not see the marker `xdist_group` with pytest 9.2 and pytest-xdist 3.8.
+    return GroupScheduling(config, log)
 
 
 def _note_process(event: str, arguments: tuple[object, ...]) -> None:
