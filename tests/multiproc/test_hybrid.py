@@ -81,7 +81,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     torch.manual_seed(cfg.seed)
     model = ClickModel(TABLES, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1)
     torch.manual_seed(cfg.seed)
-    model.dense = train.dense_part(len(TABLES) * options.dim + 2, options.hidden)
+    model.dense = train.dense_part(len(TABLES) * options.embedding_dim + 2, options.hidden_sizes)
     tables: dict[str, nn.EmbeddingBag] = dict(model.tables.items())  # type: ignore[arg-type]
     for name, table in tables.items():
         table.sparse = True
@@ -130,7 +130,7 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
 def test_a_step_is_that_of_one_process_on_the_joint_batch(
     tmp_path: Path, optimizer: str, num_servers: int, pool: str, prefetch: str
 ) -> None:
-    cfg = config(num_servers=num_servers, table_optimizer=optimizer, pool=pool, prefetch=prefetch)
+    cfg = config(num_servers=num_servers, table_optimizer=optimizer, pool_on=pool, prefetch=prefetch)
     found, wanted = trained(tmp_path, cfg), in_one_process(cfg)
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
@@ -188,7 +188,7 @@ def take_part_in_little_memory(here: Rank, small: Path, large: Path, cfg: Config
 def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
     """Checkpoint included, for which a server copies its rows once: twice a third stays below the whole."""
     cfg = config(num_servers=3)
-    options = replace(cfg.section(HybridConfig), dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
+    options = replace(cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
     cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(max_steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
     grown = spawn_ranks(take_part_in_little_memory, 5, small=small.path, large=large.path, cfg=cfg)

@@ -80,7 +80,7 @@ def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"mode": "async", "env": "Pendulum-v1", "normalize_observations": True}, {"inference": "remote"}],
+    [{}, {"mode": "async", "env_id": "Pendulum-v1", "normalize_observations": True}, {"inference": "remote"}],
     ids=["sync", "async", "remote"],
 )
 def test_ranks_learn_what_one_process_does(tmp_path: Path, values: dict[str, Any]) -> None:

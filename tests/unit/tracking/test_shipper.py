@@ -246,7 +246,7 @@ def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Pa
         await_(lambda: shipped.exists() and '"num_points": 2003' in shipped.read_text(), 60)
         scene.log(range(2000, 3000))
     scene.log(range(3000, 3500))
-    await_(lambda: b"records wait" in (tmp_path / "shipper.log").read_bytes(), 60)
+    await_(lambda: b"records stay" in (tmp_path / "shipper.log").read_bytes(), 60)
     scene.file("attempts/001/rank-00000.log", "a line\n")
     with server(tmp_path, port):
         scene.state(status="finished", ended=2e9)
