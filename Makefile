@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS := train,dev
 
 MINUTES ?= 60
-WORKERS ?= 3
+WORKERS ?= 2
 
 .PHONY: help quickstart install check unit smoke test faults fuzz bench docs recording screenshots lock clean
 

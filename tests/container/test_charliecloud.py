@@ -40,7 +40,7 @@ def test_a_directory_runs_in_charliecloud(containers: Containers, tiny: str, tmp
     folder = Path(done.stdout.strip())
     digest = containers.inspect(tiny)["Id"]
     assert folder.name == f"hpcdist-{hpcdist.__version__}-{digest[:12]}"
-    assert last_lines(containers.hpcdist(*words, cwd=tmp_path)) == [f"{folder} is there already"]
+    assert last_lines(containers.hpcdist(*words, cwd=tmp_path)) == [f"{folder} exists already"]
 
     (tmp_path / "runs").mkdir()
     command = ["ch-run", "--set-env", f"--bind={tmp_path}/runs:/runs", str(folder), "--"]

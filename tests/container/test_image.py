@@ -132,7 +132,7 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     assert len(list((stopped.path / "checkpoints").glob("step-*"))) >= 1
 
     again = containers.podman(*line)
-    assert f"goes on with {stopped.name}" in again
+    assert f"continuing run {stopped.name}, which has the same config" in again
     assert only_run(runs).read_state().status == "finished"
     assert only_run(runs).read_state().attempt == 2
 

@@ -51,7 +51,7 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, plain_control
     assert len(runs.run_dir(name).attempts()) == 2
 
     code, output = runs.command("resume", name)
-    assert (code, "to train on, say how far" in output) == (2, True), output
+    assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
 def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmented_control: str) -> None:
@@ -105,7 +105,7 @@ def test_the_supervisor_is_killed(runs: Runs, plain_control: str) -> None:
     code, output = runs.command("status", name)
     assert code == 0, output
     assert "lost" in output
-    assert "its supervisor has died: `hpcdist resume` goes on" in output
+    assert "the supervisor died: `hpcdist resume` continues the run" in output
     assert runs.mlflow_status(name) == "FAILED", "its shipper told MLflow before it left"
     code, output = runs.command("resume", name)
     assert code == 0, output

@@ -55,7 +55,7 @@ def test_up_is_idempotent(devcluster: DevCluster) -> None:
 def test_another_shape_is_refused_in_one_line(devcluster: DevCluster) -> None:
     done = devcluster.hpcdist("devcluster", "up", "--nodes", "5")
     assert done.returncode == 2
-    assert done.stderr == "hpcdist: a dev cluster is up with --nodes 4, not 5: `hpcdist devcluster down` first\n"
+    assert done.stderr == "hpcdist: a dev cluster is running with --nodes 4, not 5: `hpcdist devcluster down` first\n"
 
 
 def test_status_shows_nodes_partitions_and_how_to_use_it(devcluster: DevCluster) -> None:

@@ -36,9 +36,9 @@ def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
         "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
         "ok high 4 nodes;",
         "`scancel` sends SIGTERM, and SIGKILL 5 s later (KillWait)",
-        "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm puts the run back",
+        "preempted in main: SIGTERM, and SIGKILL 12 s later (GraceTime 7 + KillWait 5); Slurm requeues the run",
         "jobs in high are never preempted",
-        "(no preempt_send_user_signal)",
+        "(preempt_send_user_signal is not set)",
     ):
         assert said in words, page
 
@@ -67,10 +67,10 @@ def test_the_nodes_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster, reque
         (check["section"], check["name"]): check for check in json.loads(text)["checks"]
     }
     assert found["Run", "state"]["text"].startswith(f"running; job {job} is RUNNING on n[1-2]")
-    two = found["Nodes, by Slurm", "n2"]
+    two = found["Nodes in Slurm", "n2"]
     assert (two["level"], two["node"]) == ("warning", "n2")
     assert two["text"].startswith("draining, since 20")
     assert two["text"].endswith(f"{DRAINED!r} by root")
-    assert found["Nodes, by Slurm", "n1"]["level"] == "ok"
-    assert found["Nodes, looked at", "preflight"]["text"].startswith("2 of 2 nodes answered")
+    assert found["Nodes in Slurm", "n1"]["level"] == "ok"
+    assert found["Node preflight", "preflight"]["text"].startswith("2 of 2 nodes answered")
     assert not list(run.path.glob(".doctor-*"))

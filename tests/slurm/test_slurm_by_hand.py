@@ -85,7 +85,7 @@ def test_a_job_that_may_not_be_requeued_saves_and_is_resumed(
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
     assert state.status == "stopped"
-    assert "; Slurm does not queue it again (scontrol requeue " in state.reason
+    assert "; Slurm does not requeue the job (scontrol requeue " in state.reason
     assert devcluster.job(job)["JobState"] == "COMPLETED"
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert saved >= HOLD_AT

@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_
     following.until(f"running: job {job} on n[1-2]")
     slurm_runs.wait_held(name, NUM_RANKS)
     code, lines = following.interrupt()
-    said = f"{name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` ends it"
+    said = f"run {name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` stops it"
     assert (code, lines[-1], slurm_runs.state(name).status) == (130, said, "running"), lines
     following = Following(slurm_runs.start("follow", name))
     following.until(f"running: job {job} on n[1-2]")
