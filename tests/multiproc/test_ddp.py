@@ -98,7 +98,9 @@ def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
 
 VARIANTS = {
     "plain": config(),
-    "accumulated": config(data=dataclasses.replace(DATA, batch_size=2), optim=dataclasses.replace(SGD, grad_accum_steps=4)),
+    "accumulated": config(
+        data=dataclasses.replace(DATA, batch_size=2), optim=dataclasses.replace(SGD, grad_accum_steps=4)
+    ),
     "clipped": config(optim=dataclasses.replace(SGD, max_grad_norm=0.01)),
     "bf16": config(precision=PrecisionConfig(dtype="bf16")),
     "channels_last": config(model=ModelConfig(channels_last=True)),
