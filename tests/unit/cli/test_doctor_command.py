@@ -59,10 +59,10 @@ def test_the_report_on_a_terminal(doctor: Doctor, tmp_path: Path) -> None:
     assert (code, err) == (0, ""), out
     first, *lines = out.splitlines()
     assert first.startswith("hpcdist ")
-    titles = [line for line in lines if line and not line.startswith((" ", "Nothing"))]
+    titles = [line for line in lines if line and not line.startswith((" ", "No problem"))]
     assert titles == [
         "Software",
-        "Training, tried",
+        "Training test",
         "GPUs",
         "Processors and memory",
         "Folder of runs",
@@ -83,7 +83,7 @@ def test_the_report_as_json(doctor: Doctor, tmp_path: Path) -> None:
     found = json.loads(out)
     assert (found["would_fail"], found["run"], found["runs_dir"]) == (False, None, f"{tmp_path}/mine")
     assert {"hpcdist", "host", "time"} <= found.keys()
-    assert checks(out)["Training, tried", "2 ranks, gloo"]["level"] == "ok"
+    assert checks(out)["Training test", "2 ranks, gloo"]["level"] == "ok"
 
 
 def test_a_finding_that_would_fail_a_run_gives_exit_code_1(

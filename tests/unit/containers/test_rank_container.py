@@ -299,7 +299,7 @@ def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
     )
     wanted = {"runtime": "podman", "image": "localhost/typo"}
     assert container_problems(config(**wanted), tmp_path, env) == [told]
-    assert container_problems(config(**wanted, check_here=False), tmp_path, env) == []
+    assert container_problems(config(**wanted, check_image=False), tmp_path, env) == []
     assert container_problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
 
 

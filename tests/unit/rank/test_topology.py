@@ -381,7 +381,7 @@ def test_slurm_rank_0_on_another_node_without_its_address() -> None:
         (STEP | {"SLURM_LOCALID": ""}, "SLURM_LOCALID must be set"),
         (STEP | {"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT must be a whole number"),
         (STEP | {"HPCDIST_ATTEMPT": "x"}, "HPCDIST_ATTEMPT must be a whole number"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-', character 2: this '['"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: nodelist 'n[1-', character 2: '[' without ']'"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,"}, "SLURM_STEP_TASKS_PER_NODE: tasks per node '3,': '' is not"),
         (without(STEP, "SLURM_JOB_ID"), "SLURM_JOB_ID must be set"),
         (

@@ -58,7 +58,7 @@ def test_better_again_starts_the_patience_anew() -> None:
 
 
 def test_the_best_must_be_measured() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.best='f1' is not measured: use one of eval/loss"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.monitor='f1' is not measured: use one of eval/loss"):
         judged(Config(checkpoint=CheckpointConfig(monitor="f1")), [0.5])
 
 

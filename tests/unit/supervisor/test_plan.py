@@ -47,7 +47,7 @@ def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
         (1, 0, {}, (2, "cpu", "gloo", 1)),
         (2, 0, {"num_ranks": 5}, (5, "cpu", "gloo", 1)),
         (7, 0, {"num_ranks": 3}, (3, "cpu", "gloo", 2)),
-        (7, 0, {"ranks": 3, "threads": 5}, (3, "cpu", "gloo", 5)),
+        (7, 0, {"num_ranks": 3, "num_threads": 5}, (3, "cpu", "gloo", 5)),
     ],
 )
 def test_ranks_device_backend_and_threads(
@@ -83,7 +83,7 @@ def test_a_config_that_asks_for_more_than_there_is(num_gpus: int, launch: dict[s
 
 
 def test_the_whole_environment_of_a_rank() -> None:
-    plan = replace(planned(8, 0, ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
+    plan = replace(planned(8, 0, num_ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
     env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     assert env == {
         "A": "b",
@@ -103,7 +103,7 @@ def test_the_whole_environment_of_a_rank() -> None:
 
 def test_a_rank_reads_its_place_out_of_it_even_within_a_slurm_job() -> None:
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
-    env = planned(8, 0, ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
+    env = planned(8, 0, num_ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     found = Topology.from_env(slurm | env)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 3, 4)
     assert (found.master_addr, found.master_port) == ("127.0.0.1", 20000)
@@ -223,9 +223,9 @@ def devices(plan: Plan) -> list[str]:
 def test_the_world_is_as_large_as_its_roles() -> None:
     plan = planned_with_roles(0, HYBRID)
     assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cpu", "gloo", 2)
-    assert plan == planned_with_roles(0, HYBRID, ranks=4)
+    assert plan == planned_with_roles(0, HYBRID, num_ranks=4)
     with pytest.raises(ConfigError) as caught:
-        planned_with_roles(0, HYBRID, ranks=3)
+        planned_with_roles(0, HYBRID, num_ranks=3)
     assert str(caught.value) == (
         "roles add up to 4 ranks (master 1, trainer 1, parameter_server 2), but launch.num_ranks=3: leave"
         " launch.num_ranks out, or change one of them"

@@ -130,7 +130,7 @@ def test_a_file_is_read_share_by_share(tmp_path: Path, kind: str) -> None:
         ({"age": [1.0, None, 2, 3, 4, 5]}, {}, r"column 'age' must have numbers without nulls"),
         ({}, {"hashed_tables": []}, r"column 'city' has ids that are not integers: add it to hybrid.hashed_tables"),
         ({"user": [3, None, 4, 1, 5, 0]}, {}, r"column 'user' has null ids"),
-        ({}, {"data": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
+        ({}, {"file": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, changed: Any, options: Any, message: str) -> None:
@@ -157,7 +157,7 @@ def test_the_synthetic_log_is_the_same_for_any_number_of_readers() -> None:
     assert test.best_scores is not None
     assert 0.6 < auc(test.best_scores, test.labels) < 0.95
     fixed, _ = load_clicks(replace(cfg, fixed_bags=True), 3, share=0, num_shares=1)
-    assert set(fixed.bags.offsets.diff().tolist()) == {cfg.bag_size}
+    assert set(fixed.bags.offsets.diff().tolist()) == {cfg.max_bag_size}
 
 
 def test_samples_are_taken_in_any_order_and_padded() -> None:

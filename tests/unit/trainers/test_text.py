@@ -67,7 +67,7 @@ def test_columns_go_on_where_they_ended() -> None:
     assert columns.num_targets == targets.numel()
     with pytest.raises(IndexError):
         columns[4]
-    with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn\.corpus_mb"):
+    with pytest.raises(ConfigError, match=r"the text has 5 tokens, too few for 4 columns: raise rnn\.max_corpus_mb"):
         Columns(torch.arange(5), num_columns=4, bptt=7)
 
 
