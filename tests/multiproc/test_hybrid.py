@@ -188,7 +188,9 @@ def take_part_in_little_memory(here: Rank, small: Path, large: Path, cfg: Config
 def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
     """Checkpoint included, for which a server copies its rows once: twice a third stays below the whole."""
     cfg = config(num_servers=3)
-    options = replace(cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200)
+    options = replace(
+        cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200
+    )
     cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(max_steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
     grown = spawn_ranks(take_part_in_little_memory, 5, small=small.path, large=large.path, cfg=cfg)
