@@ -68,7 +68,9 @@ def test_a_write_that_fails_leaves_nothing_in_the_clear(run: RunDir, monkeypatch
 def test_a_file_that_others_may_read_is_refused(run: RunDir) -> None:
     keep(run, VALUES)
     run.secrets.chmod(0o640)
-    with pytest.raises(RunFolderError, match=r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"):
+    with pytest.raises(
+        RunFolderError, match=r"secrets\.json has mode 0640, .* replace them, then `chmod 600` the file"
+    ):
         kept(run)
 
 
