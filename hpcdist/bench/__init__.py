@@ -1,1 +1,1 @@
-"""Communication between the ranks of a run: is it right, and how fast is it (`trainer: comm`, `hpcdist bench comm`)."""
+"""Benchmark of the communication between ranks: correctness and speed (`trainer: comm`, `hpcdist bench comm`)."""

@@ -23,7 +23,7 @@ COMM_OPERATIONS = (
     "all_to_all",
     "barrier",
 )
-#: What is measured besides operations of the whole world at all sizes.
+#: Further measurements besides the operations of all ranks.
 COMM_PARTS = ("async", "groups", "pairs", "overlap", "rpc")
 COMM_DTYPES = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
@@ -31,33 +31,33 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes from a number or a text such as `64K`, `256M`, `1.5 GiB` (K is 1024, with and without `iB`).
+    """Return a number of bytes from a number or a text such as `64K`, `256M` or `1.5 GiB` (K is 1024).
 
-    Raises ValueError for anything else, and for what is less than one byte.
+    Raises ValueError for any other text and for less than one byte.
     """
     found = _SIZE.fullmatch(str(value).strip())
     size = float(found[1]) * _UNITS[found[2].lower()] if found and not isinstance(value, bool) else 0.0
     if size < 1 or size != int(size):
-        raise ValueError(f"{value!r} is no number of bytes: write 65536, 64K, 256M or 1G")
+        raise ValueError(f"{value!r} is not a number of bytes: write for example 65536, 64K, 256M or 1G")
     return int(size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """A communication benchmark of all ranks: is every operation right, and how fast is it."""
+    """A benchmark of the communication between all ranks: correctness and speed of each operation."""
 
     operations: list[str] = field(default_factory=lambda: [*COMM_OPERATIONS, *COMM_PARTS])
-    """What is checked and measured; `async`, `groups` and `overlap` concern the operations that are named beside."""
+    """Operations to check and measure; `async`, `groups` and `overlap` add measurements of the listed operations."""
     backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
-    """What is measured: `auto` is the run's own (launch.backend); nccl has tensors on GPUs, the others on the host."""
+    """Backend to measure; `auto` is that of the run (launch.backend); nccl uses GPU tensors, the others CPU tensors."""
     max_bytes: int | str = "256M"
-    """Largest size; all powers of two from 1 B on are measured (K, M and G are powers of 1024)."""
+    """Largest size in bytes; all powers of two from 1 on are measured (K, M and G are powers of 1024)."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
-    """Of reductions, each measured from one element on; what only moves is measured in bytes."""
+    """Data types of reductions. Operations that only move data are measured in bytes."""
     budget_s: float = 0.02
-    """Seconds of measuring per point after its warm-up; three iterations at least, if longest_s allows."""
+    """Duration of the measurement of each point in seconds, but at least three iterations within longest_s."""
     longest_s: float = 1.0
-    """No larger size of an operation follows once one iteration would take longer than this."""
+    """Larger sizes of an operation are skipped if one iteration would take longer than this number of seconds."""
 
     def __post_init__(self) -> None:
         problems = above(self, 0, "longest_s") + at_least(self, 0, "budget_s")
@@ -78,5 +78,5 @@ def _unknown(key: str, values: list[str], known: tuple[str, ...]) -> list[str]:
         if value not in known:
             near = difflib.get_close_matches(str(value), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            problems.append(f"{key}: {value!r} is not known: {hint}")
+            problems.append(f"{key}: {value!r} is unknown: {hint}")
     return problems

@@ -1,4 +1,4 @@
-"""A benchmark beside an earlier one: what got slower, and what only looks so."""
+"""Comparison of a benchmark with an earlier one: slowdowns beyond the noise of the measurements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hpcdist.bench.noise import roughness
 from hpcdist.bench.results import Results, Row
 from hpcdist.bench.units import amount, seconds, times
 
-#: Slower by less than this is not worth a word.
-SLOWER = 1.2
+#: Slowdowns by less than this factor are not reported.
+MIN_SLOWDOWN = 1.2
 
 Key = tuple[str, str, str, str, str]
 
@@ -26,22 +26,22 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Above 1: slower than before."""
+        """Time now divided by time before; above 1 it is slower."""
         return self.now.median_s / self.before.median_s
 
     @property
     def beyond_noise(self) -> bool:
-        """Slower by more than 20 %, slower than 99 of 100 earlier iterations, and the fastest one slower by 20 %, too.
+        """Whether the median is 20 % slower and above the earlier p99, and the fastest iteration is 20 % slower too.
 
-        The tail of what was measured before (p99) says how late an iteration is now and then without anything being
-        wrong; the fastest iteration now says whether the machine still reaches what it did.
+        The earlier p99 shows the normal outliers, and the fastest iteration shows whether the earlier speed is still
+        reachable.
         """
-        least_s = SLOWER * self.before.min_s
-        return self.ratio > SLOWER and self.now.median_s > self.before.p99_s and self.now.min_s > least_s
+        limit_s = MIN_SLOWDOWN * self.before.min_s
+        return self.ratio > MIN_SLOWDOWN and self.now.median_s > self.before.p99_s and self.now.min_s > limit_s
 
 
 def facts(results: Results) -> dict[str, str]:
-    """What two benchmarks must have in common to be compared."""
+    """Return the properties that must be equal in two benchmarks for a comparison."""
     return {
         "partition": results.partition or "none",
         "backend": results.backend,
@@ -52,13 +52,13 @@ def facts(results: Results) -> dict[str, str]:
 
 
 def differences(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """In which of these facts, as far as both are known, two benchmarks differ; empty where they do not."""
+    """Return a description of the properties that differ; empty if none does."""
     both = (name for name in now if name in before and now[name] != before[name])
-    return ", ".join(f"{name} {now[name]} now and {before[name]} then" for name in both)
+    return ", ".join(f"{name} {now[name]} now and {before[name]} before" for name in both)
 
 
 def changes(now: Results, before: Results) -> dict[Key, list[Change]]:
-    """What both have measured, by operation, in the order of sizes."""
+    """Return the measurements that both benchmarks contain, by operation, ordered by size."""
     known = {(_key(row), row.size): row for row in before.rows}
     found: dict[Key, list[Change]] = defaultdict(list)
     for row in sorted(now.rows, key=lambda row: row.size):
@@ -68,14 +68,14 @@ def changes(now: Results, before: Results) -> dict[Key, list[Change]]:
 
 
 def slower(found: list[Change]) -> list[Change]:
-    """Those of one operation's sizes that are slower beyond noise, and a neighbouring size with them.
+    """Return the sizes of an operation that are slower beyond noise, if a neighbouring size is slower as well.
 
-    Of hundreds of operations and sizes some are slower by chance; what slows a network does not stop at one size.
-    And where a benchmark's own sizes differ by a factor, without an order, that factor is no change either.
+    Among hundreds of measurements some are slower by chance, but a slower network affects neighbouring sizes too. A
+    slowdown must also exceed the factor by which smaller sizes took longer than larger ones in the same benchmark.
     """
     noise = max(roughness(change.now for change in found), roughness(change.before for change in found))
     marks = [change.beyond_noise and change.ratio > noise for change in found]
-    if len(found) == 1:  # no other size to learn from, so even its best has to be late
+    if len(found) == 1:  # without another size, the fastest iteration must exceed the earlier median
         marks = [marks[0] and found[0].now.min_s > found[0].before.median_s]
     return [
         change
@@ -85,15 +85,15 @@ def slower(found: list[Change]) -> list[Change]:
 
 
 def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
-    """What got slower, the worst first; one sentence that nothing did otherwise."""
+    """Yield a sentence for each slower operation, the worst first, or one sentence that nothing is slower."""
     worse = {key: slow for key, all_sizes in found.items() if (slow := slower(all_sizes))}
     if not found:
-        yield "nothing was measured in both"
+        yield "the benchmarks have no measurement in common"
     elif not worse:
         ratios = [change.ratio for all_sizes in found.values() for change in all_sizes]
         yield (
-            f"nothing got slower by more than {SLOWER - 1:.0%} beyond noise"
-            f" (median {median(ratios):.2f}× the time of before, over {len(ratios)} measurements)"
+            f"nothing is slower by more than {MIN_SLOWDOWN - 1:.0%} beyond noise"
+            f" (median {median(ratios):.2f}× the earlier time, over {len(ratios)} measurements)"
         )
     for key, slow in sorted(worse.items(), key=lambda item: -max(change.ratio for change in item[1])):
         worst = max(slow, key=lambda change: change.ratio)
@@ -105,7 +105,7 @@ def sentences(found: dict[Key, list[Change]]) -> Iterator[str]:
 
 
 def label(row: Row) -> str:
-    """`all_reduce[sum]`, `broadcast async, halves`: what was measured, its size and type aside."""
+    """Return the name of a measurement without size and dtype, such as `all_reduce[sum]` or `broadcast, async`."""
     variant = f"[{row.variant}]" if row.variant else ""
     more = [row.mode if row.mode != "blocking" else "", row.group if row.group != "world" else ""]
     return ", ".join([f"{row.operation}{variant}", *filter(None, more)])

@@ -1,4 +1,4 @@
-"""Is an operation's result right, on every rank, at sizes that cut badly?"""
+"""Correctness of an operation's result on every rank, at sizes that do not divide evenly."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 
 from hpcdist.bench.data_movement import Barrier
-from hpcdist.bench.groups import Team, Words
+from hpcdist.bench.groups import ControlGroup, Team
 from hpcdist.bench.operation import Operation, wait_for
 from hpcdist.bench.operations import RingAllReduce
 from hpcdist.bench.patterns import DTYPES, Reduction
-from hpcdist.bench.results import Checked
+from hpcdist.bench.results import CheckResult
 from hpcdist.bench.ring import PIECE_BYTES
 
-#: How torch and its backends say that they cannot do something at all, on every rank alike.
+#: Error messages of torch and its backends for an unsupported operation, equal on every rank.
 _UNSUPPORTED = re.compile(
     r"not support|unsupported|not implemented|invalid scalar type|no backend type associated|unhandled scalar",
     re.IGNORECASE,
 )
-#: Elements (of each rank's part, where it has one): one, some, and enough for several messages.
+#: Numbers of elements (of each rank's part, if there are parts): one, a few, and enough for several messages.
 _COUNTS = (1, 7, 20_011)
-#: The ring as it works on long data, on short ones.
+#: Makes the ring send short data in several pieces, as it sends long data.
 _SHORT_PIECE_BYTES = 512
 _LATE_S = 0.02
-#: Equal on all ranks, as all of them check the same.
+#: Number of the check, equal on all ranks.
 _serial = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variety:
-    """An operation, and of a reduction which."""
+class OperationVariant:
+    """An operation, and for a reduction its operator."""
 
     kind: type[Operation]
     reduction: Reduction | None = None
@@ -52,50 +52,56 @@ class Variety:
         return self.kind(team, count, dtype, root=root, reduction=self.reduction or "sum", piece_bytes=piece_bytes)
 
 
-def check(variety: Variety, team: Team, dtype: str, words: Words, store: Store, *, node: str) -> Checked:
-    """Compare the operation with the exact expectation; call it on every rank, with that rank's own team.
+def check(
+    variant: OperationVariant, team: Team, dtype: str, control: ControlGroup, store: Store, *, node: str
+) -> CheckResult:
+    """Compare the result of an operation with the exact expected result. Call it on every rank.
 
     Args:
-        store: in which a barrier is counted.
-        node: this rank's, for the report.
+        variant: the operation.
+        team: the group of this rank.
+        dtype: data type, a key of `DTYPES`.
+        control: exchanges the results of all ranks.
+        store: counts the ranks in a barrier.
+        node: node name of this rank, for the report.
     """
-    wrong, cannot, serial = "", "", next(_serial)
-    if team.size >= max(variety.kind.least_ranks, 1 if team.name == "world" else 2):
+    wrong, unsupported, serial = "", "", next(_serial)
+    if team.size >= max(variant.kind.least_ranks, 1 if team.name == "world" else 2):
         try:
-            # All cases, also after a wrong one: the other ranks may have seen nothing wrong.
-            found = [_compare(operation, store, serial) for operation in _cases(variety, team, DTYPES[dtype])]
+            # All cases, also after a wrong result, because the other ranks continue with the next case.
+            found = [_compare(operation, store, serial) for operation in _cases(variant, team, DTYPES[dtype])]
             wrong = next(filter(None, found), "")
         except (RuntimeError, ValueError) as error:
             if not _UNSUPPORTED.search(str(error)):
                 raise
-            cannot = " ".join(str(error).split())[:200]
-    said = words.everyones(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
-    cannots = list(filter(None, words.everyones(cannot)))
+            unsupported = " ".join(str(error).split())[:200]
+    errors = control.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
+    reasons = list(filter(None, control.all_gather(unsupported)))
     ok: bool | None = True
     text = ""
-    if sentences := list(filter(None, said)):
+    if sentences := list(filter(None, errors)):
         ok, text = False, sentences[0]
         if len(sentences) > 1:
-            text += f"; {len(sentences) - 1} more of {len(said)} ranks are wrong too"
-    elif cannots:
-        ok, text = None, f"{team.backend} has no {variety.title} of {dtype}: {cannots[0]}"
-    elif team.largest < variety.kind.least_ranks:
-        ok, text = None, f"{variety.title} needs {variety.kind.least_ranks} ranks"
-    return Checked(operation=variety.title, group=team.name, dtype=dtype, ok=ok, error=text)
+            text += f"; {len(sentences) - 1} more of {len(errors)} ranks have wrong results"
+    elif reasons:
+        ok, text = None, f"{team.backend} does not support {variant.title} of {dtype}: {reasons[0]}"
+    elif team.largest < variant.kind.least_ranks:
+        ok, text = None, f"{variant.title} needs {variant.kind.least_ranks} ranks"
+    return CheckResult(operation=variant.title, group=team.name, dtype=dtype, ok=ok, error=text)
 
 
-def _cases(variety: Variety, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
-    for count in _COUNTS[:1] if variety.kind is Barrier else _COUNTS:
-        # Not the world's size times the longest: a thousand ranks would check for minutes.
-        whole = max(1, count // team.size) * team.size if variety.kind.has_parts else count
-        for root in {0, team.size - 1} if variety.kind.has_root else {0}:
-            yield variety.make(team, whole, dtype, root=root)
-        if issubclass(variety.kind, RingAllReduce):
-            yield variety.make(team, whole, dtype, piece_bytes=_SHORT_PIECE_BYTES)
+def _cases(variant: OperationVariant, team: Team, dtype: torch.dtype) -> Iterator[Operation]:
+    for count in _COUNTS[:1] if variant.kind is Barrier else _COUNTS:
+        # The total does not grow with the world size: checks of a thousand ranks would take minutes.
+        whole = max(1, count // team.size) * team.size if variant.kind.has_parts else count
+        for root in {0, team.size - 1} if variant.kind.has_root else {0}:
+            yield variant.make(team, whole, dtype, root=root)
+        if issubclass(variant.kind, RingAllReduce):
+            yield variant.make(team, whole, dtype, piece_bytes=_SHORT_PIECE_BYTES)
 
 
 def _compare(operation: Operation, store: Store, serial: int) -> str:
-    """What is wrong after the operation, blocking and not; empty where nothing is."""
+    """Return a description of a wrong result of the blocking or the asynchronous call; empty if both are correct."""
     if isinstance(operation, Barrier):
         return _compare_barrier(operation, store, serial)
     found = []
@@ -114,17 +120,17 @@ def _difference(operation: Operation) -> str:
         return ""
     places = torch.nonzero(got != expected).flatten()
     index = int(places[0])
-    what = f"{operation.title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}"
-    what += f" (root is rank {operation.group_root})" if operation.has_root else ""
+    title = f"{operation.title} of {len(got)} x {str(got.dtype).removeprefix('torch.')}"
+    title += f" (root is rank {operation.group_root})" if operation.has_root else ""
     group = "" if operation.team.name == "world" else f" among ranks {', '.join(map(str, operation.team.ranks))}"
     return (
-        f"{what}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"
+        f"{title}{group} is wrong: at index {index} expected {expected[index].item():g}, got {got[index].item():g}"
         f" ({len(places)} of {len(got)} differ)"
     )
 
 
 def _compare_barrier(operation: Barrier, store: Store, serial: int) -> str:
-    """Each rank in turn comes late; nobody may leave before it has been counted."""
+    """Let one rank arrive late; no rank may leave the barrier before it."""
     team = operation.team
     for late in (0, team.size - 1):
         key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
@@ -134,6 +140,6 @@ def _compare_barrier(operation: Barrier, store: Store, serial: int) -> str:
         operation.run()
         if team.device.type == "cuda":
             torch.cuda.synchronize(team.device)
-        if (came := store.add(key, 0)) < team.size:
-            return f"barrier of {team.size} ranks was left when {came} had come"
+        if (num_arrived := store.add(key, 0)) < team.size:
+            return f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived"
     return ""

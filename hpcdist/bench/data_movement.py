@@ -1,4 +1,4 @@
-"""Operations that move data as they are, and the barrier, which moves none."""
+"""Operations that move data without changing it, and the barrier."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class AllToAll(Operation):
 
 
 class Barrier(Operation):
-    """Nobody leaves before all are there. What is checked is a counter in the ranks' store, see `checking.py`."""
+    """Barrier of all ranks. It is checked by a counter in the store, see `correctness.py`."""
 
     name, can_overlap = "barrier", False
 

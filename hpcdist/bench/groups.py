@@ -1,4 +1,4 @@
-"""The groups of ranks that operations work in: all of them, and the world cut into groups that work side by side."""
+"""Groups of ranks: all ranks, and partitions of them into groups that communicate at the same time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """One rank's group in one way of cutting the world.
+    """The group of this rank in one partition of all ranks.
 
     Attributes:
-        name: of the cut: `world`, `halves`, …; its groups work at the same time.
-        ranks: of this rank's group, by their number in the world.
-        largest: ranks of the cut's largest group.
-        group: None where this rank is alone in its group, and has nobody to talk to.
+        name: name of the partition, such as `world` or `halves`; its groups communicate at the same time.
+        ranks: global ranks of this group.
+        largest: number of ranks in the largest group of the partition.
+        group: the process group; None if this rank is alone in its group.
+        device: device of the tensors.
+        backend: backend of the process group.
     """
 
     name: str
@@ -38,19 +40,19 @@ class Team:
 
     @property
     def index(self) -> int:
-        """This rank's number in its group."""
+        """Index of this rank in its group."""
         return self.ranks.index(dist.get_rank())
 
     def neighbour(self, steps: int) -> int:
-        """The world's rank that stands so many places to the right in the group's circle."""
+        """Return the global rank that is `steps` positions to the right in the ring of the group."""
         return self.ranks[(self.index + steps) % self.size]
 
 
 def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Ways of cutting the world into groups, none of them trivial; each rank is in one group of each.
+    """Return partitions of all ranks by name. Each has at least two groups, and each rank is in exactly one group.
 
     Args:
-        nodes: each rank's.
+        nodes: node name by rank.
     """
     ranks = list(range(len(nodes)))
     by_node = {name: [rank for rank in ranks if nodes[rank] == name] for name in dict.fromkeys(nodes)}
@@ -58,7 +60,7 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     if len(by_node) > 1:
         found["within nodes"] = list(by_node.values())
         most = max(map(len, by_node.values()))
-        # One rank of each node: what data parallelism over nodes and a hybrid shard use.
+        # One rank of each node, as used by data parallelism over nodes and hybrid sharding.
         found["across nodes"] = [[part[i] for part in by_node.values() if i < len(part)] for i in range(most)]
     found["halves"] = [ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]]
     found["even and odd"] = [ranks[::2], ranks[1::2]]
@@ -70,8 +72,8 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     return kept
 
 
-class Words:
-    """Small words among all ranks, on the host, beside what is measured. Make it on every rank."""
+class ControlGroup:
+    """A gloo group of all ranks for control messages outside of the measurements. Create it on every rank."""
 
     def __init__(self, timeout: timedelta) -> None:
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -81,27 +83,28 @@ class Words:
     def barrier(self) -> None:
         dist.barrier(self._group)
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over all ranks, on every rank."""
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over all ranks, on every rank."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
         found: list[float] = tensor.tolist()
         return found
 
-    def everyones(self, word: str) -> list[str]:
-        """Each rank's, by rank, on every rank."""
+    def all_gather(self, value: str) -> list[str]:
+        """Return the values of all ranks by rank, on every rank."""
         found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, word, self._group)
+        dist.all_gather_object(found, value, self._group)
         return found
 
 
 def choose_backend(wanted: str, device: torch.device) -> tuple[str, torch.device]:
-    """The backend to measure, and where its tensors lie: on this rank's device for NCCL, else on the host.
+    """Return the backend to measure and the device of its tensors: this rank's device for NCCL, otherwise the CPU.
 
     Args:
-        wanted: `auto` for that of the default group.
+        wanted: name of the backend, or `auto` for that of the default group.
+        device: device of this rank.
 
-    Raises ConfigError where it is not there.
+    Raises ConfigError if the backend is not available.
     """
     backend = dist.get_backend() if wanted == "auto" else wanted
     if backend == "nccl" and device.type != "cuda":
@@ -116,14 +119,14 @@ def choose_backend(wanted: str, device: torch.device) -> tuple[str, torch.device
 def make_teams(
     nodes: Sequence[str], backend: str, device: torch.device, timeout: timedelta, *, with_groups: bool
 ) -> dict[str, Team]:
-    """This rank's team of each cut, the world first. Makes process groups: call it on every rank.
+    """Create the process groups and return this rank's team of each partition. Call it on every rank.
 
-    Raises ConfigError when MPI does not know of these ranks.
+    Raises ConfigError if MPI has a different number of ranks.
     """
     rank, everyone = dist.get_rank(), list(range(len(nodes)))
 
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
-        # Every rank takes part in making every group, also those that it is not in.
+        # `new_group` must be called on every rank for every group.
         made = dist.new_group(ranks, backend=backend, timeout=timeout)
         return made if isinstance(made, dist.ProcessGroup) else None
 

@@ -1,9 +1,9 @@
-"""How long an operation takes.
+"""Measure the time of an operation.
 
-The time of an iteration is that of the slowest rank, since all of them wait for it in training (nccl-tests shows the
-mean over ranks). An operation that no rank can end before all have begun keeps the ranks in step by itself: its
-iterations follow each other without a pause, so no barrier's skew is in them. One-way operations (broadcast, reduce,
-scatter, gather) would run ahead and be measured as a stream; before each there is a barrier, which is not timed.
+The time of an iteration is that of the slowest rank, because all ranks wait for it in training (nccl-tests shows the
+mean over ranks). Operations that end only after all ranks have begun synchronise the ranks themselves: their iterations
+follow each other without a barrier, whose skew would add to the time. Before one-way operations (broadcast, reduce,
+scatter, gather), in which a rank could run ahead, there is a barrier that is not timed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcdist.bench.groups import Team, Words
+from hpcdist.bench.groups import ControlGroup, Team
 from hpcdist.bench.operation import Operation, wait_for
 
-LEAST_ITERATIONS, MOST_ITERATIONS = 3, 1000
-#: What is cheap is tried this often before it is timed.
+MIN_ITERATIONS, MAX_ITERATIONS = 3, 1000
+#: Number of warm-up iterations of fast operations.
 WARM_UP = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of one iteration, in seconds, by the slowest rank."""
+    """Statistics of the iteration times of the slowest rank, in seconds."""
 
     iterations: int
     median_s: float
@@ -44,19 +44,19 @@ class Timing:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of the (sorted) values that at least this share of them does not exceed."""
+    """Return the smallest of the sorted values that at least this share of them does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 class Stopwatch:
-    """Times calls as the device sees them: by CUDA's events where work is queued, else by the clock."""
+    """Times calls by CUDA events if work is queued on a stream, otherwise by the clock."""
 
     def __init__(self, team: Team) -> None:
         self._device = team.device
         self._queued = team.device.type == "cuda" and team.backend == "nccl"
 
     def time(self, run: Callable[[], None], iterations: int, before: Callable[[], None] | None = None) -> list[float]:
-        """Seconds of each iteration; `before` is called ahead of each and not timed."""
+        """Return the seconds of each iteration; `before` is called before each iteration and not timed."""
         if self._queued:
             return self._time_queued(run, iterations, before)
         seconds = []
@@ -93,40 +93,43 @@ class Stopwatch:
 def measure(
     run: Callable[[], None],
     watch: Stopwatch,
-    words: Words,
+    control: ControlGroup,
     *,
     budget_s: float,
     longest_s: float,
     after_barrier: bool = False,
     divided_by: int = 1,
 ) -> Timing:
-    """Time a call; every rank makes as many, a number that follows from the slowest rank's warm-up.
+    """Time a call. Every rank makes the same number of iterations, derived from the slowest rank.
 
     Args:
-        budget_s: about how long to measure, for three iterations at least.
-        longest_s: where three take longer than this, so many as begin before it is over.
-        after_barrier: begin each iteration together.
-        divided_by: operations in one call.
+        run: the call.
+        watch: the stopwatch.
+        control: exchanges the times of all ranks.
+        budget_s: approximate duration of the measurement in seconds, but at least three iterations.
+        longest_s: no iteration starts after this time, even if there were fewer than three.
+        after_barrier: call a barrier before each iteration.
+        divided_by: number of operations in one call.
     """
-    before = words.barrier if after_barrier else None
+    before = control.barrier if after_barrier else None
 
     def seconds(iterations: int) -> list[float]:
-        words.barrier()
-        return words.largest(watch.time(run, iterations, before))
+        control.barrier()
+        return control.max(watch.time(run, iterations, before))
 
     (first_s,) = seconds(1)  # connections and memory
     if first_s * WARM_UP < budget_s:
         seconds(WARM_UP)
     found = seconds(1)
-    # By what was measured so far, again and again: one iteration that was disturbed must not stand for all.
-    while sum(found) < (longest_s if len(found) < LEAST_ITERATIONS else budget_s) and len(found) < MOST_ITERATIONS:
+    # The number of iterations is re-estimated repeatedly, because a single iteration may have been disturbed.
+    while sum(found) < (longest_s if len(found) < MIN_ITERATIONS else budget_s) and len(found) < MAX_ITERATIONS:
         left = int((budget_s - sum(found)) / max(Timing.of(found).median_s, 1e-7))
-        found += seconds(min(max(1, left), MOST_ITERATIONS - len(found)))
+        found += seconds(min(max(1, left), MAX_ITERATIONS - len(found)))
     return Timing.of(found, divided_by)
 
 
 def caller(operations: Sequence[Operation]) -> Callable[[], None]:
-    """What does one operation; or begins several and waits for them; or nothing, where a rank has no part in any."""
+    """Return a function that runs one operation, or several at the same time, or none on a rank without operations."""
     if not operations:
         return lambda: None
     if len(operations) == 1:

@@ -1,4 +1,4 @@
-"""What a benchmark measures, point by point and in which order: a function of its config and of the ranks' nodes."""
+"""The points of a benchmark in their order: a function of the config and of the nodes of the ranks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Literal
 
 from hpcdist.bench import overlap, pairs
 from hpcdist.bench.comm_config import COMM_OPERATIONS, CommConfig, parse_bytes
-from hpcdist.bench.correctness import Variety
+from hpcdist.bench.correctness import OperationVariant
 from hpcdist.bench.groups import WORLD, cuts
 from hpcdist.bench.operations import OPERATIONS
 from hpcdist.bench.patterns import DTYPES, REDUCTIONS
 
-#: What only moves is measured in these.
+#: Data type of operations that only move data.
 BYTES = "uint8"
-#: Sizes of what is measured beside the main series: every fourth power of two up to where rates have settled.
+#: Sizes of secondary series: every fourth power of two, up to a size at which the bandwidth is constant.
 _SPARSE, _SETTLED = 4, 1 << 24
-#: Operations under way at once in mode `async`.
+#: Number of simultaneous operations in the mode `async`.
 DEPTH = 4
-#: Measured in sub-groups; the others are only checked there.
+#: Operations that are measured in sub-groups; the others are only checked there.
 _IN_GROUPS = ("all_reduce", "all_gather", "all_to_all", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One operation in one cut of the world, in all dtypes."""
+class CorrectnessCheck:
+    """A check of one operation in one partition of the ranks, in all dtypes."""
 
-    variety: Variety
+    variant: OperationVariant
     team: str
     dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line of a plot: an operation over all its sizes."""
+    """An operation over all its sizes, one line of a plot."""
 
-    variety: Variety
+    variant: OperationVariant
     mode: Literal["blocking", "async"]
     team: str
     dtype: str
@@ -44,8 +44,8 @@ class Series:
     @property
     def title(self) -> str:
         parts = [
-            self.variety.title,
-            self.dtype if self.variety.kind.reduces else "",
+            self.variant.title,
+            self.dtype if self.variant.kind.reduces else "",
             self.mode * (self.mode == "async"),
         ]
         return ", ".join([*filter(None, parts), *([self.team] if self.team != WORLD else [])])
@@ -61,99 +61,104 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """Ways between ranks that are measured at the same time."""
+class PairRound:
+    """Pairs of ranks that are measured at the same time."""
 
-    ways: tuple[pairs.Way, ...]
+    links: tuple[pairs.Link, ...]
     is_last: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hiding:
-    """An operation beside a computation."""
+class OverlapPoint:
+    """An operation overlapped with a computation."""
 
-    variety: Variety
+    variant: OperationVariant
     size: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calls:
-    """RPC, all of it."""
+class RpcPoint:
+    """All measurements of RPC."""
 
 
-Point = Check | Measurement | Round | Hiding | Calls
+Point = CorrectnessCheck | Measurement | PairRound | OverlapPoint | RpcPoint
 
 
 def points(cfg: CommConfig, nodes: Sequence[str]) -> list[Point]:
-    """All that is to be done, in order: everything is checked, then measured, the ways between ranks first.
+    """Return all points in order: first the checks, then the pairs of ranks, then the other measurements.
 
     Args:
-        nodes: each rank's.
+        cfg: the section `comm`.
+        nodes: node name by rank.
     """
     named = [name for name in COMM_OPERATIONS if name in cfg.operations]
     teams = [WORLD, *cuts(nodes)] if "groups" in cfg.operations else [WORLD]
     found: list[Point] = [*_checks(cfg, named, teams)]
     several = len(nodes) > 1
     if "pairs" in cfg.operations and several:
-        ways = pairs.rounds(nodes)
-        found += [Round(ways=tuple(one), is_last=index == len(ways) - 1) for index, one in enumerate(ways)]
+        rounds = pairs.rounds(nodes)
+        found += [PairRound(links=tuple(links), is_last=index == len(rounds) - 1) for index, links in enumerate(rounds)]
     for series, sizes in _all_series(cfg, named, teams):
         found += [Measurement(series=series, size=size, is_last=size == sizes[-1]) for size in sizes]
     if "overlap" in cfg.operations and several:
         found += [
-            Hiding(variety=variety, size=size)
+            OverlapPoint(variant=variant, size=size)
             for name in named
             if name in overlap.OPERATIONS
-            for variety in _varieties(name)[:1]
+            for variant in _variants(name)[:1]
             for size in overlap.SIZES
             if size <= parse_bytes(cfg.max_bytes)
         ]
     if "rpc" in cfg.operations and several:
-        found.append(Calls())
+        found.append(RpcPoint())
     return found
 
 
-def _varieties(name: str) -> list[Variety]:
+def _variants(name: str) -> list[OperationVariant]:
     kind = OPERATIONS[name]
-    return [Variety(kind=kind, reduction=one) for one in REDUCTIONS] if kind.reduces else [Variety(kind=kind)]
+    return (
+        [OperationVariant(kind=kind, reduction=one) for one in REDUCTIONS]
+        if kind.reduces
+        else [OperationVariant(kind=kind)]
+    )
 
 
-def _checks(cfg: CommConfig, named: Sequence[str], teams: Sequence[str]) -> Iterator[Check]:
+def _checks(cfg: CommConfig, named: Sequence[str], teams: Sequence[str]) -> Iterator[CorrectnessCheck]:
     for team in teams:
-        # The world in all dtypes; its parts, where only ranks could be mistaken for others, in those that are used.
+        # All dtypes for the world. In sub-groups, which can only confuse ranks, the dtypes that are measured.
         dtypes = tuple(DTYPES) if team == WORLD else tuple(dict.fromkeys([BYTES, *cfg.dtypes]))
         for name in named:
-            for variety in _varieties(name):
-                yield Check(variety=variety, team=team, dtypes=(BYTES,) if name == "barrier" else dtypes)
+            for variant in _variants(name):
+                yield CorrectnessCheck(variant=variant, team=team, dtypes=(BYTES,) if name == "barrier" else dtypes)
 
 
 def _all_series(cfg: CommConfig, named: Sequence[str], teams: Sequence[str]) -> Iterator[tuple[Series, list[int]]]:
     dense = sizes(parse_bytes(cfg.max_bytes))
     sparse = [size for size in dense[::_SPARSE] if size <= _SETTLED]
     for name in named:
-        for variety in _varieties(name):
-            kind = variety.kind
+        for variant in _variants(name):
+            kind = variant.kind
             for dtype in cfg.dtypes if kind.reduces else [BYTES]:
                 wanted = [size for size in dense if size >= DTYPES[dtype].itemsize]
                 few = [size for size in sparse if size >= DTYPES[dtype].itemsize]
-                is_main = variety.reduction in (None, "sum")
+                is_main = variant.reduction in (None, "sum")
                 here = wanted if is_main else few
                 yield (
-                    Series(variety=variety, mode="blocking", team=WORLD, dtype=dtype),
+                    Series(variant=variant, mode="blocking", team=WORLD, dtype=dtype),
                     here if name != "barrier" else [0],
                 )
                 if is_main and kind.can_overlap and "async" in cfg.operations:
-                    yield Series(variety=variety, mode="async", team=WORLD, dtype=dtype), few
+                    yield Series(variant=variant, mode="async", team=WORLD, dtype=dtype), few
                 for team in teams[1:] if is_main and name in _IN_GROUPS else ():
-                    yield Series(variety=variety, mode="blocking", team=team, dtype=dtype), few
+                    yield Series(variant=variant, mode="blocking", team=team, dtype=dtype), few
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Powers of two from 1 to `max_bytes`."""
+    """Return the powers of two from 1 to `max_bytes`."""
     return [1 << power for power in range(max_bytes.bit_length())]
 
 
 def elements(size: int, dtype: str, num_parts: int) -> int:
-    """How many elements a size is, rounded up to equal parts."""
+    """Return the number of elements of a size in bytes, rounded up to equal parts."""
     count = max(1, size // DTYPES[dtype].itemsize)
     return -(-count // num_parts) * num_parts

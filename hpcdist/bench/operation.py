@@ -1,9 +1,9 @@
-"""What every operation that is checked and measured has: its buffers, its call, and what must come of it on this rank.
+"""Interface of an operation that is checked and measured: buffers, call, and expected result on this rank.
 
-Sizes and bandwidths are those of nccl-tests,
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: `algbw` is size / time, where the size is that of
-the whole data (of all ranks' parts together where each has a part); `busbw` is algbw times `bus_factor`, which makes
-it the rate of the busiest link, comparable between operations and numbers of ranks.
+Sizes and bandwidths are defined as in nccl-tests,
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: `algbw` is size / time, with the size of all data
+(the parts of all ranks together). `busbw` is `algbw` times `bus_factor`, the rate of the busiest link, which can be
+compared between operations and world sizes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ Works = list[dist.Work | None]
 
 
 class Operation:
-    """One operation on buffers of its own.
+    """One operation with its buffers.
 
     Args:
-        count: elements of the whole data; a multiple of the group's size where it `has_parts`.
-        root: number in the group of the rank that the data come from or go to.
-        reduction: how values are combined, where they are.
-        piece_bytes: of our ring's messages.
+        team: the group of this rank.
+        count: number of elements of all data; a multiple of the group's size if the operation `has_parts`.
+        dtype: data type of the elements.
+        root: index in the group of the rank that sends or receives all data.
+        reduction: operator of a reduction.
+        piece_bytes: message size of hpcdist's ring all-reduce.
     """
 
     name: ClassVar[str]
-    #: The data consist of one equal part for each rank.
+    #: Whether the data consist of one equal part for each rank.
     has_parts: ClassVar[bool] = False
-    #: A rank may be done before others have begun, so that ranks would run away from each other.
+    #: Whether a rank may finish before others have begun, so that ranks could run ahead.
     is_one_way: ClassVar[bool] = False
-    #: The data come from one rank, or go to one.
+    #: Whether a single rank sends or receives all data.
     has_root: ClassVar[bool] = False
-    #: Values are combined, so that the dtype counts; all others just move bytes.
+    #: Whether values are combined, so that the dtype matters.
     reduces: ClassVar[bool] = False
-    #: Whether several may be under way at once.
+    #: Whether several calls may be in progress at the same time.
     can_overlap: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1
 
@@ -62,16 +64,16 @@ class Operation:
         self.group_root = team.ranks[root]
         self.prepare()
         if (data := self.source()) is not None:
-            data.zero_()  # stays what it is in any sum, and its pages are there
+            data.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
 
     @staticmethod
     def bus_factor(n: int) -> float | None:
-        """busbw / algbw with n ranks; None where nothing is moved."""
+        """Return busbw / algbw for n ranks; None if no data is moved."""
         return 1.0
 
     @staticmethod
     def hops(n: int) -> int:
-        """How many operations one call makes one after the other; its time is divided by it."""
+        """Return the number of consecutive operations in one call, by which its time is divided."""
         return 1
 
     @property
@@ -79,45 +81,45 @@ class Operation:
         return f"{self.name}[{self.reduction}]" if self.reduces else self.name
 
     def prepare(self) -> None:
-        """Make the buffers."""
+        """Allocate the buffers."""
         raise NotImplementedError
 
     def fill(self) -> None:
-        """Write the pattern that `expected` follows from, and into the result what it must not be."""
+        """Write the input pattern, and overwrite the result with values that no correct result contains."""
         if (result := self.result()) is not None:
             result.fill_(NEVER)
         if (data := self.source()) is not None:
             data.copy_(self.input())
 
     def source(self) -> Tensor | None:
-        """The buffer that this rank gives, or None."""
+        """Return the input buffer of this rank, or None."""
         raise NotImplementedError
 
     def input(self) -> Tensor:
-        """What this rank gives, on the host."""
+        """Return the input of this rank, on the CPU."""
         return message(self.team.index, self.count, self.dtype)
 
     def result(self) -> Tensor | None:
-        """Where the result lies after `call`, or None on ranks that get none."""
+        """Return the output buffer, or None on ranks without a result."""
         raise NotImplementedError
 
     def expected(self) -> Tensor:
-        """What `result` must be, on the host."""
+        """Return the expected result, on the CPU."""
         raise NotImplementedError
 
     def call(self, *, async_op: bool) -> Works:
-        """Do it, or begin it and return what is to be waited for."""
+        """Run the operation, or start it and return the work to wait for."""
         raise NotImplementedError
 
     def run(self) -> None:
-        """Do it."""
+        """Run the operation and wait for it."""
         self.call(async_op=False)
 
     def empty(self, count: int) -> Tensor:
         return torch.empty(count, dtype=self.dtype, device=self.team.device)
 
     def parts_of(self, pattern: Callable[[int], Tensor]) -> Tensor:
-        """One pattern for each rank of the group, one after the other."""
+        """Concatenate the patterns of all ranks of the group."""
         return torch.cat([pattern(rank) for rank in range(self.team.size)])
 
 

@@ -1,4 +1,4 @@
-"""Operations between neighbours and reductions; the table of all that are checked and measured."""
+"""Point-to-point operations and reductions, and the table of all operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REDUCE_OPS = {
 
 
 class SendRecv(Operation):
-    """A message goes round all ranks with blocking calls; the time is that of one hop."""
+    """Pass a message around the ring of all ranks with blocking calls; the time is that of one hop."""
 
     name, has_root, can_overlap, least_ranks = "send_recv", True, False, 2
 
@@ -55,7 +55,7 @@ class SendRecv(Operation):
 
 
 class IsendIrecv(Operation):
-    """Every rank sends to its right neighbour and receives from its left one at the same time, as in nccl-tests."""
+    """Send to the right neighbour and receive from the left one at the same time, as in nccl-tests."""
 
     name, least_ranks = "isend_irecv", 2
 
@@ -74,7 +74,7 @@ class IsendIrecv(Operation):
     def call(self, *, async_op: bool) -> Works:
         right, left, group = self.team.neighbour(1), self.team.neighbour(-1), self.team.group
         works: Works
-        if self.team.backend == "nccl":  # which would make one wait for the other
+        if self.team.backend == "nccl":  # NCCL would run the two calls one after the other
             both = [
                 dist.P2POp(dist.isend, self.leaving, right, group),
                 dist.P2POp(dist.irecv, self.arriving, left, group),
@@ -85,7 +85,7 @@ class IsendIrecv(Operation):
         if async_op:
             return works
         wait_for(works)
-        return []  # gloo never comes back from waiting twice
+        return []  # a second wait blocks forever in gloo
 
 
 # --- reductions
@@ -118,7 +118,7 @@ class AllReduce(Operation):
 
 
 class RingAllReduce(AllReduce):
-    """Ours, see `ring.py`."""
+    """All-reduce implemented with isend and irecv, see `ring.py`."""
 
     name, can_overlap = "ring_all_reduce", False
 
@@ -167,7 +167,7 @@ class ReduceScatter(AllReduce):
         return [dist.reduce_scatter_tensor(self.output, self.data, operator, group, async_op=async_op)]
 
 
-#: By their names in a config.
+#: All operations by their names in a config.
 OPERATIONS: dict[str, type[Operation]] = {
     kind.name: kind
     for kind in (

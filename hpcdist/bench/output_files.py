@@ -1,4 +1,4 @@
-"""What a benchmark leaves for people beside its `results.json`: the report, all points as CSV, and the pictures."""
+"""Files of a benchmark besides `results.json`: the report, all measurements as CSV, and the plots."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcdist.files.atomic import write_atomic
 log = logging.getLogger(__name__)
 
 
-def leave(results: Results, folder: Path) -> None:
-    """Write `report.txt`, `results.csv` and PNGs into the folder where `results.json` is, and log the bottleneck."""
+def write_files(results: Results, folder: Path) -> None:
+    """Write `report.txt`, `results.csv` and the plots into the folder of `results.json`, and log the bottleneck."""
     for sentence in bottleneck(results):
         log.info("bottleneck: %s", sentence)
     write_atomic(folder / "report.txt", as_text(results))
@@ -23,4 +23,4 @@ def leave(results: Results, folder: Path) -> None:
     try:
         plots.draw(results, folder)
     except ImportError as error:
-        log.warning("no pictures: %s (the extra `train` has matplotlib)", error)
+        log.warning("no plots: %s (install matplotlib with the extra `train`)", error)

@@ -1,8 +1,8 @@
-"""How much of an operation disappears behind a computation that takes as long as it.
+"""Overlap of an operation with a computation of the same duration.
 
     hidden = (compute + communication - together) / min(compute, communication)
 
-1 where the shorter one costs nothing beside the longer one, 0 where they take their turns.
+1 if the shorter one is hidden completely behind the longer one, 0 if they run one after the other.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from collections.abc import Callable
 
 import torch
 
-from hpcdist.bench.groups import Words
+from hpcdist.bench.groups import ControlGroup
 from hpcdist.bench.measurement import Stopwatch, Timing
 from hpcdist.bench.operation import Operation, wait_for
 from hpcdist.bench.results import Overlap
 
-#: Those whose time training can hide, at sizes of gradient buckets.
+#: Operations that training can overlap, at sizes of gradient buckets.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend_irecv")
 SIZES = (1 << 20, 1 << 24)
 _MOST_ITERATIONS = 5
-#: A matrix whose product takes about 0.2 ms, on a core as on a GPU.
+#: Side of a matrix whose product takes about 0.2 ms, on a CPU core and on a GPU.
 _SIDE = {"cpu": 192, "cuda": 2048}
 
 
-def measure_overlap(operation: Operation, words: Words, *, longest_s: float) -> Overlap:
-    """Time the operation, a computation that is as long, and both begun together; call it on every rank.
+def measure_overlap(operation: Operation, control: ControlGroup, *, longest_s: float) -> Overlap:
+    """Time the operation, a computation of the same duration, and both together. Call it on every rank.
 
     Args:
-        longest_s: what takes longer in five iterations is done in fewer.
+        operation: the operation.
+        control: exchanges the times of all ranks.
+        longest_s: limit for the duration of all iterations, in seconds.
     """
     device = operation.team.device
     watch = Stopwatch(operation.team)
@@ -47,24 +49,24 @@ def measure_overlap(operation: Operation, words: Words, *, longest_s: float) -> 
 
     def seconds(call: Callable[[], None]) -> float:
         watch.finish()
-        words.barrier()
+        control.barrier()
         began = time.perf_counter()
         call()
         watch.finish()
         return time.perf_counter() - began
 
     compute(10)
-    (first_s,) = words.largest([seconds(operation.run)])
+    (first_s,) = control.max([seconds(operation.run)])
     iterations = min(max(1, int(longest_s / first_s)), _MOST_ITERATIONS)
-    communication_s, ten_s = words.largest(
+    communication_s, ten_s = control.max(
         [min(seconds(call) for _ in range(iterations)) for call in (operation.run, lambda: compute(10))]
     )
     times = max(1, round(10 * communication_s / ten_s))
     found: list[list[float]] = [[], [], []]
-    for _ in range(iterations):  # in turn, so that what disturbs one disturbs all
+    for _ in range(iterations):  # alternating, so that a disturbance affects all three
         for kind, call in enumerate((lambda: compute(times), operation.run, lambda: together(times))):
             found[kind].append(seconds(call))
-    compute_s, communication_s, together_s = (Timing.of(words.largest(one)).median_s for one in found)
+    compute_s, communication_s, together_s = (Timing.of(control.max(one)).median_s for one in found)
     hidden = (compute_s + communication_s - together_s) / min(compute_s, communication_s)
     return Overlap(
         operation=operation.name,

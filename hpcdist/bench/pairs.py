@@ -1,4 +1,4 @@
-"""Every way between two ranks: latency and bandwidth, one pair of a node at a time."""
+"""Latency and bandwidth between pairs of ranks; each node takes part in one measurement at a time."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from hpcdist.bench.measurement import quantile
 from hpcdist.bench.results import Pair
 from hpcdist.network import tournament
 
-#: With so many ranks or fewer all pairs are measured, one after the other.
-FEW = 16
-#: Ranks of a node whose pairs are looked at where there are many ranks.
-SAMPLE = 8
+#: Maximum world size for which all pairs are measured, one after the other.
+MAX_ALL_PAIRS = 16
+#: Number of ranks of the first node whose pairs are measured in larger runs.
+NUM_SAMPLED_RANKS = 8
 _ROUND_TRIPS, _PINGS_BEFORE = 20, 3
 _SMALL_BYTES = 8
 _PROBE_BYTES = 1 << 18
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
 _MESSAGES = 3
-#: Of all messages of one bandwidth.
+#: Duration of all messages of one bandwidth measurement, in seconds.
 _BUDGET_S = 0.05
-Way = tuple[int, int]
+Link = tuple[int, int]
 
 
-def rounds(nodes: Sequence[str]) -> list[list[Way]]:
-    """Which ways, from rank to rank, are measured at the same time; no rank is in two of a round.
+def rounds(nodes: Sequence[str]) -> list[list[Link]]:
+    """Return rounds of (source, target) pairs that are measured at the same time; a rank is in one pair of a round.
 
-    Up to `FEW` ranks: all ways, each alone. Beyond: all ways between the nodes' first ranks, as a tournament, so that
-    each node is in one way at a time; then the ways within the first node, each alone.
+    With up to `MAX_ALL_PAIRS` ranks all pairs are measured individually. In larger runs the first ranks of the nodes
+    are measured as a tournament, followed by individual pairs within the first node.
 
     Args:
-        nodes: each rank's.
+        nodes: node name by rank.
     """
-    if len(nodes) <= FEW:
-        return [[way] for way in _ways(range(len(nodes)))]
+    if len(nodes) <= MAX_ALL_PAIRS:
+        return [[link] for link in _all_links(range(len(nodes)))]
     firsts = [nodes.index(name) for name in dict.fromkeys(nodes)]
-    within = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:SAMPLE]
-    return tournament_links(firsts) + [[way] for way in _ways(within)]
+    within = [rank for rank, node in enumerate(nodes) if node == nodes[0]][:NUM_SAMPLED_RANKS]
+    return tournament_links(firsts) + [[link] for link in _all_links(within)]
 
 
-def _ways(ranks: Sequence[int]) -> list[Way]:
+def _all_links(ranks: Sequence[int]) -> list[Link]:
     return [(source, target) for source in ranks for target in ranks if source != target]
 
 
-def tournament_links(ranks: Sequence[int]) -> list[list[Way]]:
+def tournament_links(ranks: Sequence[int]) -> list[list[Link]]:
     """Return rounds in which each rank sends to each other rank once and takes part in one transfer at a time."""
     found = []
     for partners in tournament(len(ranks)):
@@ -58,10 +58,10 @@ def tournament_links(ranks: Sequence[int]) -> list[list[Way]]:
     return [meetings for meetings in found if meetings]
 
 
-def measure_round(ways: Sequence[Way], world: Team) -> Pair | None:
-    """Measure this rank's way of a round, if it is in one; the result is the source's."""
+def measure_round(links: Sequence[Link], world: Team) -> Pair | None:
+    """Measure this rank's pair of a round, if any; return the result on the source."""
     me = dist.get_rank()
-    for source, target in ways:
+    for source, target in links:
         if me in (source, target):
             return _measure(source, target, world)
     return None
@@ -76,7 +76,7 @@ def _measure(source: int, target: int, world: Team) -> Pair | None:
             torch.cuda.synchronize(device)
 
     def trip(leaving: torch.Tensor, returning: torch.Tensor) -> float:
-        """Seconds there and back, at the source."""
+        """Return the seconds of a round trip, measured at the source."""
         began = time.perf_counter()
         if is_source:
             dist.send(leaving, peer, world.group)
@@ -91,22 +91,22 @@ def _measure(source: int, target: int, world: Team) -> Pair | None:
     answer = torch.zeros_like(small)
     seconds = [trip(small, answer) for _ in range(_PINGS_BEFORE + _ROUND_TRIPS)][_PINGS_BEFORE:]
     latency_s = quantile(sorted(seconds), 0.5) / 2
-    # The first message opens what is still closed: buffers, a rate limiter's burst.
+    # The first message is slower or faster than later ones: buffers are allocated, a rate limiter allows a burst.
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     trip(probe, answer)
     probe_s = max(trip(probe, answer) - latency_s, 1e-6)
     fits = int(_PROBE_BYTES / probe_s * _BUDGET_S / _MESSAGES)
     size = torch.tensor([_power_of_two(min(max(fits, _LEAST_BYTES), _MOST_BYTES))], device=device)
-    trip(size, answer)  # the source says how much follows
+    trip(size, answer)  # the source announces the size
     data = torch.zeros(int(size), dtype=torch.uint8, device=device)
     trip(data, answer)
-    fastest_s = min(trip(data, answer) for _ in range(_MESSAGES))  # whatever else is at work only makes it slower
+    fastest_s = min(trip(data, answer) for _ in range(_MESSAGES))  # other load only increases the time
     if not is_source:
         return None
-    transfer_s = max(fastest_s - latency_s, 1e-9)  # the answer's way back
+    transfer_s = max(fastest_s - latency_s, 1e-9)  # without the latency of the answer
     return Pair(source=source, target=target, bytes=len(data), latency_s=latency_s, bandwidth=len(data) / transfer_s)
 
 
 def _power_of_two(value: int) -> int:
-    """The largest that is not above it."""
+    """Return the largest power of two that does not exceed the value."""
     return 1 << (value.bit_length() - 1)

@@ -1,7 +1,7 @@
-"""Data whose transport and reduction can be told to be right exactly: whole numbers that depend on rank and place.
+"""Test data for exact checks of transport and reduction: whole numbers that depend on rank and index.
 
-Every value, and every partial sum or product in whatever order, is exact in all dtypes that are used, so a result
-is either equal or wrong.
+All values, and all partial sums and products in any order, are exact in all dtypes, so that results can be compared
+without a tolerance.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-#: Whole numbers up to here are exact; for all others up to more than is needed.
+#: Largest whole numbers that are exact (or fit) by dtype; for all other dtypes `_ENOUGH` is.
 _EXACT = {torch.uint8: 127, torch.int8: 127, torch.bfloat16: 256, torch.float16: 2048}
 _ENOUGH = 1 << 20
-#: A prime, so that what lies a power of two away, as a wrong chunk does, looks different.
+#: A prime, so that data shifted by a power of two, such as a wrong chunk, differs.
 _PERIOD = 113
-#: In no message.
+#: A value that no message contains.
 NEVER = 119
-#: So many ranks give a 2 at each place, the others a 1: 2³ fits everything.
+#: Number of ranks that contribute a factor 2 at each index, the others contribute 1: 2³ fits into every dtype.
 _FACTORS = 3
 
 
 def message(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What a rank sends: values from 0 to 112, no two ranks' alike anywhere, up to 113 ranks."""
+    """Return the message of a rank: values from 0 to 112, different at each index for up to 113 ranks."""
     return ((37 * rank + _steps(count)) % _PERIOD).to(dtype)
 
 
@@ -46,13 +46,13 @@ def _steps(count: int) -> Tensor:
 
 
 def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What a rank gives to a reduction."""
+    """Return the contribution of a rank to a reduction."""
     return _contribution(reduction, rank, num_ranks, count, dtype).to(dtype)
 
 
 @functools.lru_cache(maxsize=128)
 def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What must come of all contributions; kept, since a thousand ranks' take a while and many operations need them."""
+    """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
     total = _contribution(reduction, 0, num_ranks, count, dtype)
     for rank in range(1, num_ranks):
         one = _contribution(reduction, rank, num_ranks, count, dtype)
@@ -69,13 +69,13 @@ def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype
 
 def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     place = torch.arange(count)
-    # Multiplicative hashing: without it the ranks' values would add up to the same everywhere.
+    # Multiplicative hashing: without it the sums over all ranks would be equal at every index.
     mixed = (2_654_435_761 * (place + 1) ^ 40_503 * (rank + 1)) * 2_246_822_519 % (1 << 32) >> 13
     if reduction in ("max", "min"):
         return _steps(count) % 97 + mixed % 16
-    turn = (rank + place) % num_ranks  # whose turn it is to give more than nothing changes from place to place
+    turn = (rank + place) % num_ranks  # which ranks contribute more than the neutral value varies by index
     if reduction == "product":
         return 1 + ((turn < _FACTORS) & (mixed % 3 > 0)).long()
     limit = _EXACT.get(dtype, _ENOUGH)
-    values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each gives 0 to values - 1
+    values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each contributes 0 to values - 1
     return (mixed % values) * (turn < limit // (values - 1))

@@ -1,7 +1,7 @@
-"""A benchmark's pictures: bandwidth and time over size, and the pairs as a heat map.
+"""Plots of a benchmark: bandwidth and time over size, and the pairs as a heat map.
 
-Colours are those of Okabe and Ito, which people with any colour vision tell apart (https://jfly.uni-koeln.de/color/);
-lines differ by their dashes and markers as well.
+The colours are those of Okabe and Ito, which are distinguishable with any colour vision
+(https://jfly.uni-koeln.de/color/); lines also differ by dashes and markers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from hpcdist.bench.bottleneck import Places, bottleneck, link_speeds
+from hpcdist.bench.bottleneck import RankNames, bottleneck, link_speeds
 from hpcdist.bench.report import heading, is_ring, main_rows
 from hpcdist.bench.results import Results, Row
 from hpcdist.bench.units import amount, rate, seconds
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F")
 MARKERS = "osD^vPX"
-#: Ranks whose pairs have room for a number each, and for a name.
-NUMBERED, NAMED = 16, 64
+#: Maximum number of ranks for which the heat map shows a number for each pair, and a name for each rank.
+MAX_NUMBERED, MAX_NAMED = 16, 64
 DPI = 120
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Write `bandwidth.png`, `latency.png` and `pairs.png`, each where there is something to show."""
+    """Write `bandwidth.png`, `latency.png` and `pairs.png`, each if there are measurements for it."""
     rows = [row for row in main_rows(results) if row.group == "world"]
     rows = [row for row in rows if row.busbw is not None and row.size > 0]
     if rows:
@@ -42,20 +42,20 @@ def draw(results: Results, folder: Path) -> None:
 
 
 def bandwidth_over_size(results: Results, rows: list[Row]) -> bytes:
-    """Bus bandwidth, by nccl-tests' convention, as a PNG."""
+    """Return a PNG of the bus bandwidth (defined as in nccl-tests)."""
     return _over_size(results, rows, lambda row: row.busbw or math.nan, "bus bandwidth", rate)
 
 
 def time_over_size(results: Results, rows: list[Row]) -> bytes:
-    """Median time of one operation as a PNG."""
+    """Return a PNG of the median time of one operation."""
     return _over_size(results, rows, lambda row: row.median_s, "time of one operation (median)", seconds)
 
 
 def _over_size(
-    results: Results, rows: list[Row], value: Callable[[Row], float], title: str, words: Callable[[float], str]
+    results: Results, rows: list[Row], value: Callable[[Row], float], title: str, label: Callable[[float], str]
 ) -> bytes:
-    """A panel for each mode, a line for each operation; both axes logarithmic, labelled in words."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps state and looks for a screen
+    """Return a PNG with a panel for each mode and a line for each operation; both axes are logarithmic."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps global state and looks for a display
 
     modes = [mode for mode in ("blocking", "async") if any(row.mode == mode for row in rows)]
     operations = list(dict.fromkeys(row.operation for row in rows))
@@ -72,8 +72,8 @@ def _over_size(
                 label=_label(line[0]) if line else None,
             )
         depth = max(row.depth for row in rows if row.mode == mode)
-        panel.set_title("one after the other" if mode == "blocking" else f"{depth} under way at once", fontsize=14)
-        _axes(panel, [row.size for row in rows], words)
+        panel.set_title("one at a time" if mode == "blocking" else f"{depth} at the same time", fontsize=14)
+        _axes(panel, [row.size for row in rows], label)
     figure.supylabel(title, fontsize=14)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=12, frameon=False)
@@ -96,10 +96,10 @@ def _style(number: int, *, ring: bool) -> dict[str, Any]:
 
 
 def _label(row: Row) -> str:
-    return f"{row.operation} (ours)" if is_ring(row) else row.operation
+    return f"{row.operation} (hpcdist)" if is_ring(row) else row.operation
 
 
-def _axes(panel: Axes, sizes: list[int], words: Callable[[float], str]) -> None:
+def _axes(panel: Axes, sizes: list[int], label: Callable[[float], str]) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     panel.set_xscale("log", base=2)
@@ -108,22 +108,22 @@ def _axes(panel: Axes, sizes: list[int], words: Callable[[float], str]) -> None:
     ticks = [2**power for power in range(low, high + 1, max(1, -(-(high - low) // 7)))]
     panel.set_xticks(ticks, [amount(size) for size in ticks], fontsize=12, rotation=30)
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(words(value))))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _trim(label(value))))
     panel.tick_params(axis="y", labelsize=12, labelleft=True)
     panel.grid(True, which="major", alpha=0.3)
     panel.set_xlabel("size", fontsize=13)
 
 
 def pair_map(results: Results) -> bytes:
-    """Bandwidth from each rank (row) to each other (column), as a PNG; what is slow is dark."""
+    """Return a PNG of the bandwidth from each rank (row) to each other rank (column); slow pairs are dark."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
 
-    speeds, places = link_speeds(results), Places(results)
+    speeds, places = link_speeds(results), RankNames(results)
     ranks = sorted({rank for link in speeds for rank in link})
     table = [[speeds.get((source, target), math.nan) for target in ranks] for source in ranks]
     low, high = min(speeds.values()), max(speeds.values())
-    # From zero, so that a small difference looks small; where it is large, by factors.
+    # A scale from zero shows small differences as small; large differences need a logarithmic scale.
     scale = LogNorm(low, high) if high > 4 * low else Normalize(0, high)
     side = min(12.0, max(6.0, 1.2 + 0.66 * len(ranks)))
     figure = Figure(figsize=(side + 2.6, side + 0.6), layout="constrained", dpi=DPI)
@@ -131,18 +131,18 @@ def pair_map(results: Results) -> bytes:
     panel.set_facecolor("#dddddd")
     image = panel.imshow(table, norm=scale, cmap="cividis")
     names = [places.name(rank) for rank in ranks]
-    every = -(-len(ranks) // NAMED)
+    every = -(-len(ranks) // MAX_NAMED)
     shown = range(0, len(ranks), every)
     panel.set_xticks(shown, names[::every], rotation=90 if len(ranks) > 6 else 0, fontsize=11)
     panel.set_yticks(shown, names[::every], fontsize=11)
     panel.set(xlabel="to", ylabel="from")
-    if len(ranks) <= NUMBERED:
+    if len(ranks) <= MAX_NUMBERED:
         for (source, target), speed in speeds.items():
             colour = "black" if scale(speed) > 0.55 else "white"
             place: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "fontsize": 11}
             panel.text(ranks.index(target), ranks.index(source), rate(speed).replace(" ", "\n"), **place)
     bar = figure.colorbar(image, ax=panel, label="bandwidth")
-    marks = [scale.inverse(part / 5) for part in range(6)]  # LogNorm's own would overlap
+    marks = [scale.inverse(part / 5) for part in range(6)]  # the ticks of LogNorm would overlap
     bar.set_ticks(marks, labels=[rate(max(mark, 0.0)) for mark in marks])
     bar.minorticks_off()
     lines = [heading(results), *bottleneck(results)[:2]]
@@ -150,9 +150,9 @@ def pair_map(results: Results) -> bytes:
     return _png(figure)
 
 
-def _plain(words: str) -> str:
-    """`10.0 MB/s` as an axis has it."""
-    number, _, unit = words.partition(" ")
+def _trim(label: str) -> str:
+    """Remove trailing zeros, such as `10.0 MB/s` to `10 MB/s`."""
+    number, _, unit = label.partition(" ")
     return f"{float(number):g} {unit}"
 
 

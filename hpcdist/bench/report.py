@@ -1,6 +1,6 @@
-"""A benchmark's results for people: tables of what counts, what was wrong, and where the bottleneck is.
+"""The report of a benchmark: tables of the main results, wrong results, and the bottleneck.
 
-The tables show a choice of sizes, one type of numbers, sums alone and no more columns than fit; `results.csv` has all.
+The tables show selected sizes, one dtype, sums only, and as many columns as fit; `results.csv` has all measurements.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from hpcdist.bench.bottleneck import Places, bottleneck, link_speeds
+from hpcdist.bench.bottleneck import RankNames, bottleneck, link_speeds
 from hpcdist.bench.compare import Change, changes, label, sentences, slower
 from hpcdist.bench.results import Results, Row, Rpc
 from hpcdist.bench.units import amount, rate, seconds, times
 
-#: Sizes that the tables show where they were measured, besides the largest; and more where there are few of these.
+#: Sizes in the tables besides the largest one, and further sizes if few of these were measured.
 SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)
 COLUMNS = 6
 #: Width of a report in a file.
 WIDTH = 160
-#: Ranks up to which the pairs' bandwidths fit into a table.
+#: Maximum number of ranks for a table of the bandwidths of pairs.
 MATRIX_RANKS = 8
 CONVENTION = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 Cell = Callable[[Row], str]
 
 
 def report(results: Results, width: int) -> RenderableType:
-    """The whole report for a page of so many columns; the bottleneck stands last."""
+    """Return the complete report for a width in columns; the bottleneck is at the end."""
     parts: list[RenderableType] = [_line(heading(results)), *map(_line, _checks(results))]
     rows = main_rows(results)
     for group in dict.fromkeys(row.group for row in rows):
         of_group = [row for row in rows if row.group == group]
         sizes = _choose(sorted({row.size for row in of_group if row.busbw is not None}), (width - 34) // 21)
         name = "" if group == "world" else f" in groups of {of_group[0].group_size} ({group})"
-        convention = "" if name else f", as nccl-tests count ({CONVENTION})"
+        convention = "" if name else f", as defined by nccl-tests ({CONVENTION})"
         parts += [
             _by_size(f"time of one operation{name}: median / p99", of_group, sizes, _time),
             _by_size(f"bandwidth{name}: algorithm / bus{convention}", of_group, sizes, _bandwidth),
@@ -54,19 +54,19 @@ def report(results: Results, width: int) -> RenderableType:
 
 
 def as_text(results: Results) -> str:
-    """The report as a file without colours."""
+    """Return the report as text without colours."""
     page = io.StringIO()
     show(Console(file=page, width=WIDTH, color_system=None), report(results, WIDTH))
     return "".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines())
 
 
 def show(console: Console, page: RenderableType) -> None:
-    """Print a report; its sentences stay whole, so that a log can be searched for them."""
+    """Print a report without line breaks in sentences, so that a log can be searched for them."""
     console.print(page, highlight=False, crop=False)
 
 
 def as_csv(results: Results) -> str:
-    """All operations at all sizes, one line each; times in s, sizes in bytes, bandwidths in bytes/s."""
+    """Return all measurements as CSV; times in s, sizes in bytes, bandwidths in bytes/s."""
     file = io.StringIO()
     writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -75,7 +75,7 @@ def as_csv(results: Results) -> str:
 
 
 def compared(now: Results, before: Results, name: str, width: int) -> RenderableType:
-    """How long everything takes beside an earlier benchmark, and what got slower."""
+    """Return a table of times relative to an earlier benchmark, and the slowdowns."""
     found = changes(replace(now, rows=main_rows(now)), before)
     sizes = _choose(sorted({change.now.size for changed in found.values() for change in changed}), (width - 34) // 10)
     table = _table(map(amount, sizes))
@@ -84,14 +84,14 @@ def compared(now: Results, before: Results, name: str, width: int) -> Renderable
         by_size = {change.now.size: _ratio(change, change in slow) for change in changed}
         if any(size in by_size for size in sizes):
             table.add_row(escape(label(changed[0].now)), *(by_size.get(size, "") for size in sizes))
-    title = f"time now, as a multiple of that in {name}; ! slower beyond noise"
+    title = f"time relative to {name}; ! slower beyond noise"
     return Group(
         _titled(title, table), *(_line(f"compared with {name}: {line}") for line in sentences(changes(now, before)))
     )
 
 
 def heading(results: Results) -> str:
-    """Who was measured, in a line."""
+    """Return one line that describes ranks, nodes, backend and versions."""
     nodes = results.nodes
     names = ", ".join(nodes) if len(nodes) <= 8 else f"{nodes[0]}, {nodes[1]}, … {nodes[-1]}"
     parts = [
@@ -105,27 +105,27 @@ def heading(results: Results) -> str:
 
 
 def main_rows(results: Results) -> list[Row]:
-    """Of each operation the sum, in the first type of numbers; the ring beside what it is held against."""
+    """Return the rows of sums in the first dtype of each operation; the ring follows the all-reduce."""
     types: dict[str, str] = {}
     sums = [row for row in results.rows if row.variant in ("", "sum")]
     rows = [row for row in sums if types.setdefault(row.operation, row.dtype) == row.dtype]
     rings = [row for row in rows if is_ring(row)]
     found: list[Row] = []
     for row in (row for row in rows if not is_ring(row)):
-        if found and _is_rival(found[-1]) and label(found[-1]) != label(row):
+        if found and _is_all_reduce(found[-1]) and label(found[-1]) != label(row):
             found += [ring for ring in rings if _same_way(ring, found[-1])]
         found.append(row)
-    if found and _is_rival(found[-1]):
+    if found and _is_all_reduce(found[-1]):
         found += [ring for ring in rings if _same_way(ring, found[-1])]
     return found + [ring for ring in rings if ring not in found]
 
 
 def is_ring(row: Row) -> bool:
-    """Whether it is our ring all-reduce, written on isend and irecv."""
+    """Return whether the row is of hpcdist's ring all-reduce, implemented with isend and irecv."""
     return row.operation.startswith("ring")
 
 
-def _is_rival(row: Row) -> bool:
+def _is_all_reduce(row: Row) -> bool:
     return row.operation == "all_reduce" and row.variant == "sum"
 
 
@@ -142,14 +142,14 @@ def _checks(results: Results) -> Iterator[str]:
             missing.setdefault(check.error or f"{results.backend} has no such operation", []).append(check.operation)
     operations, types = ({getattr(check, key) for check in right} for key in ("operation", "dtype"))
     if right:
-        yield f"right on every rank: {len(operations)} operations × {len(types)} types ({', '.join(sorted(types))})"
+        yield f"correct on every rank: {len(operations)} operations × {len(types)} dtypes ({', '.join(sorted(types))})"
     for check in wrong:
         group = "" if check.group == "world" else f" in {check.group}"
         yield f"WRONG: {check.operation} of {check.dtype}{group}: {check.error}"
     for reason, names in missing.items():
-        yield f"left out: {', '.join(dict.fromkeys(names))}: {reason}"
+        yield f"skipped: {', '.join(dict.fromkeys(names))}: {reason}"
     if not results.complete:
-        yield "the benchmark did not get to its end: this is what it got to"
+        yield "the benchmark did not run to its end: these results are incomplete"
 
 
 def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Cell) -> Group:
@@ -158,17 +158,17 @@ def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Cell) 
     for row in rows:
         if row.busbw is not None:
             operations.setdefault(label(replace(row, group="world")), {})[row.size] = row
-    rival: dict[int, Row] = {}
+    reference: dict[int, Row] = {}
     for name, by_size in operations.items():
         first = next(iter(by_size.values()))
         table.add_row(escape(name), *(cell(by_size[size]) if size in by_size else "" for size in sizes))
-        if _is_rival(first):
-            rival = by_size
-        elif is_ring(first) and rival and _same_way(first, next(iter(rival.values()))):
-            both = [size for size in sizes if size in by_size and size in rival]
-            gains = {size: by_size[size].median_s / rival[size].median_s for size in both}
+        if _is_all_reduce(first):
+            reference = by_size
+        elif is_ring(first) and reference and _same_way(first, next(iter(reference.values()))):
+            both = [size for size in sizes if size in by_size and size in reference]
+            gains = {size: by_size[size].median_s / reference[size].median_s for size in both}
             cells = (times(gains[size]) if size in gains else "" for size in sizes)
-            table.add_row("  the ring takes", *cells, style="italic")
+            table.add_row("  ring / all_reduce", *cells, style="italic")
     return _titled(title, table)
 
 
@@ -190,7 +190,7 @@ def _ratio(change: Change, is_slower: bool) -> str:
 def _without_size(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row.busbw is None:
-            yield f"{label(row)}: {seconds(row.median_s)} in the median, p99 {seconds(row.p99_s)}"
+            yield f"{label(row)}: median {seconds(row.median_s)}, p99 {seconds(row.p99_s)}"
 
 
 def _overlap(results: Results) -> Iterator[Group]:
@@ -199,11 +199,11 @@ def _overlap(results: Results) -> Iterator[Group]:
         for found in results.overlap:
             spans = (found.compute_s, found.communication_s, found.together_s)
             table.add_row(escape(found.operation), amount(found.bytes), *map(seconds, spans), f"{found.hidden:.0%}")
-        yield _titled("communication beside computation", table)
+        yield _titled("overlap of communication and computation", table)
 
 
 def _rpc(results: Results) -> Iterator[Group]:
-    """By size and device: the median of all targets, and the slowest by name."""
+    """Yield a table by size and device: the median of all targets, and the slowest target."""
     if not results.rpc:
         return
     flights = max(call.in_flight for call in results.rpc)
@@ -222,7 +222,7 @@ def _rpc(results: Results) -> Iterator[Group]:
             f"{median(call.calls_per_s for call in calls):,.0f}",
             rate(median(call.bandwidth for call in calls)),
         )
-    title = f"RPC from {results.rpc[0].source}: round trip of a tensor; calls and bandwidth with {flights} under way"
+    title = f"RPC from {results.rpc[0].source}: round trip of a tensor; calls and bandwidth with {flights} in flight"
     yield _titled(title, table)
 
 
@@ -230,13 +230,13 @@ def _pairs(results: Results) -> Iterator[Group]:
     speeds = link_speeds(results)
     if not speeds or results.world_size > MATRIX_RANKS:
         return
-    places = Places(results)
+    places = RankNames(results)
     ranks = sorted({rank for link in speeds for rank in link})
     table = _table(map(places.name, ranks))
     for source in ranks:
         cells = (rate(speeds[source, target]) if (source, target) in speeds else "" for target in ranks)
         table.add_row(places.name(source), *cells)
-    yield _titled("bandwidth between pairs, from row to column", table)
+    yield _titled("bandwidth of pairs, from row to column", table)
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -249,12 +249,12 @@ def _table(columns: Iterable[str]) -> Table:
 
 
 def _titled(title: str, table: Table) -> Group:
-    """Not a title of rich's own, which it would break to the table's width."""
+    """Return the table below its title; rich would wrap a title of its own to the width of the table."""
     return Group(_line(title, "bold"), table)
 
 
 def _choose(sizes: Sequence[int], most: int) -> list[int]:
-    """A few of the sizes, the largest among them."""
+    """Return at most `most` of the sizes, including the largest."""
     found = [size for size in SIZES if size in sizes]
     found += [size for size in MORE_SIZES if size in sizes][: max(0, COLUMNS - 1 - len(found))]
     found = sorted({*found, *sizes[-1:]} if len(found) > 1 else sizes)

@@ -1,6 +1,7 @@
-"""What a communication benchmark has found, as the document `artifacts/comm/results.json` of its run.
+"""Results of a communication benchmark, the document `artifacts/comm/results.json` of its run.
 
-The standard library alone: a login node reads it. Times are seconds, sizes bytes, rates bytes a second.
+Uses the standard library only, so that a login node can read it. Times are in seconds, sizes in bytes, bandwidths in
+bytes/s.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.bounded_json import parse_json
 
 VERSION = 1
-#: Its place among the run's artifacts.
+#: Path relative to the run's artifacts.
 ARTIFACT = "comm/results.json"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank stands."""
+class RankPlace:
+    """Node and device of a rank."""
 
     rank: int
     node: str
@@ -30,34 +31,34 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """One operation compared with the exact expectation, on every rank of its group and on several sizes."""
+class CheckResult:
+    """Result of the check of one operation on every rank of its group, at several sizes."""
 
-    operation: str  #: with its variant: `all_reduce[sum]`
+    operation: str  #: with its operator, such as `all_reduce[sum]`
     group: str
     dtype: str
-    ok: bool | None  #: None: the backend has no such operation, or the group has too few ranks
-    error: str = ""  #: what was wrong (rank, index, expected, got), or why it was left out
+    ok: bool | None  #: None if the backend does not support the operation or the group has too few ranks
+    error: str = ""  #: the wrong value (rank, index, expected, got), or the reason why the check was skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One point: an operation at a size. An iteration's time is that of the slowest rank.
+    """Measurement of an operation at one size. The time of an iteration is that of the slowest rank.
 
-    `algbw` and `busbw` are nccl-tests', https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; None
-    where nothing is moved (barrier).
+    `algbw` and `busbw` are defined as in nccl-tests,
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md; None if no data is moved (barrier).
     """
 
     operation: str
-    variant: str  #: of reductions: `sum`, `product`, `max`, `min`; else empty
-    #: `blocking`: one after the other; `async`: `depth` of them under way at once, times are those of one.
+    variant: str  #: operator of a reduction: `sum`, `product`, `max`, `min`; otherwise empty
+    #: `blocking`: one at a time; `async`: `depth` operations at the same time, with the time of one.
     mode: Literal["blocking", "async"]
     depth: int
-    group: str  #: `world`, or how it is cut into groups that work at the same time: `halves`, `even and odd`, …
+    group: str  #: `world`, or the partition into groups that communicate at the same time: `halves`, `even and odd`, …
     group_size: int
     dtype: str
-    size: int  #: the power of two that was asked for
-    bytes: int  #: what it was rounded up to, so that it is cut into equal parts; nccl-tests' meaning of a size
+    size: int  #: nominal size, a power of two
+    bytes: int  #: actual size, rounded up to equal parts; the size as defined in nccl-tests
     iterations: int
     median_s: float
     p99_s: float
@@ -68,45 +69,45 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One way between two ranks."""
+    """Measurement from one rank to another."""
 
     source: int
     target: int
-    bytes: int  #: what was sent at a time for the bandwidth
+    bytes: int  #: message size of the bandwidth measurement
     latency_s: float  #: half of a round trip of a few bytes, median
-    bandwidth: float  #: of the fastest of some messages
+    bandwidth: float  #: of the fastest of several messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """An operation beside a computation that takes as long as it, by the slowest rank; medians."""
+    """An operation overlapped with a computation of the same duration; medians of the slowest rank."""
 
     operation: str
     bytes: int
     compute_s: float
     communication_s: float
     together_s: float
-    hidden: float  #: share of the shorter one that disappears behind the other, 0 to 1
+    hidden: float  #: share of the shorter one that is hidden behind the other, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rpc:
-    """Calls from rank 0 that carry a tensor there and back."""
+    """Calls from rank 0 that send a tensor and return it."""
 
     source: str  #: `node/rank`
     target: str
     bytes: int
     device: str  #: `cpu` or `cuda`
-    latency_s: float  #: of a round trip, one at a time; median
+    latency_s: float  #: median of a round trip, one call at a time
     p99_s: float
-    calls_per_s: float  #: with `in_flight` calls under way
+    calls_per_s: float  #: with `in_flight` simultaneous calls
     in_flight: int
-    bandwidth: float  #: both ways, with `in_flight` calls under way
+    bandwidth: float  #: sum of both directions, with `in_flight` simultaneous calls
 
 
 @dataclass(kw_only=True)
 class Results:
-    """All of it; a run that was stopped has what it got to."""
+    """All results of a benchmark; incomplete if the run was stopped."""
 
     version: int = VERSION
     backend: str
@@ -116,17 +117,17 @@ class Results:
     nccl: str | None
     partition: str | None  #: Slurm's
     nodes: list[str]
-    ranks: list[Place]
-    complete: bool = False  #: whether the benchmark got to its end
-    checked: list[Checked] = field(default_factory=list)
+    ranks: list[RankPlace]
+    complete: bool = False  #: whether the benchmark ran to its end
+    checked: list[CheckResult] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     overlap: list[Overlap] = field(default_factory=list)
     rpc: list[Rpc] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  #: sentences for people: what was left out, and why
+    notes: list[str] = field(default_factory=list)  #: sentences for the report, such as skipped measurements
 
     def to_json(self) -> str:
-        """One line a row, so that a person can read it too."""
+        """Return the document with one line for each row, for readability."""
         lines = []
         for key, value in dataclasses.asdict(self).items():
             if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -138,7 +139,7 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises ValueError for what is no such document; keys of later versions are passed over."""
+        """Parse the document; unknown keys are ignored. Raises ValueError if it is invalid."""
         tree = parse_json(text)
         if not isinstance(tree, dict) or tree.get("version") != VERSION:
             version = tree.get("version") if isinstance(tree, dict) else None
@@ -155,8 +156,8 @@ class Results:
 
 
 _TABLES: dict[str, type[Any]] = {
-    "ranks": Place,
-    "checked": Checked,
+    "ranks": RankPlace,
+    "checked": CheckResult,
     "rows": Row,
     "pairs": Pair,
     "overlap": Overlap,
@@ -169,17 +170,17 @@ def _row(kind: type[T], item: Any) -> T:
     try:
         return kind(**{key: value for key, value in item.items() if key in known})
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{item!r} is no {kind.__name__}") from error
+        raise ValueError(f"{item!r} is not a valid {kind.__name__}") from error
 
 
 def read_results(artifacts: Path) -> Results:
-    """The results in a run's folder of artifacts. Raises RunFolderError where there are none, or no such ones."""
+    """Return the results in a run's artifacts folder. Raises RunFolderError if they are missing or invalid."""
     path = artifacts / ARTIFACT
     try:
         return Results.from_json(path.read_bytes())
     except FileNotFoundError:
         raise RunFolderError(
-            f"no {path}: is this a run of `hpcdist bench comm` that got to its first result?"
+            f"{path} does not exist: is this a run of `hpcdist bench comm` that reached its first result?"
         ) from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error

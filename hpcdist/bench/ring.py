@@ -1,13 +1,13 @@
-"""Ring all-reduce on isend and irecv alone.
+"""Ring all-reduce implemented with isend and irecv.
 
-Each rank's data are cut into as many segments as there are ranks. In the reduce-scatter phase segments travel round
-the ring and each rank adds its own, so that after n - 1 steps each rank holds one segment's whole sum; in the
-all-gather phase the sums travel round. Each rank sends 2 (n - 1) / n of the data, which is the least possible.
-Source: Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
+The data of each rank is divided into one segment for each rank. In the reduce-scatter phase the segments circulate and
+each rank adds its own values, so that after n - 1 steps each rank holds the sum of one segment. In the all-gather phase
+the sums circulate. Each rank sends 2 (n - 1) / n of the data, the minimum.
+Reference: Patarasuk and Yuan, https://doi.org/10.1016/j.jpdc.2008.09.002.
 
-Segments travel in pieces, and a piece is passed on as soon as it is added up, whatever step the others are in: a rank
-computes while its neighbours' pieces are on their way. A segment is added up in one order and then copied, so all
-ranks have the same result, bit by bit.
+Segments are sent in pieces. A rank forwards a piece as soon as it is reduced, independently of the steps of other
+ranks, so that computation and communication overlap. Each segment is reduced in one order and then copied, so all ranks
+have bit-identical results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from hpcdist.bench.groups import Team
 from hpcdist.bench.patterns import Reduction
 
-#: Long enough that a message costs little beside its bytes, short enough that adding one up and sending the next
-#: overlap. Of four ranks on two cores, 256 KiB cost a quarter more processor time than this.
+#: Large enough to make the cost per message small, small enough to overlap the reduction of one piece with the sending
+#: of the next. With four ranks on two cores, 256 KiB needed 25 % more processor time.
 PIECE_BYTES = 1 << 20
-#: Receives that are posted ahead.
+#: Number of receives that are posted in advance.
 AHEAD = 4
 _COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda mine, theirs: torch.add(mine, theirs, out=mine),
@@ -37,19 +37,21 @@ _COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A piece that comes from the left."""
+    """A piece received from the left neighbour."""
 
-    data: Tensor  #: where it belongs
-    is_partial: bool  #: to be combined with what is there; else it replaces it
-    goes_on: bool  #: the neighbour to the right needs it too
+    data: Tensor  #: its destination
+    is_partial: bool  #: whether it is combined with the destination, otherwise it replaces it
+    goes_on: bool  #: whether it is forwarded to the right neighbour
 
 
 class Ring:
-    """All-reduce of one flat tensor in place, as often as `run` is called.
+    """In-place all-reduce of one flat tensor; `run` may be called repeatedly.
 
     Args:
-        data: contiguous, of one dimension; any length, also shorter than the ring.
-        piece_bytes: how much travels at a time, where the backend takes several messages at once.
+        team: the group of this rank.
+        data: contiguous tensor of one dimension and any length, also shorter than the ring.
+        reduction: operator of the reduction.
+        piece_bytes: size of a message, for backends with simultaneous messages.
     """
 
     def __init__(self, team: Team, data: Tensor, reduction: Reduction, piece_bytes: int = PIECE_BYTES) -> None:
@@ -91,9 +93,9 @@ class Ring:
                 if coming.is_partial:
                     into = self._buffers[len(posted) % AHEAD][: len(into)]
                 elif into.data_ptr() in sent:
-                    sent.pop(into.data_ptr()).wait()  # what leaves from here must have left
+                    sent.pop(into.data_ptr()).wait()  # the destination must have been sent before it is overwritten
                 else:
-                    break  # not even begun to leave
+                    break  # its sending has not started
                 posted.append((_begun(dist.irecv(into, left, group)), into))
             work, arrived = posted[done]
             work.wait()
@@ -105,7 +107,7 @@ class Ring:
             work.wait()
 
     def _run_in_steps(self) -> None:
-        """One message each way at a time, begun together, since NCCL makes each wait for its turn on a stream."""
+        """Send and receive one message at a time in a batch, because NCCL runs messages on a stream one by one."""
         n, me = self._team.size, self._team.index
         for s in range(n - 1):
             mine = self._segments[(me - s - 1) % n]

@@ -1,4 +1,4 @@
-"""RPC from rank 0 to others: a tensor there and back."""
+"""RPC from rank 0 to other ranks: round trips of a tensor."""
 
 from __future__ import annotations
 
@@ -13,37 +13,47 @@ from torch.distributed import rpc
 from hpcdist.bench.comm_config import CommConfig, parse_bytes
 from hpcdist.bench.measurement import Timing
 from hpcdist.bench.patterns import message
-from hpcdist.bench.results import Place, Rpc
+from hpcdist.bench.results import RankPlace, Rpc
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
 from hpcdist.rank.network.rpc import remote, rpc_group
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
-#: Ranks that are called: one of each node first, then others.
-MOST_TARGETS = 8
+#: Maximum number of ranks that are called: first one of each node, then others.
+MAX_TARGETS = 8
 IN_FLIGHT = 8
 _MOST_CALLS = 200
-#: Calls that take a time in proportion to their size.
+#: Size from which on the time of a call is proportional to the size.
 _LONG = 1 << 20
 
 
 @remote
 def echo(tensor: Tensor) -> Tensor:
-    """Back to the caller as it is."""
+    """Return the tensor to the caller."""
     return tensor
 
 
 def targets(nodes: Sequence[str]) -> list[int]:
-    """The ranks that rank 0 calls, at most `MOST_TARGETS`: those that are the first of their node come first."""
+    """Return the ranks that rank 0 calls, at most `MAX_TARGETS`; the first ranks of nodes are preferred."""
     others = range(1, len(nodes))
-    return sorted(sorted(others, key=lambda rank: (nodes.index(nodes[rank]) != rank, rank))[:MOST_TARGETS])
+    return sorted(sorted(others, key=lambda rank: (nodes.index(nodes[rank]) != rank, rank))[:MAX_TARGETS])
 
 
-def measure_calls(ctx: Context, places: Sequence[Place], gpus: Sequence[int | None], *, cfg: CommConfig) -> list[Rpc]:
-    """Time calls to some ranks; call it on every rank, the result is rank 0's. Raises HpcdistError for a wrong answer.
+def measure_calls(
+    ctx: Context, places: Sequence[RankPlace], gpus: Sequence[int | None], *, cfg: CommConfig
+) -> list[Rpc]:
+    """Time calls from rank 0 to some ranks. Call it on every rank.
 
     Args:
-        gpus: each rank's, by its number on its node; with them tensors on GPUs are sent too.
+        ctx: the context of this rank.
+        places: node and device by rank.
+        gpus: CUDA device index by rank; ranks with a GPU also exchange tensors on GPUs.
+        cfg: the section `comm`.
+
+    Returns:
+        The results on rank 0, an empty list on the other ranks.
+
+    Raises HpcdistError if an answer is wrong.
     """
     here = gpus[ctx.rank]
     maps = {
@@ -83,7 +93,7 @@ def measure_calls(ctx: Context, places: Sequence[Place], gpus: Sequence[int | No
 
 
 def _measure(name: str, size: int, device: torch.device, budget_s: float) -> tuple[Timing, float]:
-    """Of one call at a time; and seconds per call with several under way."""
+    """Return the timing of one call at a time, and the seconds per call with several simultaneous calls."""
     sent = message(0, size, torch.uint8).to(device)
 
     def finish() -> None:
@@ -98,7 +108,7 @@ def _measure(name: str, size: int, device: torch.device, budget_s: float) -> tup
 
     answer = rpc.rpc_sync(name, echo, (sent,))
     if answer.device != device or not torch.equal(answer, sent):
-        raise HpcdistError(f"RPC to {name}: {size} bytes on {device} came back wrong")
+        raise HpcdistError(f"RPC to {name} returned wrong data ({size} bytes on {device})")
     first_s = one()
     calls = min(max(3, int(budget_s / first_s)), _MOST_CALLS)
     timing = Timing.of([one() for _ in range(calls)])

@@ -1,1 +1,1 @@
-"""The command line. Commands import what they need when they run."""
+"""The command line. Each command imports its modules when it runs."""

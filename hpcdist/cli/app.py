@@ -17,7 +17,7 @@ from hpcdist.errors import HpcdistError, shortened
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
 DEFECT = 70
-#: Commands whose standard error is a log file, which receives the traceback.
+#: The standard error of these commands is a log file, which receives the traceback.
 _LOGGED = ("supervise", "worker", "in-job")
 
 app = typer.Typer(

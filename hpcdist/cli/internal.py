@@ -45,5 +45,5 @@ def in_job(config: ConfigName, overrides: Overrides = None) -> int:
 
     logs.configure()
     state = run_in_job(load_config(config, overrides or []), os.environ, Path.cwd())
-    # A job whose run a user has cancelled did not fail.
+    # The job of a cancelled run did not fail.
     return exit_code(state) if state.status == "failed" else 0

@@ -84,9 +84,9 @@ def sync(
     runs_dir: RunsDir = RUNS,
     tracking_uri: TrackingUri = None,
 ) -> int:
-    """Upload to MLflow the records that are still missing, and close runs whose supervisor or job died.
+    """Upload records that MLflow does not have yet, and close runs of dead supervisors or jobs.
 
-    Only runs of the calling user are uploaded, and only from folders that nobody else may write to.
+    Only runs of the calling user are uploaded, and only from folders that no other user can write to.
 
     Examples:
 

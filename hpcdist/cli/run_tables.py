@@ -67,17 +67,17 @@ def runs_document(rows: list[RunRow], notes: list[str]) -> dict[str, Any]:
 
 def show_runs(console: Console, rows: list[RunRow], notes: list[str], runs_dir: Path) -> None:
     """Print a table of runs, then the notes."""
-    names = (Column("run", no_wrap=True), Column("status", no_wrap=True), "step", "attempts")
-    table = Table(*names, Column("created", min_width=10), Column("reason", min_width=12))
+    # 80 columns have no room for the date, which is part of most names.
+    is_wide = console.width >= 100
+    table = Table(Column("run", no_wrap=True), Column("status", no_wrap=True), "step", "attempts")
+    for name in ("created", "reason") if is_wide else ("reason",):
+        table.add_column(name)
     for row in rows:
-        table.add_row(
-            escape(row.run),
-            f"[{COLOURS[row.status]}]{row.status}[/]",
-            "" if row.step is None else str(row.step),
-            str(row.attempts),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
-            escape(row.reason),
-        )
+        status = f"[{COLOURS[row.status]}]{row.status}[/]"
+        cells = [escape(row.run), status, "" if row.step is None else str(row.step), str(row.attempts)]
+        if is_wide:
+            cells.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)))
+        table.add_row(*cells, escape(row.reason))
     if rows:
         console.print(table)
     else:

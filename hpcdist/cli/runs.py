@@ -92,7 +92,7 @@ def _best_metric(run: RunDir) -> str:
 @app.command()
 def logs(
     run: RunName,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank.")] = 0,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Attempt; the last one by default.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
     runs_dir: RunsDir = RUNS,

@@ -19,7 +19,7 @@ from hpcdist.run.folder import RunDir
 
 #: Larger logs are uploaded only at the end of the run.
 LIVE_LOG_BYTES = 5_000_000
-#: Ranks of an attempt whose logs are uploaded at most.
+#: Maximum number of ranks of an attempt with uploaded logs.
 MAX_RANKS = 64
 
 

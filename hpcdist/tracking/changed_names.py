@@ -1,4 +1,4 @@
-"""The original names of metrics, parameters and tags whose names MLflow does not accept."""
+"""The original names of metrics, parameters and tags with names that MLflow does not accept."""
 
 from __future__ import annotations
 

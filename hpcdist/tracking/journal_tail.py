@@ -40,7 +40,7 @@ class JournalTail:
     def __init__(self, folder: Path, progress: ShippingState) -> None:
         self._folder = folder
         self._progress = progress
-        #: Attempt → key → steps that were sent; only of attempts whose steps do not increase.
+        #: Attempt → key → steps that were sent; only of attempts with steps that do not increase.
         self._seen: dict[int, dict[str, StepSet]] = {}
         #: Pairs (original, cleaned) of metric names in the last `new_points`.
         self.names: set[tuple[str, str]] = set()

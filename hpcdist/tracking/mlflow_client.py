@@ -16,8 +16,8 @@ from hpcdist.files.lock import flock_if_possible
 from hpcdist.run.runs_dir import make_database
 from hpcdist.tracking.uri import redact_uri, sqlite_path
 
-# Settings that MLflow reads when it is imported or used. The shipper retries instead of MLflow, whose retries block for
-# minutes and may create a run twice.
+# Settings that MLflow reads when it is imported or used. Retries of MLflow are off: they block for minutes
+# and may create a run twice. The shipper retries instead.
 for _name, _value in {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",

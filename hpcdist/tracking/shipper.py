@@ -190,7 +190,7 @@ def sync(run: RunDir, uri: str, *, close_dead: bool = True) -> SyncReport:
     """Upload in this process all records that MLflow does not have.
 
     Args:
-        close_dead: Close a run whose supervisor or job died without recording a status.
+        close_dead: Close the run if its supervisor or job died without recording a status.
 
     Raises:
         TrackingError: MLflow is unavailable or rejects a request.
@@ -219,7 +219,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Upload the run in folder `argv[0]` until it has ended. Returns the exit code."""
     # Passed by the parent, which may die before this line and leave another parent id.
     parent_pid = int(env.get("HPCDIST_SUPERVISOR_PID") or os.getppid())
-    # Received by sigtimedwait: the batch system's SIGTERM is for the ranks, whose last points are still to come.
+    # Received by sigtimedwait: the batch system's SIGTERM is for the ranks, which still send their last points.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     logs.configure()
     try:

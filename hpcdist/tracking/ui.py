@@ -70,7 +70,7 @@ def command(port: int) -> list[str]:
 
 
 def variables(store: str, token_file: Path) -> dict[str, str]:
-    """Return what the server reads from its environment.
+    """Return the environment variables of the server.
 
     The store is here and not in the command line, which all users can read and which may hold a password. MLflow's
     job processes are not needed to look at runs.

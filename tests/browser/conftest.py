@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of what a person sees."""
+"""Headless Chromium for tests of MLflow's UI."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FLAGS = [
     "--disable-sync",
     "--disable-quic",
 ]
-#: A page takes a second or two, and several times that where others want the same processors.
+#: A page takes a second or two, and several times longer on a busy machine.
 PATIENCE_MS = 30_000
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of the browser. Without one the test is skipped, or fails where HPCDIST_REQUIRE_BROWSER=1 says so."""
+    """Return the path of the browser. Without one the test is skipped, or fails if HPCDIST_REQUIRE_BROWSER=1."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         reason = "no Chromium here: `sudo apt-get install chromium` enables the tests of MLflow's UI"
@@ -36,7 +36,7 @@ def chromium() -> str:
     return found
 
 
-# Not for the session: as long as playwright is there, no other test can run an event loop in this thread.
+# Module scope: while playwright runs, no other test can run an event loop in this thread.
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE_MS)
@@ -46,7 +46,7 @@ def browser(chromium: str) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder for pictures of what a person would have seen: HPCDIST_SCREENSHOTS, or a temporary one."""
+    """Return the folder of the screenshots: HPCDIST_SCREENSHOTS, or a temporary one."""
     named = os.environ.get("HPCDIST_SCREENSHOTS")
     folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """The page of somebody who has never been here; how it looked at the end of the test is kept as a picture."""
+    """Open a page in a new browser context, and take a screenshot at the end of the test."""
     with browser.new_context(viewport={"width": 1600, "height": 1400}) as context:
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
@@ -65,14 +65,14 @@ def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def docs_image() -> Callable[[Page, str], None]:
-    """Return a function that writes a page as PNG into HPCDIST_DOCS_IMAGES, where that is set (`make screenshots`)."""
+    """Return a function that writes a page as PNG into HPCDIST_DOCS_IMAGES, if that is set (`make screenshots`)."""
     folder = os.environ.get("HPCDIST_DOCS_IMAGES")
 
     def take(page: Page, name: str) -> None:
         if folder:
             size = page.viewport_size
             page.set_viewport_size({"width": 1280, "height": 720})
-            page.wait_for_timeout(1000)  # charts are laid out anew
+            page.wait_for_timeout(1000)  # charts are laid out again
             page.screenshot(path=Path(folder) / f"{name}.png")
             if size:
                 page.set_viewport_size(size)

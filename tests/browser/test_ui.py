@@ -1,4 +1,4 @@
-"""Whoever opens MLflow's UI on Monday sees what really happened."""
+"""MLflow's UI shows runs, metrics, artifacts and models as they were logged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CARD = "experiment-view-compare-runs-card"
 
 @dataclass(frozen=True)
 class Weekend:
-    """Three runs, one finished, one failed, one stopped, a sweep of two, and the UI that shows them."""
+    """A finished, a failed and a stopped run, a sweep of two cells, and the UI that shows them."""
 
     runs: Runs
     link: str  #: that `hpcdist ui` printed, token included
@@ -45,12 +45,12 @@ class Weekend:
         return self.link.partition("/?token=")[2]
 
     def page_of(self, name: str, tab: str = "") -> str:
-        """Address of a run's page, or of a tab of it."""
+        """Return the address of a run's page, or of one of its tabs."""
         known = read_json(self.runs.run_dir(name).mlflow) or {}
         return f"{self.url}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}/{tab}"
 
     def series(self, name: str, metric: str) -> list[float]:
-        """A metric's values in the order of its steps, as the store has them."""
+        """Return the values of a metric in the store, in the order of steps."""
         return [
             value for _, value in sorted((step, value) for key, step, value in self.runs.points(name) if key == metric)
         ]
@@ -59,17 +59,17 @@ class Weekend:
 @pytest.fixture(scope="module")
 def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weekend]:
     runs = Runs(tmp_path_factory.mktemp("weekend"))
-    runs.database = runs.folder / "mlflow.db"  # where `hpcdist run` and `hpcdist ui` have it by themselves
+    runs.database = runs.folder / "mlflow.db"  # the default of `hpcdist run` and `hpcdist ui`
     commit(runs.project)
     with ExitStack() as stack:
 
         def start(*words: str) -> subprocess.Popen[str]:
             process = runs.start(*words)
-            stack.callback(process.kill)  # whoever gives up here leaves nothing behind
+            stack.callback(process.kill)  # also if the test is interrupted
             return process
 
         monday = start("run", *config("monday", *MONDAY))
-        # A new database gets its tables from the first run; from then on all may use it.
+        # The first run creates the tables of the database; the others start afterwards.
         wait_for(lambda: "run_id" in (read_json(runs.run_dir("monday").mlflow) or {}), "the first MLflow run")
         state = tmp_path_factory.mktemp("ui")
         answers = stack.enter_context(ui(runs, state))
@@ -86,7 +86,7 @@ def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def page(page: Page, weekend: Weekend) -> Page:
-    """The page of somebody who has opened the printed link."""
+    """Return a page on which the printed link has been opened."""
     page.goto(weekend.link)
     return page
 
@@ -105,7 +105,7 @@ def commit(project: Path) -> None:
 
 @contextmanager
 def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
-    """Start `hpcdist ui`; yields a function that returns its link once it answers."""
+    """Start `hpcdist ui`. Yields a function that waits for the server and returns its link."""
     port = closed_port()
     log = state / "ui.log"
     with open(log, "wb") as file:
@@ -148,7 +148,7 @@ except OSError:
 
 
 def ask(url: str, *headers: str, body: str = "", user: int | None = None) -> int:
-    """Status of a GET, or a POST with a body, perhaps as another user; 0 when nothing answers."""
+    """Return the status of a GET, or of a POST with a body, optionally as another user; 0 without a response."""
     words = ["python3", "-I", "-c", CLIENT, url, body, *headers]
     done = subprocess.run(words, user=user, cwd="/", check=True, capture_output=True, text=True)
     return int(done.stdout)
@@ -168,10 +168,10 @@ def test_other_users_of_the_machine_are_refused(weekend: Weekend) -> None:
     assert ask(listing, "Authorization: Bearer guessed", user=nobody) == 401
     with pytest.raises(subprocess.CalledProcessError):
         subprocess.run(["cat", weekend.token_file], user=nobody, check=True, capture_output=True)
-    # The refusals above are not those of a server that refuses everybody.
+    # The server does not reject all requests.
     assert ask(listing, f"Authorization: Bearer {weekend.token_file.read_text()}") == 200
     assert weekend.token_file.read_text() == weekend.token
-    # Of all processes of the server, none shows the token to other users.
+    # No process of the server shows the token to other users.
     assert not [
         path
         for path in Path("/proc").glob("[0-9]*/cmdline")
@@ -202,7 +202,7 @@ def test_the_link_opens_the_list_and_a_reload_stays(page: Page, weekend: Weekend
 
 
 def test_the_front_page_leads_to_every_run(page: Page, weekend: Weekend, screenshots: Path) -> None:
-    # Without this click MLflow takes the visitor for somebody with LLM traces; no tag of ours would change that.
+    # Without this click MLflow shows LLM traces instead of training runs, and no tag changes that.
     page.get_by_role("button", name="Model training").click()
     page.get_by_role("link", name="digits", exact=True).click()
     for name in ("monday", "failing", "stopped"):
@@ -234,7 +234,7 @@ def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None
     expect(page.get_by_role("heading", name="Logged models (1)")).to_be_attached()
 
 
-def test_model_metrics_are_drawn_as_they_were(
+def test_model_metrics_are_drawn_as_logged(
     page: Page, weekend: Weekend, docs_image: Callable[[Page, str], None]
 ) -> None:
     page.goto(weekend.page_of("monday", "model-metrics"))
@@ -291,7 +291,7 @@ def test_a_run_that_did_not_finish(
     page.goto(weekend.page_of(name))
     expect_status(page, status)
     expect_tag(page, "hpcdist.state", state)
-    # The page cuts a long tag; a click shows all of it.
+    # The page shortens a long tag; a click shows all of it.
     tag(page, "hpcdist.reason").click()
     expect(page.get_by_role("dialog")).to_contain_text(reason)
     expect(page.get_by_role("dialog")).to_contain_text(weekend.runs.run_dir(name).read_state().reason)
@@ -319,7 +319,7 @@ def test_the_cells_of_a_sweep_are_below_it(
 
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:
     """Expect a chart with a dot for each value, at the height of that value, and a line that joins them."""
-    # Charts far down are not there before one scrolls to them; a search brings each to the top.
+    # Charts further down are created when they are scrolled to; a search moves each to the top.
     page.get_by_placeholder("Search metric charts").fill(metric)
     card = page.get_by_test_id(CARD).filter(has=page.get_by_title(metric, exact=True))
     plot = card.locator(".js-plotly-plot")
@@ -331,13 +331,13 @@ def expect_curve(page: Page, metric: str, values: list[float]) -> None:
 
 
 def show_all(page: Page) -> None:
-    """Take the search back, and see a second chart drawn."""
+    """Clear the search, and expect a second chart."""
     page.get_by_placeholder("Search metric charts").clear()
     expect(page.get_by_test_id(CARD).nth(1).locator(".scatterlayer .point").first).to_be_visible()
 
 
 def expect_status(page: Page, status: str) -> None:
-    """Expect the line `Status` under `About this run` to say this."""
+    """Expect this text in the line `Status` under `About this run`."""
     expect(page.get_by_role("status").filter(has_text=re.compile(rf"^\s*{status}\s*$"))).to_be_visible()
 
 
@@ -350,6 +350,6 @@ def expect_tag(page: Page, key: str, value: str) -> None:
 
 
 def head(project: Path) -> str:
-    """The commit that a work tree is at."""
+    """Return the commit of a work tree."""
     command = ["git", "-C", str(project), "rev-parse", "HEAD"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -15,15 +15,15 @@ from spawn import Rank, spawn_ranks
 
 from hpcdist.bench import overlap
 from hpcdist.bench.comm_config import CommConfig
-from hpcdist.bench.correctness import Variety, check
+from hpcdist.bench.correctness import OperationVariant, check
 from hpcdist.bench.data_movement import AllToAll, Barrier, Broadcast
-from hpcdist.bench.groups import WORLD, Team, Words, make_teams
+from hpcdist.bench.groups import WORLD, ControlGroup, Team, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
 from hpcdist.bench.measurement_plan import points
 from hpcdist.bench.operation import Works
 from hpcdist.bench.operations import OPERATIONS, AllReduce
 from hpcdist.bench.patterns import REDUCTIONS
-from hpcdist.bench.results import Checked, read_results
+from hpcdist.bench.results import CheckResult, read_results
 from hpcdist.bench.ring import Ring
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import CommError
@@ -92,24 +92,24 @@ class Missing(Broadcast):
 
 def scene(here: Rank) -> dict[str, Any]:
     """What comes of all operations, and of those that are wrong; of our ring; of measuring."""
-    words, store = Words(TIMEOUT), dist.distributed_c10d._get_default_store()
+    words, store = ControlGroup(TIMEOUT), dist.distributed_c10d._get_default_store()
     made = teams()
 
-    def found(variety: Variety, team: str, dtype: str) -> Checked:
-        return check(variety, made[team], dtype, words, store, node=NODES[here.rank])
+    def found(variant: OperationVariant, team: str, dtype: str) -> CheckResult:
+        return check(variant, made[team], dtype, words, store, node=NODES[here.rank])
 
     right = [
-        found(Variety(kind=kind, reduction=one), team, dtype)
+        found(OperationVariant(kind=kind, reduction=one), team, dtype)
         for team in made
         for kind in OPERATIONS.values()
         for one in (REDUCTIONS if kind.reduces else (None,))
         for dtype in (ALL_KINDS if team == WORLD and kind is not Barrier else ("float32",))
     ]
     wrong = [
-        found(Variety(kind=kind), WORLD, dtype)
+        found(OperationVariant(kind=kind), WORLD, dtype)
         for kind, dtype in ((LastOneLate, "bfloat16"), (Swapped, "uint8"), (Idle, "int32"), (OpenDoor, "uint8"))
     ]
-    missing = found(Variety(kind=Missing), WORLD, "uint8")
+    missing = found(OperationVariant(kind=Missing), WORLD, "uint8")
     mine = {"ring": rings(here, made[WORLD]), "timed": timed(here, made[WORLD], words)}
     return {"checked": {"right": right, "wrong": wrong, "missing": missing}} | mine
 
@@ -133,20 +133,20 @@ def rings(here: Rank, world: Team) -> dict[str, Any]:
     return {"bytes": floats.numpy().tobytes(), "off": float((floats - exact).abs().max()), "wrong": wrong}
 
 
-def timed(here: Rank, world: Team, words: Words) -> list[Any]:
+def timed(here: Rank, world: Team, control: ControlGroup) -> list[Any]:
     """Timings, and the slowest rank's of two numbers."""
     operations = [AllReduce(world, 100, torch.float32) for _ in range(3)]
-    together = measure(caller(operations), Stopwatch(world), words, budget_s=0.005, longest_s=1.0, divided_by=3)
+    together = measure(caller(operations), Stopwatch(world), control, budget_s=0.005, longest_s=1.0, divided_by=3)
     one_way = measure(
         caller([Broadcast(world, 100, torch.uint8)]),
         Stopwatch(world),
-        words,
+        control,
         budget_s=0.005,
         longest_s=1.0,
         after_barrier=True,
     )
     mine = [0.1 * here.rank, 0.2 - 0.1 * here.rank]
-    return [together, one_way, words.largest(mine)]
+    return [together, one_way, control.max(mine)]
 
 
 @pytest.fixture(scope="module")
@@ -163,19 +163,19 @@ def test_operations_are_right_and_wrong_ones_are_named(by_rank: list[dict[str, A
     assert len({one.operation for one in right}) == 24
     late, swapped, idle, door = (one.error for one in wrong)
     assert "rank 0 on n1: all_reduce[sum] of 7 x bfloat16 is wrong: at index 5 expected" in late
-    assert "(1 of 7 differ); 2 more of 3 ranks are wrong too" in late
+    assert "(1 of 7 differ); 2 more of 3 ranks have wrong results" in late
     assert swapped.startswith(
         "rank 1 on n1: all_to_all of 3 x uint8 is wrong: at index 0 expected 37, got 35 (2 of 3 differ)"
     )
     assert idle == (
         "rank 0 on n1: broadcast of 1 x int32 (root is rank 2) is wrong: at index 0 expected 74, got 119"
-        " (1 of 1 differ); 2 more of 3 ranks are wrong too"
+        " (1 of 1 differ); 2 more of 3 ranks have wrong results"
     )
-    assert "barrier of 3 ranks was left when" in door
+    assert "a rank left the barrier of 3 ranks when" in door
     assert [one.ok for one in wrong] == [False] * 4
     assert (missing.ok, missing.error) == (
         None,
-        "gloo has no broadcast of uint8: Backend gloo does not support teleport at somewhere",
+        "gloo does not support broadcast of uint8: Backend gloo does not support teleport at somewhere",
     )
 
 

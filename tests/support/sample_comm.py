@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpcdist.bench.results import Checked, Overlap, Pair, Place, Results, Row, Rpc
+from hpcdist.bench.results import CheckResult, Overlap, Pair, RankPlace, Results, Row, Rpc
 
 LATENCY_S, BANDWIDTH = 50e-6, 1.2e9
 #: Within a node everything is so many times faster.
@@ -19,7 +19,7 @@ Factor = Callable[[str, str], float]
 def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: int = 0, **changed: Any) -> Results:
     """Nodes n1, n2, … with ranks in their order; `noise` is the standard deviation of all logarithms."""
     chance = random.Random(seed)
-    ranks = [Place(rank=i, node=f"n{i // per_node + 1}", device="cpu") for i in range(num_nodes * per_node)]
+    ranks = [RankPlace(rank=i, node=f"n{i // per_node + 1}", device="cpu") for i in range(num_nodes * per_node)]
 
     def about(value: float) -> float:
         return value * math.exp(chance.gauss(0, noise))
@@ -49,8 +49,8 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
         ranks=ranks,
         complete=True,
         checked=[
-            Checked(operation="all_reduce[sum]", group="world", dtype="float32", ok=True),
-            Checked(operation="broadcast", group="world", dtype="int32", ok=True),
+            CheckResult(operation="all_reduce[sum]", group="world", dtype="float32", ok=True),
+            CheckResult(operation="broadcast", group="world", dtype="int32", ok=True),
         ],
         rows=[
             row(operation, variant, mode, about(time_s), size)

@@ -1,10 +1,10 @@
-"""A communication benchmark as a run: every operation is checked on every rank, then measured.
+"""The trainer `comm`, a communication benchmark: check every operation on every rank, then measure it.
 
-What was found grows in the artifact `comm/results.json` (see `hpcdist/bench/results.py`) and in metrics
-`comm/<operation>/…`, whose step is the power of two of the size: MLflow's step axis then is the size. A step of the
-run is one point; a stopped benchmark goes on with the next one.
+The results are written to the artifact `comm/results.json` (see `hpcdist/bench/results.py`) and to the metrics
+`comm/<operation>/…`. The step of a metric is the binary logarithm of the size, so that MLflow's step axis shows the
+size. A step of the run is one point of the measurement plan; a stopped benchmark resumes with the next point.
 
-Sizes and bandwidths are those of nccl-tests,
+Sizes and bandwidths are defined as in nccl-tests,
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
@@ -24,24 +24,24 @@ import torch
 from hpcdist.bench import output_files, pairs, rpc_calls
 from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import check
-from hpcdist.bench.groups import WORLD, Words, choose_backend, make_teams
+from hpcdist.bench.groups import WORLD, ControlGroup, choose_backend, make_teams
 from hpcdist.bench.measurement import Stopwatch, caller, measure
 from hpcdist.bench.measurement_plan import (
     BYTES,
     DEPTH,
-    Calls,
-    Check,
-    Hiding,
+    CorrectnessCheck,
     Measurement,
+    OverlapPoint,
+    PairRound,
     Point,
-    Round,
+    RpcPoint,
     Series,
     elements,
     points,
 )
 from hpcdist.bench.overlap import measure_overlap
 from hpcdist.bench.patterns import DTYPES
-from hpcdist.bench.results import ARTIFACT, Pair, Place, Results, Row
+from hpcdist.bench.results import ARTIFACT, Pair, RankPlace, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
 from hpcdist.files.atomic import write_atomic
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Check and measure everything; times are those of the slowest rank."""
+    """Execute all points of the measurement plan; times are those of the slowest rank."""
     bench = Bench(ctx, cfg)
     began = time.monotonic()
     while (index := bench.done) < len(bench.points):
@@ -66,21 +66,21 @@ def train(ctx: Context, cfg: Config) -> None:
     bench.results.complete = True
     bench.write()
     if ctx.is_main:
-        output_files.leave(bench.results, ctx.artifact(ARTIFACT).parent)
+        output_files.write_files(bench.results, ctx.artifact(ARTIFACT).parent)
     ctx.end_reason = bench.summary(time.monotonic() - began)
 
 
 class Bench:
-    """One rank's side of the benchmark. Results are the same on every rank, but for RPC's, which rank 0 has."""
+    """The benchmark in one rank. The results are equal on every rank, except those of RPC, which only rank 0 has."""
 
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
         timeout = timedelta(seconds=cfg.launch.hang_timeout_s + 60)
-        self.words = Words(timeout)
+        self.control = ControlGroup(timeout)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
-        everyone = [json.loads(one) for one in self.words.everyones(json.dumps([node, device, ctx.device.index]))]
+        everyone = [json.loads(one) for one in self.control.all_gather(json.dumps([node, device, ctx.device.index]))]
         nodes = [one[0] for one in everyone]
         self.gpus: list[int | None] = [one[2] for one in everyone]
         backend, where = choose_backend(self.cfg.backend, ctx.device)
@@ -88,7 +88,7 @@ class Bench:
         self.watch = Stopwatch(self.teams[WORLD])
         self.points = points(self.cfg, nodes)
         self.done = 0
-        #: Where the count of steps begins; later for a benchmark that had to begin anew.
+        #: Step of the first point; not 0 if the benchmark had to start again.
         self.first_step = 0
         self.results = Results(
             backend=backend,
@@ -98,11 +98,11 @@ class Bench:
             nccl=".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
             partition=os.environ.get("SLURM_JOB_PARTITION"),
             nodes=list(dict.fromkeys(nodes)),
-            ranks=[Place(rank=rank, node=one[0], device=one[1]) for rank, one in enumerate(everyone)],
+            ranks=[RankPlace(rank=rank, node=one[0], device=one[1]) for rank, one in enumerate(everyone)],
         )
         self._resume()
 
-    # --- from one attempt to the next
+    # --- save and resume
 
     def save(self, step: int) -> None:
         self.write()
@@ -110,17 +110,19 @@ class Bench:
         self.ctx.save(step, model=None, trainer=state)
 
     def _resume(self) -> None:
-        """Go on after the last point that was saved; another plan or other ranks begin anew."""
+        """Continue after the last saved point, or start again if the plan or the ranks have changed."""
         if (saved := self.ctx.restore()) is None:
             return
         if saved.trainer["plan"] != self._plan():
-            log.warning("other ranks or another config than those that were stopped: the benchmark begins anew")
+            log.warning("the number of ranks or the config has changed since the stop: the benchmark starts again")
             self.first_step = saved.step
             return
         before = Results.from_json(saved.trainer["results"])
         if before.nodes != self.results.nodes:
-            was = f"the first {saved.trainer['done']} of {len(self.points)} points are of {', '.join(before.nodes)}"
-            before.notes.append(was)
+            nodes = ", ".join(before.nodes)
+            before.notes.append(
+                f"the first {saved.trainer['done']} of {len(self.points)} points were measured on {nodes}"
+            )
         self.done, self.first_step = saved.trainer["done"], saved.step - saved.trainer["done"]
         for key in ("checked", "rows", "pairs", "overlap", "rpc", "notes"):
             setattr(self.results, key, getattr(before, key))
@@ -129,37 +131,37 @@ class Bench:
         return hashlib.sha256(f"{self.ctx.world_size} {self.points}".encode()).hexdigest()
 
     def write(self) -> None:
-        """Let people see what there is so far."""
+        """Write the results so far."""
         if self.ctx.is_main:
             write_atomic(self.ctx.artifact(ARTIFACT), self.results.to_json())
 
     # --- points
 
     def do(self, point: Point) -> None:
-        """Raises CommError when a result is wrong."""
-        if isinstance(point, Check):
+        """Execute one point. Raises CommError if a result is wrong."""
+        if isinstance(point, CorrectnessCheck):
             self._check(point)
         elif isinstance(point, Measurement):
             self._measure(point)
-        elif isinstance(point, Round):
+        elif isinstance(point, PairRound):
             self._measure_pairs(point)
-        elif isinstance(point, Hiding):
+        elif isinstance(point, OverlapPoint):
             self._measure_overlap(point)
-        elif isinstance(point, Calls):
+        elif isinstance(point, RpcPoint):
             self.results.rpc += rpc_calls.measure_calls(self.ctx, self.results.ranks, self.gpus, cfg=self.cfg)
             self.write()
 
-    def _check(self, point: Check) -> None:
+    def _check(self, point: CorrectnessCheck) -> None:
         for dtype in point.dtypes:
             node = self.results.ranks[self.ctx.rank].node
             team = self.teams[point.team]
-            found = check(point.variety, team, dtype, self.words, self.ctx.store, node=node)
+            found = check(point.variant, team, dtype, self.control, self.ctx.store, node=node)
             self.results.checked.append(found)
             if found.ok is False:
                 self.write()
                 raise CommError(found.error)
             if found.ok is None:
-                log.info("left out: %s", found.error)
+                log.info("skipped: %s", found.error)
 
     def _is_there(self, title: str, team: str, dtype: str) -> bool:
         return not any(
@@ -169,28 +171,28 @@ class Bench:
 
     def _measure(self, point: Measurement) -> None:
         series, team = point.series, self.teams[point.series.team]
-        kind, rows = series.variety.kind, self._rows_of(series)
+        kind, rows = series.variant.kind, self._rows_of(series)
         count = elements(point.size, series.dtype, team.largest if kind.has_parts else 1)
         size = count * DTYPES[series.dtype].itemsize if point.size else 0
-        is_new = not rows or rows[-1].bytes != size  # else it was rounded up to what was measured already
-        is_there = self._is_there(series.variety.title, series.team, series.dtype)
+        is_new = not rows or rows[-1].bytes != size  # a small size may be rounded up to the previous one
+        is_there = self._is_there(series.variant.title, series.team, series.dtype)
         if is_new and is_there and not self._is_cut(series, point, rows):
             self._measure_size(point, count, size)
         if point.is_last:
-            self._tell(series)
+            self._log_series(series)
             self.write()
 
     def _measure_size(self, point: Measurement, count: int, size: int) -> None:
         series, team = point.series, self.teams[point.series.team]
-        kind, depth = series.variety.kind, DEPTH if series.mode == "async" else 1
+        kind, depth = series.variant.kind, DEPTH if series.mode == "async" else 1
         operations = []
         if team.size > 1 or team.name == WORLD:
             mine = elements(point.size, series.dtype, team.size if kind.has_parts else 1)
-            operations = [series.variety.make(team, mine, DTYPES[series.dtype]) for _ in range(depth)]
+            operations = [series.variant.make(team, mine, DTYPES[series.dtype]) for _ in range(depth)]
         timing = measure(
             caller(operations),
             self.watch,
-            self.words,
+            self.control,
             budget_s=self.cfg.budget_s,
             longest_s=self.cfg.longest_s,
             after_barrier=kind.is_one_way,
@@ -200,7 +202,7 @@ class Bench:
         algbw = None if factor is None else size / timing.median_s
         row = Row(
             operation=kind.name,
-            variant=series.variety.reduction or "",
+            variant=series.variant.reduction or "",
             mode=series.mode,
             depth=depth,
             group=team.name,
@@ -216,7 +218,7 @@ class Bench:
         self._log(series, row)
 
     def _rows_of(self, series: Series) -> list[Row]:
-        key = (series.variety.kind.name, series.variety.reduction or "", series.mode, series.team)
+        key = (series.variant.kind.name, series.variant.reduction or "", series.mode, series.team)
         return [
             row
             for row in self.results.rows
@@ -224,14 +226,14 @@ class Bench:
         ]
 
     def _is_cut(self, series: Series, point: Measurement, rows: list[Row]) -> bool:
-        """Whether the size would take too long, by the one before."""
+        """Return whether this size would take too long, estimated from the previous size."""
         if not rows:
             return False
         last = rows[-1]
-        calls_s = last.median_s * last.depth * series.variety.kind.hops(last.group_size)
+        calls_s = last.median_s * last.depth * series.variant.kind.hops(last.group_size)
         if last.bytes >= point.size or calls_s * point.size / last.bytes <= self.cfg.longest_s:
             return False
-        note = f"{series.title}: nothing above {last.size} B, of which one takes {last.median_s:.2g} s (comm.longest_s)"
+        note = f"{series.title}: stopped at {last.size} B, which takes {last.median_s:.2g} s (comm.longest_s)"
         if note not in self.results.notes:
             self.results.notes.append(note)
         return True
@@ -245,41 +247,41 @@ class Bench:
             metrics[f"{key}/busbw_gb_per_s"] = row.busbw / 1e9
         self.ctx.log(metrics, max(row.size, 1).bit_length() - 1)
 
-    def _tell(self, series: Series) -> None:
-        """A line a series in the log."""
+    def _log_series(self, series: Series) -> None:
+        """Log one line for the series."""
         if not (rows := self._rows_of(series)):
             return
         latency = f"{1e6 * rows[0].median_s:.0f} us at {rows[0].size} B"
         rate = f", {rows[-1].busbw / 1e9:.2f} GB/s (bus) at {rows[-1].size} B" if rows[-1].busbw is not None else ""
         log.info("%s: %s%s", series.title, latency, rate)
 
-    def _measure_pairs(self, point: Round) -> None:
+    def _measure_pairs(self, point: PairRound) -> None:
         if not self._is_there("send_recv", WORLD, BYTES):
             return
-        if not self.results.pairs:  # what comes first is measured worse, whichever it is
-            pairs.measure_round(point.ways, self.teams[WORLD])
-        mine = pairs.measure_round(point.ways, self.teams[WORLD])
-        found = self.words.everyones(json.dumps(asdict(mine)) if mine else "")
+        if not self.results.pairs:  # warm-up: the first measurement is always slower
+            pairs.measure_round(point.links, self.teams[WORLD])
+        mine = pairs.measure_round(point.links, self.teams[WORLD])
+        found = self.control.all_gather(json.dumps(asdict(mine)) if mine else "")
         self.results.pairs += [Pair(**json.loads(one)) for one in found if one]
         if point.is_last:
             self.write()
 
-    def _measure_overlap(self, point: Hiding) -> None:
-        team, dtype = self.teams[WORLD], self.cfg.dtypes[0] if point.variety.kind.reduces else BYTES
-        series = Series(variety=point.variety, mode="blocking", team=WORLD, dtype=dtype)
+    def _measure_overlap(self, point: OverlapPoint) -> None:
+        team, dtype = self.teams[WORLD], self.cfg.dtypes[0] if point.variant.kind.reduces else BYTES
+        series = Series(variant=point.variant, mode="blocking", team=WORLD, dtype=dtype)
         if not any(row.size >= point.size for row in self._rows_of(series)):
-            return  # not there, or so slow that it was cut off before
-        count = elements(point.size, dtype, team.size if point.variety.kind.has_parts else 1)
-        operation = point.variety.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.words, longest_s=self.cfg.longest_s))
+            return  # not supported, or stopped at a smaller size
+        count = elements(point.size, dtype, team.size if point.variant.kind.has_parts else 1)
+        operation = point.variant.make(team, count, DTYPES[dtype])
+        self.results.overlap.append(measure_overlap(operation, self.control, longest_s=self.cfg.longest_s))
         self.write()
 
-    # --- the end
+    # --- summary
 
     def summary(self, seconds: float) -> str:
         found = self.results
-        text = f"{len(found.checked)} checks are right; {len(found.rows)} points and {len(found.pairs)} ways between"
-        text += f" ranks measured in {seconds:.0f} s"
+        text = f"{len(found.checked)} checks passed; {len(found.rows)} points and {len(found.pairs)} pairs of ranks"
+        text += f" measured in {seconds:.0f} s"
         best = {
             row.operation: row
             for row in found.rows

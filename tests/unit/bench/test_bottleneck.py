@@ -11,8 +11,8 @@ import pytest
 from sample_comm import Factor, row, sample, with_links
 
 from hpcdist.bench.bottleneck import bottleneck
-from hpcdist.bench.links import find_slow
-from hpcdist.bench.results import Place, Results
+from hpcdist.bench.results import RankPlace, Results
+from hpcdist.bench.slow_links import find_slow_links
 
 
 def of(node: str, factor: float = 6.0) -> Factor:
@@ -34,11 +34,11 @@ def only(sentences: list[str]) -> str:
 def test_a_node_that_is_slow_with_all_others(num_nodes: int) -> None:
     """Of three nodes' pairs most have to do with it; the median pair still is one that has not."""
     said = only(bottleneck(with_links(sample(num_nodes, noise=0.02), slower=of("n3"))))
-    match = re.fullmatch(r"n3 is (\S+)× slower than the median pair in both directions \((\d+) MB/s .*", said)
+    match = re.fullmatch(r"n3 is (\S+)× slower than the median pair in both directions \((\d+) MB/s, .*", said)
     assert match, said
     assert 5.5 < float(match[1]) < 6.5
     assert 180 < float(match[2]) < 220
-    assert said.endswith("1.20 GB/s): its link or card") or "against 1." in said
+    assert said.endswith("1.20 GB/s): check its link and network card") or "median 1." in said
 
 
 def test_a_node_with_several_ranks_is_named_once() -> None:
@@ -62,12 +62,12 @@ def test_one_rank_of_a_node() -> None:
     [
         (
             way("n3", "*"),
-            r"n3 sends [56]\S*× slower than .*, and receives at full speed: its card, cable or switch port",
+            r"n3 sends [56]\S*× slower than .*, and receives at full speed: check its card, cable and switch port",
         ),
-        (way("*", "n3"), r"n3 receives [56]\S*× slower than .*, and sends at full speed: its card, .*"),
+        (way("*", "n3"), r"n3 receives [56]\S*× slower than .*, and sends at full speed: check its card, .*"),
         (
             way("n3", "n1"),
-            r"n3 → n1 is [56]\S*× slower than the median pair \(\d+ MB/s against .*\), n1 → n3 is not: .*",
+            r"n3 → n1 is [56]\S*× slower than the median pair \(\d+ MB/s, median .*\), but n1 → n3 is not: .*",
         ),
     ],
     ids=["sends", "receives", "one way of a pair"],
@@ -95,28 +95,28 @@ def test_two_slow_nodes_of_four_the_worst_first() -> None:
 
 def test_late_at_full_bandwidth() -> None:
     said = only(bottleneck(with_links(sample(), later=of("n3", 8.0))))
-    assert re.match(r"n3 answers [78]\S*× later than the median pair \(\d+ µs against .* µs\), at full bandwidth", said)
+    assert re.match(r"n3 has [78]\S*× the latency of the median pair \(\d+ µs, median .* µs\) at full bandwidth", said)
     said = only(bottleneck(with_links(sample(), later=way("n1", "n2", 8.0))))
-    assert re.match(r"n1 → n2 takes [789]\S*× longer than the median pair", said), said
+    assert re.match(r"n1 → n2 has [789]\S*× the latency of the median pair", said), said
 
 
 def test_a_delay_of_microseconds_is_nobodys_loss() -> None:
     found = sample()
     quick = replace(found, pairs=[replace(pair, latency_s=2e-6) for pair in found.pairs])
-    assert "are alike" in only(bottleneck(with_links(quick, later=of("n3", 5.0))))
+    assert "have equal bandwidth" in only(bottleneck(with_links(quick, later=of("n3", 5.0))))
 
 
 def test_all_alike() -> None:
     said = only(bottleneck(sample(noise=0.03)))
-    assert re.fullmatch(r"all 12 pairs are alike: 1\.\d\d GB/s, within \d%", said), said
+    assert re.fullmatch(r"all 12 pairs have equal bandwidth: 1\.\d\d GB/s, within \d%", said), said
 
 
 def test_within_and_between_nodes_are_two_things() -> None:
     """What stays in a node is four times faster, and the rest is not slow for that."""
     said = bottleneck(sample(2, 4, noise=0.03))
     assert [re.sub(r"[\d.]+", "#", sentence) for sentence in said] == [
-        "all # pairs are alike: # GB/s, within #%",
-        "within a node: all # pairs are alike: # GB/s, within #%",
+        "all # pairs have equal bandwidth: # GB/s, within #%",
+        "within a node: all # pairs have equal bandwidth: # GB/s, within #%",
     ]
 
 
@@ -126,15 +126,15 @@ def test_racks_are_no_fault() -> None:
     def slower(source: str, target: str) -> float:
         return 2.0 if (int(source[1:]) <= 4) != (int(target[1:]) <= 4) else 1.0
 
-    assert "no pair stands out" in only(bottleneck(with_links(sample(8, noise=0.03), slower=slower)))
+    assert "no pair is an outlier" in only(bottleneck(with_links(sample(8, noise=0.03), slower=slower)))
 
 
 def test_two_ranks() -> None:
-    assert re.fullmatch(r"both pairs are alike: .*, within \d+%", only(bottleneck(sample(2))))
+    assert re.fullmatch(r"both pairs have equal bandwidth: .*, within \d+%", only(bottleneck(sample(2))))
     said = only(bottleneck(with_links(sample(2), slower=way("n1", "n2"))))
     assert re.match(r"n1 → n2 is [56]\S*× slower than the median pair", said), said
     slightly = only(bottleneck(with_links(sample(2, noise=0.0), slower=way("n1", "n2", 1.8))))
-    assert slightly.startswith("no pair stands out: "), "two numbers say little"
+    assert slightly.startswith("no pair is an outlier: "), "two numbers say little"
 
 
 def test_one_rank_has_no_pairs() -> None:
@@ -191,8 +191,8 @@ def test_on_a_busy_machine_pairs_differ_as_transfers_do(busy: dict[str, float]) 
     slow = with_links(sample(), slower=of("n3"))
     assert bottleneck(with_sends(slow))[0].startswith("n3 is ")
     said = bottleneck(with_sends(slow, **busy))
-    assert said[0].startswith("no pair stands out: ")
-    assert said[1:] == ["times are uneven: transfers differ by up to 12×, and what slows one by less cannot be seen"]
+    assert said[0].startswith("no pair is an outlier: ")
+    assert said[1:] == ["the measurements are noisy: transfers differ by up to 12×, which hides smaller faults"]
     much = with_links(sample(), slower=of("n3", 50.0))
     assert bottleneck(with_sends(much, **busy))[0].startswith("n3 is ")
 
@@ -205,7 +205,7 @@ def test_whatever_goes_on_a_dead_link_is_told() -> None:
 def test_pairs_of_a_ring_alone() -> None:
     """One partner in each direction cannot tell a slow end from a slow way: the pair is named."""
     links = {(rank, (rank + 1) % 6): 1e9 for rank in range(6)} | {(2, 3): 1e8}
-    found = find_slow(links, 1.5)
+    found = find_slow_links(links, 1.5)
     assert (found.sends, found.receives, found.pairs) == (set(), set(), {(2, 3)})
     assert found.usual == 1e9
 
@@ -222,7 +222,7 @@ def test_ranks_that_were_measured_in_part() -> None:
 
 def test_names_of_places() -> None:
     found = sample(2)
-    same = [Place(rank=0, node="n1", device="cpu"), Place(rank=1, node="n1", device="cpu")]
+    same = [RankPlace(rank=0, node="n1", device="cpu"), RankPlace(rank=1, node="n1", device="cpu")]
     slow = with_links(replace(found), slower=way("n1", "n2", 9.0))
     assert bottleneck(slow)[0].startswith("n1 → n2")
     assert bottleneck(replace(slow, ranks=same))[0].startswith("rank 0 → rank 1")

@@ -11,9 +11,9 @@ from hpcdist.bench import rpc_calls
 from hpcdist.bench.comm_config import COMM_DTYPES, COMM_OPERATIONS, CommConfig, parse_bytes
 from hpcdist.bench.groups import cuts
 from hpcdist.bench.measurement import Timing
-from hpcdist.bench.measurement_plan import Check, Measurement, elements, points, sizes
+from hpcdist.bench.measurement_plan import CorrectnessCheck, Measurement, elements, points, sizes
 from hpcdist.bench.operations import OPERATIONS
-from hpcdist.bench.pairs import FEW, rounds, tournament_links
+from hpcdist.bench.pairs import MAX_ALL_PAIRS, rounds, tournament_links
 from hpcdist.bench.patterns import DTYPES, NEVER, REDUCTIONS, contribution, message, reduced
 
 
@@ -32,18 +32,18 @@ def test_a_number_of_bytes_is_read(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "M", "0", "-1", "1.5", "12X", "1e6", True, "256 M B"])
 def test_what_is_no_number_of_bytes_is_told(text: int | str) -> None:
-    with pytest.raises(ValueError, match="is no number of bytes: write 65536, 64K, 256M or 1G"):
+    with pytest.raises(ValueError, match="is not a number of bytes: write for example 65536, 64K, 256M or 1G"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"max_bytes": "0.5K5"}, "max_bytes: '0.5K5' is no number of bytes"),
-        ({"operations": ["all_reduc"]}, "operations: 'all_reduc' is not known: did you mean 'all_reduce'"),
+        ({"max_bytes": "0.5K5"}, "max_bytes: '0.5K5' is not a number of bytes"),
+        ({"operations": ["all_reduc"]}, "operations: 'all_reduc' is unknown: did you mean 'all_reduce'"),
         ({"operations": []}, "operations must name at least one of send_recv"),
-        ({"dtypes": ["float8"]}, "dtypes: 'float8' is not known"),
-        ({"dtypes": ["x"]}, "dtypes: 'x' is not known: known are uint8, int8"),
+        ({"dtypes": ["float8"]}, "dtypes: 'float8' is unknown"),
+        ({"dtypes": ["x"]}, "dtypes: 'x' is unknown: known are uint8, int8"),
         ({"longest_s": 0.0}, "longest_s must be > 0, got 0.0"),
         ({"budget_s": -1.0}, "budget_s must be >= 0, got -1.0"),
     ],
@@ -148,8 +148,8 @@ def test_in_a_tournament_each_meets_each_and_nobody_plays_twice_at_once(num: int
 
 def test_few_ranks_measure_every_way_alone_and_many_one_rank_a_node() -> None:
     assert rounds(["n1"]) == []
-    few = rounds(["n1"] * FEW)
-    assert len(few) == FEW * (FEW - 1)
+    few = rounds(["n1"] * MAX_ALL_PAIRS)
+    assert len(few) == MAX_ALL_PAIRS * (MAX_ALL_PAIRS - 1)
     assert all(len(ways) == 1 for ways in few)
     nodes = [f"n{rank // 4}" for rank in range(64)]
     ways = [way for one in rounds(nodes) for way in one]
@@ -171,10 +171,10 @@ def test_calls_go_to_every_node_before_they_go_to_more_of_its_ranks() -> None:
 
 def test_everything_is_checked_before_anything_is_measured() -> None:
     found = points(CommConfig(), ["n1"] * 4)
-    kinds = [isinstance(point, Check) for point in found]
+    kinds = [isinstance(point, CorrectnessCheck) for point in found]
     assert kinds == sorted(kinds, reverse=True)
-    checked = {(point.variety.title, point.team) for point in found if isinstance(point, Check)}
-    measured = {(one.series.variety.title, one.series.team) for one in found if isinstance(one, Measurement)}
+    checked = {(point.variant.title, point.team) for point in found if isinstance(point, CorrectnessCheck)}
+    measured = {(one.series.variant.title, one.series.team) for one in found if isinstance(one, Measurement)}
     assert measured <= checked
     assert {team for _, team in checked} == {"world", "halves", "even and odd"}
     assert {title for title, _ in measured} == {title for title, _ in checked}
@@ -182,14 +182,14 @@ def test_everything_is_checked_before_anything_is_measured() -> None:
 
 def test_only_what_is_named_is_measured() -> None:
     cfg = CommConfig(operations=["barrier"], max_bytes=1024)
-    assert [type(point).__name__ for point in points(cfg, ["n1", "n1"])] == ["Check", "Measurement"]
+    assert [type(point).__name__ for point in points(cfg, ["n1", "n1"])] == ["CorrectnessCheck", "Measurement"]
     cfg = CommConfig(operations=["all_reduce"], max_bytes=64, dtypes=["float64", "uint8"])
     measured = [one for one in points(cfg, ["n1", "n1"]) if isinstance(one, Measurement)]
-    dense = [(one.series.dtype, one.size) for one in measured if one.series.variety.reduction == "sum"]
+    dense = [(one.series.dtype, one.size) for one in measured if one.series.variant.reduction == "sum"]
     assert dense == [("float64", size) for size in (8, 16, 32, 64)] + [("uint8", 1 << power) for power in range(7)]
     assert [one.size for one in measured if one.is_last][:2] == [64, 64]
 
 
 def test_a_world_of_one_has_no_ways_and_no_calls() -> None:
     kinds = {type(point).__name__ for point in points(CommConfig(), ["n1"])}
-    assert kinds == {"Check", "Measurement"}
+    assert kinds == {"CorrectnessCheck", "Measurement"}

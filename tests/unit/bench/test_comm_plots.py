@@ -55,7 +55,7 @@ def test_without_matplotlib_the_rest_is_left(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with caplog.at_level("INFO"):
-        output_files.leave(sample(), tmp_path)
+        output_files.write_files(sample(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.txt", "results.csv"}
-    assert "bottleneck: all 12 pairs are alike" in caplog.text
-    assert "no pictures: " in caplog.text
+    assert "bottleneck: all 12 pairs have equal bandwidth" in caplog.text
+    assert "no plots: " in caplog.text

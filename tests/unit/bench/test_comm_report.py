@@ -11,7 +11,7 @@ from rich.console import Console
 from sample_comm import row, sample, with_links
 
 from hpcdist.bench.report import WIDTH, as_csv, as_text, compared, main_rows, report, show
-from hpcdist.bench.results import Checked, Results
+from hpcdist.bench.results import CheckResult, Results
 from hpcdist.bench.units import amount, rate, seconds, times
 
 
@@ -30,7 +30,7 @@ def table(text: str, title: str) -> list[list[str]]:
 def test_the_head_says_who_was_measured() -> None:
     text = as_text(sample())
     assert text.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main, torch 2.15.0\n")
-    assert "right on every rank: 2 operations × 2 types (float32, int32)\n" in text
+    assert "correct on every rank: 2 operations × 2 dtypes (float32, int32)\n" in text
     many = as_text(sample(9, per_node=2, partition=None, nccl="2.30"))
     assert many.startswith("18 ranks on 9 nodes (n1, n2, … n9), gloo on cpu, torch 2.15.0, NCCL 2.30\n")
 
@@ -42,15 +42,15 @@ def test_the_ring_stands_beside_the_backend_in_each_table() -> None:
         assert names == [
             "all_reduce[sum]",
             "ring_all_reduce",
-            "the ring takes",
+            "ring / all_reduce",
             "all_reduce[sum], async",
             "ring_all_reduce, async",
-            "the ring takes",
+            "ring / all_reduce",
             "broadcast",
             "broadcast, async",
         ]
         # From twice the start-up time to twice the time per byte.
-        assert table(text, title)[4] == ["the ring takes", *["2×"] * 6]
+        assert table(text, title)[4] == ["ring / all_reduce", *["2×"] * 6]
 
 
 def test_tables_have_a_choice_of_sizes() -> None:
@@ -82,29 +82,29 @@ def test_a_narrow_page_has_fewer_columns_not_broken_ones() -> None:
 
 def test_what_is_wrong_or_missing_is_said() -> None:
     checked = [
-        Checked(operation="reduce", group="halves", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
-        Checked(operation="all_to_all", group="world", dtype="int32", ok=None, error="gloo has none"),
-        Checked(operation="scatter", group="world", dtype="int32", ok=None, error="gloo has none"),
+        CheckResult(operation="reduce", group="halves", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
+        CheckResult(operation="all_to_all", group="world", dtype="int32", ok=None, error="gloo has none"),
+        CheckResult(operation="scatter", group="world", dtype="int32", ok=None, error="gloo has none"),
     ]
     text = as_text(sample(checked=checked, complete=False, notes=["no RPC: left out by comm.operations"]))
     assert "WRONG: reduce of int32 in halves: rank 3, element 7: 28, got 27\n" in text
-    assert "left out: all_to_all, scatter: gloo has none\n" in text
-    assert "did not get to its end" in text
+    assert "skipped: all_to_all, scatter: gloo has none\n" in text
+    assert "did not run to its end" in text
     assert "note: no RPC: left out by comm.operations\n" in text
-    assert "right on every rank" not in text
+    assert "correct on every rank" not in text
 
 
 def test_parts_besides_the_operations() -> None:
     text = as_text(with_links(sample(), slower=lambda source, target: 6.0 if "n3" in (source, target) else 1.0))
-    assert "barrier: 2" in text
-    assert table(text, "communication beside computation")[2] == [
+    assert "barrier: median 2" in text
+    assert table(text, "overlap of communication and computation")[2] == [
         "all_reduce[sum]", "1 MiB", "2.00 ms", "2.00 ms", "2.50 ms", "75%",
     ]  # fmt: skip
     assert table(text, "RPC from n1/0")[2:] == [
         ["8 B", "cpu", "500 µs", "1.00 ms", "n3/2 1.50 ms", "4,000", "64.0 kB/s"],
         ["1 MiB", "cpu", "500 µs", "1.00 ms", "n3/2 1.50 ms", "4,000", "8.39 GB/s"],
     ]
-    assert [line[0] for line in table(text, "bandwidth between pairs")[2:]] == ["n1", "n2", "n3", "n4"]
+    assert [line[0] for line in table(text, "bandwidth of pairs")[2:]] == ["n1", "n2", "n3", "n4"]
     assert text.splitlines()[-1].startswith("bottleneck: n3 is ")
 
 
@@ -144,7 +144,7 @@ def test_what_is_compared_is_marked() -> None:
     )
     page = io.StringIO()
     show(Console(file=page, width=WIDTH, color_system=None), compared(slow, now, "first", WIDTH))
-    found = table(page.getvalue(), "time now, as a multiple of that in first; ! slower beyond noise")
+    found = table(page.getvalue(), "time relative to first; ! slower beyond noise")
     assert [line[1] for line in found[2:]] == ["1.00", "1.00", "1.00", "1.00", "3.00 !", "3.00 !"]
     assert "compared with first: broadcast is slower at 29 of 29 sizes, " in page.getvalue()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.bench.results import ARTIFACT, Checked, Overlap, Pair, Place, Results, Row, Rpc, read_results
+from hpcdist.bench.results import ARTIFACT, CheckResult, Overlap, Pair, RankPlace, Results, Row, Rpc, read_results
 from hpcdist.errors import RunFolderError
 
 RESULTS = Results(
@@ -18,9 +18,9 @@ RESULTS = Results(
     nccl=None,
     partition="main",
     nodes=["n1", "n2"],
-    ranks=[Place(rank=0, node="n1", device="cpu"), Place(rank=1, node="n2", device="cpu")],
+    ranks=[RankPlace(rank=0, node="n1", device="cpu"), RankPlace(rank=1, node="n2", device="cpu")],
     complete=True,
-    checked=[Checked(operation="all_reduce[sum]", group="world", dtype="float32", ok=True)],
+    checked=[CheckResult(operation="all_reduce[sum]", group="world", dtype="float32", ok=True)],
     rows=[
         Row(
             operation="all_reduce",
@@ -80,7 +80,7 @@ def test_keys_of_later_versions_are_passed_over() -> None:
         ("[]", "version None is not 1"),
         ('{"version": 2}', "version 2 is not 1"),
         ('{"version": 1}', "missing"),
-        ('{"version": 1, "pairs": [{"source": 0}]}', "is no Pair"),
+        ('{"version": 1, "pairs": [{"source": 0}]}', "is not a valid Pair"),
         ("{", "cannot be read"),
     ],
 )
@@ -93,5 +93,7 @@ def test_another_document_is_refused(tmp_path: Path, text: str, said: str) -> No
 
 
 def test_a_run_without_results_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"no .*comm/results.json: is this a run of `hpcdist bench comm`"):
+    with pytest.raises(
+        RunFolderError, match=r"comm/results.json does not exist: is this a run of `hpcdist bench comm`"
+    ):
         read_results(tmp_path)

@@ -195,7 +195,7 @@ DAMAGE = [
     (lambda folder: replace_step(folder, "9" * 5000), r"is broken \(ValueError: a number of 5000 digits"),
     (lambda folder: replace_step(folder, "1e999"), r"is broken \(OverflowError: cannot convert float infinity"),
     (lambda folder: replace_step(folder, "[" * 10**5 + "]" * 10**5), r"is broken \(ValueError: .* nested too deeply"),
-    (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version 'v{49}, this"),
+    (lambda folder: change_manifest(folder, format_version="v" * 10**6), r"format_version is 'v{49}, but this"),
     (remove_model, r"model.pt cannot be read \(No such file or directory\)"),
     (replace_model_by_a_folder, r"model.pt cannot be read \(Is a directory\)"),
 ]

@@ -1,4 +1,4 @@
-"""`hpcdist bench`: what it prints of a benchmark that has run, which others it compares with, and what it refuses."""
+"""`hpcdist bench`: reports, comparisons with earlier runs, and rejected requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Result:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Result]:
-    """Runs `hpcdist bench` in this process, in an empty folder."""
+    """Run `hpcdist bench` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -46,7 +46,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
 @pytest.fixture
 def left(tmp_path: Path) -> Callable[..., RunDir]:
-    """A run in `runs/comm` with results; each later than those before."""
+    """Make a finished benchmark in `runs/comm`; each is newer than the ones before."""
     times = iter(range(1000, 2000))
 
     def left(name: str, results: Results | None, *, status: Any = "finished", experiment: str = "comm") -> RunDir:
@@ -62,7 +62,7 @@ def left(tmp_path: Path) -> Callable[..., RunDir]:
 
 
 def mistake(result: Result) -> str:
-    """The message of what is refused: one line, nothing printed."""
+    """Return the message of a rejected command: one line, with nothing on standard output."""
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("hpcdist: ")
     assert result.err.count("\n") == 1
@@ -77,37 +77,37 @@ def slower(results: Results, factor: float) -> Results:
     return replace(results, rows=rows)
 
 
-def test_help_names_what_there_is(bench: Callable[..., Result]) -> None:
+def test_help_lists_the_commands(bench: Callable[..., Result]) -> None:
     for arguments, words in (((), ("comm", "show")), (("comm",), ("--submit", "--cluster", "--compare", "--dry-run"))):
         result = bench(*arguments, "--help")
         assert result.code == 0
         assert all(word in result.out for word in words)
 
 
-def test_a_report_again(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
+def test_show_prints_the_report(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("first", sample())
     result = bench("show", "fir")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main")
-    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs are alike")
+    assert result.out.rstrip().splitlines()[-1].startswith("bottleneck: all 12 pairs have equal bandwidth")
 
 
-def test_csv_and_json_to_be_read_by_programs(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
+def test_csv_and_json_are_complete(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("first", sample())
     assert bench("show", "first", "--csv").out.startswith("operation,variant,mode,")
     assert len(json.loads(bench("show", "first", "--json").out)["rows"]) == len(sample().rows)
     assert mistake(bench("show", "first", "--json", "--csv")) == "--csv, --json and --compare exclude each other"
 
 
-def test_compared_with_a_run_by_its_name(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
+def test_compare_with_a_run_by_name(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("first", sample())
     left("second", slower(sample(), 4.0))
     out = bench("show", "second", "--compare", "first").out
     assert "compared with first: all_reduce[sum] is slower at 29 of 29 sizes" in out
-    assert "compared with second: nothing got slower" in bench("show", "first", "--compare", "second").out
+    assert "compared with second: nothing is slower" in bench("show", "first", "--compare", "second").out
 
 
-def test_the_last_one_is_the_newest_that_is_like_it(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
+def test_last_is_the_newest_comparable_run(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("oldest", sample())
     left("baseline", sample())
     left("elsewhere", sample(), experiment="other")
@@ -118,12 +118,12 @@ def test_the_last_one_is_the_newest_that_is_like_it(bench: Callable[..., Result]
     left("nothing", None)
     left("now", sample())
     left("later", sample())
-    assert "\ncompared with baseline: nothing got slower" in bench("show", "now", "--compare", "last").out
+    assert "\ncompared with baseline: nothing is slower" in bench("show", "now", "--compare", "last").out
     out = bench("show", "two-nodes", "--compare", "last").out
     assert "\nno comparison: " in out
 
 
-def test_what_cannot_be_compared_is_refused_with_both_values(
+def test_incomparable_runs_are_rejected_with_both_values(
     bench: Callable[..., Result], left: Callable[..., RunDir]
 ) -> None:
     left("four", sample())
@@ -131,38 +131,41 @@ def test_what_cannot_be_compared_is_refused_with_both_values(
     result = bench("show", "four", "--compare", "gpu")
     assert (result.code, result.err) == (
         2,
-        "hpcdist: not comparable with run gpu: partition main now and gpu then, backend gloo now and nccl then,"
-        " number of ranks 4 now and 2 then, number of nodes 4 now and 2 then\n",
+        "hpcdist: not comparable with run gpu: partition main now and gpu before, backend gloo now and nccl before,"
+        " number of ranks 4 now and 2 before, number of nodes 4 now and 2 before\n",
     )
 
 
-def test_refused_before_anything_is_started(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
-    """As far as it is known by then."""
+def test_incomparable_runs_are_rejected_before_the_start(
+    bench: Callable[..., Result], left: Callable[..., RunDir]
+) -> None:
     four = left("four", replace(sample(), partition="main"))
     before = set(four.path.parent.iterdir())
     here = mistake(bench("comm", "--compare", "four", "launch.ranks=2"))
     assert here == (
-        "not comparable with run four: partition none now and main then, number of nodes 1 now and 4 then,"
-        " number of ranks 2 now and 4 then"
+        "not comparable with run four: partition none now and main before, number of nodes 1 now and 4 before,"
+        " number of ranks 2 now and 4 before"
     )
     there = mistake(bench("comm", "--compare", "four", "--cluster", "devcluster", "cluster.partition=high"))
-    assert there == ("not comparable with run four: number of nodes 2 now and 4 then, partition high now and main then")
+    assert there == (
+        "not comparable with run four: number of nodes 2 now and 4 before, partition high now and main before"
+    )
     backend = mistake(
         bench("comm", "--compare", "four", "--submit", "cluster.nodes=4", "launch.backend=nccl", "launch.device=cuda")
     )
-    assert backend == "not comparable with run four: backend nccl now and gloo then"
+    assert backend == "not comparable with run four: backend nccl now and gloo before"
     assert set(four.path.parent.iterdir()) == before
 
 
-def test_runs_that_there_are_not(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
+def test_missing_runs_are_errors(bench: Callable[..., Result], left: Callable[..., RunDir]) -> None:
     left("empty", None)
     assert mistake(bench("show", "nowhere")).startswith("no run 'nowhere' under ")
-    assert "comm/results.json: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
+    assert "comm/results.json does not exist: is this a run of `hpcdist bench comm`" in mistake(bench("show", "empty"))
     assert mistake(bench("comm", "--compare", "nowhere")).startswith("no run 'nowhere' under ")
     assert "exclude each other" in mistake(bench("comm", "--compare", "last", "--detach"))
 
 
-def test_left_in_the_background_it_says_how_to_see_it(
+def test_a_benchmark_in_the_background_prints_how_to_see_its_report(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_run, "detach", lambda run, env: 4711)

@@ -1,4 +1,4 @@
-"""The commands: what they print, leave behind and end with."""
+"""The commands: their output, their files and their exit codes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Cli = Callable[..., Result]
 
 @pytest.fixture
 def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
-    """Runs a command in this process, in an empty folder, as the console script does."""
+    """Run a command in this process, in an empty folder, as the console script does."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -81,7 +81,7 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., RunDir]:
-    """A run folder in `runs/exp`, as a start leaves it."""
+    """Make a run folder in `runs/exp`, as a start does."""
 
     def make(name: str = "first", *overrides: str, **state: Any) -> RunDir:
         path = tmp_path / "made.yaml"
@@ -98,7 +98,7 @@ def make(tmp_path: Path) -> Callable[..., RunDir]:
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """No rank is started: `supervise` notes what it was given and returns the state in `ends`."""
+    """Replace `supervise`, which starts no ranks: it records its arguments and returns the state in `ends`."""
     seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
 
     def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
@@ -112,7 +112,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def one_line(result: Result, code: int = 2) -> str:
-    """The message of a command that fails: one line, no traceback, nothing else on standard error."""
+    """Return the message of a failed command: one line, and nothing else on standard error."""
     assert result.code == code
     assert result.err.startswith("hpcdist: ")
     assert result.err.count("\n") == 1
@@ -147,7 +147,7 @@ def test_the_help_of_every_command_has_an_example(hpcdist: Cli, command: str) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[str], heavy: set[str]) -> None:
+def test_quick_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[str], heavy: set[str]) -> None:
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print(sorted({heavy!r} & set(sys.modules)), file=sys.stderr))\n"
@@ -159,7 +159,7 @@ def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[st
     assert ast.literal_eval(done.stderr) == []
 
 
-# --- mistakes
+# --- user errors
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_what_a_quick_command_does_not_import(tmp_path: Path, arguments: list[st
         (["run", "ddp_digits", "tracking.uri=http://ada:***@mlflow"], "the password of http://ada:***@mlflow is not"),
     ],
 )
-def test_a_mistake_is_one_line_without_a_traceback(hpcdist: Cli, arguments: list[str], message: str) -> None:
+def test_a_user_error_is_one_line(hpcdist: Cli, arguments: list[str], message: str) -> None:
     result = hpcdist(*arguments)
     assert message in one_line(result, 1 if "tracking.uri" in arguments[-1] else 2)
     assert os.listdir() == []
 
 
-def test_many_mistakes_are_a_list(hpcdist: Cli) -> None:
+def test_several_user_errors_are_a_list(hpcdist: Cli) -> None:
     result = hpcdist("run", "ddp_digits", "optim.lr=-1", "seed=-1", "nope=1")
     assert result.code == 2
     first, *lines = result.err.splitlines()
@@ -210,7 +210,7 @@ def test_many_mistakes_are_a_list(hpcdist: Cli) -> None:
         (["logs", "first", "--rank", "x"], "Invalid value for '--rank'"),
     ],
 )
-def test_a_wrong_command_line_is_explained(hpcdist: Cli, arguments: list[str], message: str) -> None:
+def test_a_usage_error_is_one_line(hpcdist: Cli, arguments: list[str], message: str) -> None:
     result = hpcdist(*arguments)
     assert result.code == 2
     assert message in result.err
@@ -238,7 +238,7 @@ def test_the_real_process_ends_with_the_same_message_and_code(tmp_path: Path) ->
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_comes_from_outside_ends_without_a_traceback(
+def test_errors_of_the_system_end_without_a_traceback(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
 ) -> None:
     def fail(*_: object) -> None:
@@ -249,7 +249,7 @@ def test_what_comes_from_outside_ends_without_a_traceback(
     assert (result.code, result.err) == (code, message)
 
 
-def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
+def test_an_unexpected_exception_is_one_line_that_names_a_file_with_the_traceback(
     monkeypatch: pytest.MonkeyPatch, hpcdist: Cli, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hpcdist.run.lookup.list_runs", lambda _: 1 // 0)
@@ -267,7 +267,9 @@ def test_a_defect_is_one_line_that_names_a_file_with_the_traceback(
     assert "Traceback (most recent call last)" in hpcdist("runs").err
 
 
-def test_a_defect_of_a_supervisor_goes_to_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unexpected_exception_of_a_supervisor_goes_to_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("hpcdist.run.folder.RunDir.open", lambda _: 1 // 0)
     monkeypatch.setattr(sys, "argv", ["hpcdist", "supervise", str(tmp_path)])
     with pytest.raises(ZeroDivisionError):
@@ -277,7 +279,7 @@ def test_a_defect_of_a_supervisor_goes_to_its_log(monkeypatch: pytest.MonkeyPatc
 # --- config
 
 
-def test_config_prints_what_would_run(hpcdist: Cli) -> None:
+def test_config_prints_the_resolved_config(hpcdist: Cli) -> None:
     result = hpcdist("config", "ddp_digits", "optim.lr=0.01", "launch.env.API_KEY=s3cret", "params.lr=${optim.lr}")
     assert (result.code, result.err) == (0, "")
     shown = yaml.safe_load(result.out)
@@ -295,7 +297,7 @@ def test_the_schema_has_every_key_with_type_default_and_meaning(hpcdist: Cli) ->
 # --- run
 
 
-def test_a_dry_run_shows_the_plan_and_leaves_nothing_behind(hpcdist: Cli, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_plan_and_writes_nothing(hpcdist: Cli, tmp_path: Path) -> None:
     result = hpcdist("run", "ddp_digits", "name=first", "launch.env.API_KEY=s3cret", "--dry-run")
     assert (result.code, result.err) == (0, "")
     rows = {line.split()[0]: line for line in result.out.splitlines()}
@@ -334,23 +336,21 @@ def test_run_shows_the_plan_supervises_and_ends_with_the_reason(
     ],
     ids=lambda value: getattr(value, "status", None),
 )
-def test_the_exit_code_says_how_the_run_ended(
+def test_the_exit_code_follows_the_status_of_the_run(
     hpcdist: Cli, supervised: dict[str, Any], state: State, code: int
 ) -> None:
     supervised["ends"] = state
     assert hpcdist("run", "ddp_digits").code == code
 
 
-def test_run_refuses_a_name_that_is_taken(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
-) -> None:
+def test_run_rejects_a_name_in_use(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first")
     result = hpcdist("run", "ddp_digits", "name=first", "experiment=exp")
     assert one_line(result).endswith("choose another `name`, or continue that run with `hpcdist resume first`")
     assert "run" not in supervised
 
 
-def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
+def test_run_reports_a_folder_that_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     result = hpcdist("run", "ddp_digits", "runs_dir=file/runs", "name=first")
     assert one_line(result) == (
@@ -359,7 +359,7 @@ def test_run_says_where_it_cannot_write(hpcdist: Cli, tmp_path: Path, supervised
     )
 
 
-def test_run_detached_says_how_to_follow(
+def test_a_detached_run_prints_how_to_follow_it(
     hpcdist: Cli, monkeypatch: pytest.MonkeyPatch, supervised: dict[str, Any]
 ) -> None:
     seen: list[str] = []
@@ -373,9 +373,7 @@ def test_run_detached_says_how_to_follow(
     assert "run" not in supervised
 
 
-def test_supervise_sees_a_run_folder_through(
-    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
-) -> None:
+def test_supervise_runs_a_run_folder(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     run = make("first", "seed=7")
     supervised["ends"] = State(status="failed", reason="so it is")
     assert hpcdist("supervise", str(run.path)).code == 1
@@ -394,7 +392,7 @@ def test_worker_is_one_rank(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> No
 # --- resume
 
 
-def test_resume_goes_on_with_the_runs_own_config(
+def test_resume_uses_the_config_of_the_run(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
 ) -> None:
     run = make("first", "seed=7", status="failed", attempt=1)
@@ -406,7 +404,7 @@ def test_resume_goes_on_with_the_runs_own_config(
     assert not run.lease.exists()
 
 
-def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     run = make("first", status="finished", attempt=1)
     assert hpcdist("resume", "first", "stop.epochs=20").code == 0
     assert supervised["config"].stop.epochs == 20
@@ -414,14 +412,14 @@ def test_resume_writes_overrides_down(hpcdist: Cli, make: Callable[..., RunDir],
     assert yaml.safe_load(run.config.read_text())["stop"]["epochs"] == 3, "kept until a step is completed"
 
 
-def test_resume_refuses_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
     make("first", status="finished", attempt=1)
     message = one_line(hpcdist("resume", "first"))
     assert message == "run first is finished: to train longer, add an override such as stop.epochs=20"
     assert "run" not in supervised
 
 
-def test_resume_refuses_a_run_that_is_held_and_leaves_its_config_alone(
+def test_resume_rejects_a_held_run_and_keeps_its_config(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
 ) -> None:
     run = make("first", status="running", attempt=1)
@@ -434,7 +432,7 @@ def test_resume_refuses_a_run_that_is_held_and_leaves_its_config_alone(
 
 
 @pytest.mark.parametrize("current", [False, True])
-def test_resume_runs_the_code_of_the_start_unless_told_otherwise(
+def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path, current: bool
 ) -> None:
     code = tmp_path / "train.py"
@@ -447,7 +445,7 @@ def test_resume_runs_the_code_of_the_start_unless_told_otherwise(
     assert ("--with-current-code" in command) == current
 
 
-def test_resume_wants_the_secrets_back(
+def test_resume_needs_the_secrets_again(
     hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
@@ -468,7 +466,7 @@ def test_resume_wants_the_secrets_back(
     assert kept(run) == {"API_KEY": "another"}
 
 
-# --- looking at runs
+# --- status of runs
 
 
 def test_runs_lists_them(hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,10 +489,10 @@ def test_status_of_a_prefix(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "cancel", "resume", "sync"])
-def test_an_ambiguous_name_lists_what_it_means(
+def test_an_ambiguous_name_lists_the_matches(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The real one imports mlflow, which takes seconds.
+    # The real module imports mlflow, which takes seconds.
     monkeypatch.setitem(sys.modules, "hpcdist.tracking.shipper", SimpleNamespace(sync=None))
     make("first")
     make("fire")
@@ -513,7 +511,7 @@ def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]
     assert one_line(hpcdist("logs", "first", "--rank", "2")).startswith("no log of rank 2 in attempt 2 of first (")
 
 
-# --- asking something of a run
+# --- stop and cancel
 
 
 @pytest.mark.parametrize(
@@ -523,7 +521,7 @@ def test_logs_of_a_rank_and_an_attempt(hpcdist: Cli, make: Callable[..., RunDir]
         ("cancel", "first will end at once\n"),
     ],
 )
-def test_a_request_is_left_in_the_last_attempt(
+def test_a_request_is_written_into_the_last_attempt(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, said: str
 ) -> None:
     run = make("first", status="running", attempt=2)
@@ -539,7 +537,7 @@ def test_a_request_is_left_in_the_last_attempt(
 @pytest.mark.parametrize(
     ("status", "attempt", "held"), [("running", 1, False), ("finished", 1, False), ("created", 0, True)]
 )
-def test_nothing_can_be_asked_of_a_run_that_is_not_running(
+def test_a_run_that_is_not_running_takes_no_requests(
     hpcdist: Cli, make: Callable[..., RunDir], command: str, status: str, attempt: int, held: bool
 ) -> None:
     run = make("first", status=status, attempt=attempt)
@@ -553,7 +551,7 @@ def test_nothing_can_be_asked_of_a_run_that_is_not_running(
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
-    """Slurm says the last of these looks of every job."""
+    """Set the snapshot that Slurm returns for every job."""
     said: list[JobSnapshot] = []
     monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: said[-1])
     return said.append
@@ -565,7 +563,7 @@ def job(state: str, **facts: Any) -> JobSnapshot:
 
 @pytest.mark.parametrize(("command", "status"), [("stop", "stopped"), ("cancel", "cancelled")])
 @pytest.mark.parametrize("before", ["queued", "running"])
-def test_a_run_that_waits_is_taken_out_of_the_queue(
+def test_a_queued_run_is_removed_from_the_queue(
     hpcdist: Cli,
     make: Callable[..., RunDir],
     slurm: Callable[[JobSnapshot], None],
@@ -574,7 +572,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
     command: str,
     status: str,
 ) -> None:
-    """Also one whose supervisor was killed before Slurm queued it again."""
+    """This includes a run with a supervisor that was killed before Slurm requeued the job."""
     run = make("first", status=before, attempt=1)
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING", reason="Resources"))
@@ -593,7 +591,7 @@ def test_a_run_that_waits_is_taken_out_of_the_queue(
     assert state.reason.startswith(f"{status} in the queue (`hpcdist {command}` by ")
 
 
-def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
+def test_a_job_that_starts_during_the_stop_gets_a_request(
     hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", status="queued")
@@ -628,7 +626,7 @@ def test_a_job_that_starts_while_it_is_to_be_stopped_is_asked(
     ],
     ids=["away", "vanished"],
 )
-def test_what_cannot_be_taken_out_of_the_queue(
+def test_jobs_that_cannot_be_removed_from_the_queue(
     hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None], look: JobSnapshot, message: str
 ) -> None:
     run = make("first", status="queued")
@@ -651,7 +649,7 @@ def test_a_run_in_the_queue_cannot_be_resumed(
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 0), ("failed", 1), ("cancelled", 130)])
-def test_following_a_run_that_is_over_tells_its_end(
+def test_following_an_ended_run_prints_its_end(
     hpcdist: Cli, make: Callable[..., RunDir], status: str, code: int
 ) -> None:
     make("first", status=status, attempt=1, reason="so it is")
@@ -659,7 +657,7 @@ def test_following_a_run_that_is_over_tells_its_end(
     assert (result.code, result.out.splitlines()[-1]) == (code, f"{status}: so it is")
 
 
-def test_ctrl_c_leaves_a_run_that_is_followed_as_it_is(
+def test_ctrl_c_does_not_stop_a_followed_run(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("first", status="running", attempt=1)
@@ -684,7 +682,7 @@ def test_a_run_that_was_never_started_cannot_be_followed(hpcdist: Cli, make: Cal
     assert message == "run first was never started: `hpcdist resume first` starts it"
 
 
-def test_explain_prints_what_was_found_out(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
+def test_explain_prints_its_findings(hpcdist: Cli, make: Callable[..., RunDir]) -> None:
     make("first", status="finished", attempt=1, reason="all epochs are done")
     assert hpcdist("explain", "first") == Result(0, "finished: all epochs are done; nothing to explain\n", "")
 
@@ -692,7 +690,7 @@ def test_explain_prints_what_was_found_out(hpcdist: Cli, make: Callable[..., Run
 # --- MLflow
 
 
-def test_sync_ships_all_runs_but_those_that_ship_themselves(
+def test_sync_uploads_all_runs_without_a_shipper(
     hpcdist: Cli, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from hpcdist.errors import TrackingError
@@ -734,7 +732,7 @@ def test_ui_starts_mlflow_behind_a_token(hpcdist: Cli, monkeypatch: pytest.Monke
     started: list[list[str]] = []
     masks: list[int] = []
     for name in ("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "MLFLOW_BACKEND_STORE_URI", "HPCDIST_UI_TOKEN_FILE"):
-        monkeypatch.setenv(name, "of the caller")  # taken back after the test
+        monkeypatch.setenv(name, "of the caller")  # restored after the test
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(os, "execv", lambda path, arguments: started.append(arguments))
@@ -761,13 +759,13 @@ def test_ui_starts_mlflow_behind_a_token(hpcdist: Cli, monkeypatch: pytest.Monke
     assert masks == [0o077]
 
 
-def test_ui_takes_no_port_that_is_none(hpcdist: Cli) -> None:
+def test_ui_rejects_an_invalid_port(hpcdist: Cli) -> None:
     shown = hpcdist("ui", "--port", "70000")
     assert shown.code == 2
     assert "Invalid value for '--port'" in shown.err
 
 
-def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ui_prints_the_address_of_a_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("MLflow was started"))
     assert (
         hpcdist("ui", "--tracking-uri", "http://mlflow:5000").out
@@ -783,7 +781,7 @@ def test_ui_of_a_server_is_the_server(hpcdist: Cli, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State]]:
-    """How cells end, by the last part of their names; all others finish."""
+    """Set the ends of cells by the last part of their names; all others finish."""
     ends: dict[str, Callable[[RunDir], State]] = {}
 
     def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
@@ -795,14 +793,14 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[RunDir], State
 
     monkeypatch.setattr(local_run, "supervise", supervise)
     monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
-    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("told the parent"))
+    monkeypatch.setattr("hpcdist.cli.sweep._close_parent_run", lambda run, uri: print("closed the parent run"))
     return ends
 
 
 SWEEP = ("run", "ddp_digits", "name=tune", "--sweep", "seed=1,2,3", "--sweep", "optim.lr=0.1")
 
 
-def test_the_cells_of_a_sweep_are_shown_and_nothing_is_made(hpcdist: Cli) -> None:
+def test_a_dry_run_of_a_sweep_shows_its_cells_and_writes_nothing(hpcdist: Cli) -> None:
     result = hpcdist(*SWEEP, "--dry-run")
     assert (result.code, result.err) == (0, "")
     assert "sweep tune: 3 cells, 3 to run, in " in result.out
@@ -823,7 +821,7 @@ def test_a_failed_cell_does_not_end_the_sweep(hpcdist: Cli, cells: dict[str, Cal
     assert "sweep tune: 3 cells, 1 to run, in " in result.out
     assert "cell 1 of 1: lr=0.1 seed=2" in result.out
     assert "sweep tune: 3 finished" in result.out
-    assert "told the parent" not in result.out
+    assert "closed the parent run" not in result.out
 
 
 def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
@@ -842,7 +840,7 @@ def test_a_cell_that_cannot_be_started_does_not_end_the_sweep(
 @pytest.mark.parametrize("within", [True, False], ids=["within a cell", "between two"])
 def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]], within: bool) -> None:
     def stopped(run: RunDir) -> State:
-        if within:  # the supervisor's own handler leaves this
+        if within:  # as the signal handler of the supervisor writes it
             run.attempt(1).send_request("stop", by="SIGINT", reason="SIGINT to the supervisor")
             return State(status="stopped", reason="saved")
         os.kill(os.getpid(), signal.SIGINT)
@@ -854,7 +852,7 @@ def test_ctrl_c_ends_the_sweep(hpcdist: Cli, cells: dict[str, Callable[[RunDir],
     ended = "1 created, 1 finished, 1 stopped" if within else "1 created, 2 finished"
     assert f"sweep tune: {ended}" in result.out
     assert "run the same command again for missing and failed cells" in result.out
-    assert "told the parent" in result.out
+    assert "closed the parent run" in result.out
 
 
 def test_stopping_one_cell_leaves_the_others(hpcdist: Cli, cells: dict[str, Callable[[RunDir], State]]) -> None:

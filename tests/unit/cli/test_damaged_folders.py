@@ -1,6 +1,6 @@
-"""Damaged files in a run folder: commands on all runs go on with the others, and one by name says what is wrong.
+"""Damaged files in a run folder: commands on all runs skip it, and commands on the run report the problem.
 
-Each file of a run folder in each state that a crash, a full disk, a stranger or a newer hpcdist may leave it in.
+Each file of a run folder is put into each state that a crash, a full disk, another user or a newer hpcdist can cause.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def text(value: str) -> Callable[[Path], None]:
 
 
 def wrongly_typed(path: Path) -> None:
-    """Each value of another type."""
+    """Replace each value by one of another type."""
     found = read_json(path) or {"time": 1}
     path.write_text(json.dumps({key: [None] if not isinstance(value, list) else 7 for key, value in found.items()}))
 
@@ -133,7 +133,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-#: Files that decide most meet all damages, the others those that differ in kind.
+#: The most important files are tested with all kinds of damage, the others with a selection.
 OF_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
 ALL_DAMAGES = ("state.json", "lease", "slurm.json")
 SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "newer")
@@ -141,7 +141,7 @@ SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "danglin
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with all files in it, and an undamaged run beside it."""
+    """Make a run folder with all its files, and an undamaged run beside it."""
     runs_dir = tmp_path_factory.mktemp("whole") / "runs"
     shutil.copytree(FORMATS / "v0" / "runs", runs_dir)
     run = runs_dir / "counting" / "half"
@@ -157,7 +157,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sync_without_mlflow(run: RunDir) -> None:
-    """All that shipping reads."""
+    """Read everything that the shipper reads."""
     state, config = run.read_state(), run_metadata.read_config(run)
     run_metadata.params(config)
     run_metadata.fixed_tags(run, config)
@@ -176,7 +176,7 @@ def sync_without_mlflow(run: RunDir) -> None:
 
 
 def doctor(run: RunDir) -> None:
-    """All that `doctor RUN` says of the folder, without asking machines."""
+    """Run the checks of `doctor RUN` on the folder, without checks of machines."""
     config = load_run_config(run.config, [], {}, require_secrets=False)
     for section in run_sections(run, config)[:3]:
         section.look()
@@ -191,7 +191,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_costs_one_line(
+def test_a_damaged_file_is_reported_in_one_line(
     name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_dir = tmp_path / "runs"
@@ -208,7 +208,7 @@ def test_a_damaged_file_costs_one_line(
         label = f"{name}, {kind}"
 
         def command(function: Callable[[], object], label: str = label, kind: str = kind) -> tuple[int, str]:
-            """Exit code and output, as `main` makes them of the exceptions that it knows."""
+            """Return exit code and output, with exceptions handled as in `main`."""
             error, code = "", 0
             try:
                 function()
@@ -257,7 +257,7 @@ def test_a_damaged_sweep_is_reported(whole: Path, tmp_path: Path) -> None:
                 sweep.read()
 
 
-def test_what_is_said_of_damaged_and_of_newer_files(whole: Path, tmp_path: Path) -> None:
+def test_messages_on_damaged_and_newer_files(whole: Path, tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
     shutil.copytree(whole, runs_dir)
     run = RunDir(runs_dir / "counting" / "half")
@@ -284,7 +284,7 @@ def test_what_is_said_of_damaged_and_of_newer_files(whole: Path, tmp_path: Path)
     }
 
 
-def test_again_and_compare_pass_over_damaged_runs(whole: Path, tmp_path: Path) -> None:
+def test_resume_and_compare_skip_damaged_runs(whole: Path, tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
     shutil.copytree(whole, runs_dir)
     run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))

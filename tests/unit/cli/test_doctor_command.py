@@ -1,4 +1,4 @@
-"""`hpcdist doctor`: the real command with its real parts, but for ranks that start and clusters that answer."""
+"""`hpcdist doctor` with its real checks, except those that start ranks or query clusters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Doctor = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
-    """Runs `hpcdist doctor` in this process, on a machine without Slurm; returns exit code, output and errors."""
+    """Run `hpcdist doctor` in this process, on a machine without Slurm. Returns exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -50,11 +50,11 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 
 
 def checks(text: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Findings of the document, by section and name."""
+    """Return the findings of the document by section and name."""
     return {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
 
 
-def test_a_page_for_people(doctor: Doctor, tmp_path: Path) -> None:
+def test_the_report_on_a_terminal(doctor: Doctor, tmp_path: Path) -> None:
     code, out, err = doctor()
     assert (code, err) == (0, ""), out
     first, *lines = out.splitlines()
@@ -77,7 +77,7 @@ def test_a_page_for_people(doctor: Doctor, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
 
 
-def test_a_document_for_programs(doctor: Doctor, tmp_path: Path) -> None:
+def test_the_report_as_json(doctor: Doctor, tmp_path: Path) -> None:
     code, out, err = doctor("--json", "--runs-dir", str(tmp_path / "mine"))
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -86,11 +86,11 @@ def test_a_document_for_programs(doctor: Doctor, tmp_path: Path) -> None:
     assert checks(out)["Training, tried", "2 ranks, gloo"]["level"] == "ok"
 
 
-def test_what_would_make_a_run_fail_ends_it_with_1(
+def test_a_finding_that_would_fail_a_run_gives_exit_code_1(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = runs_folder.os.access
-    # Root may write everywhere.
+    # Root can write everywhere.
     monkeypatch.setattr(runs_folder.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
     code, out, _ = doctor()
     assert code == 1
@@ -101,7 +101,7 @@ def test_what_would_make_a_run_fail_ends_it_with_1(
     assert f"- Folder of runs, runs: {tmp_path} belongs to" in words
 
 
-def test_an_mlflow_that_is_away_is_no_failure(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_mlflow_is_not_a_failure(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
     code, out, _ = doctor("--json")
     assert code == 0
@@ -109,7 +109,7 @@ def test_an_mlflow_that_is_away_is_no_failure(doctor: Doctor, monkeypatch: pytes
     assert (server["level"], "Connection refused" in server["text"]) == ("warning", True)
 
 
-def test_an_outdated_database_is_told_and_left_alone(doctor: Doctor, tmp_path: Path) -> None:
+def test_an_outdated_database_is_reported_and_not_changed(doctor: Doctor, tmp_path: Path) -> None:
     oldest = next(revision for revision, before in revisions().items() if not before)
     (tmp_path / "runs").mkdir()
     with closing(sqlite3.connect(tmp_path / "runs" / "mlflow.db")) as connection, connection:
@@ -123,14 +123,14 @@ def test_an_outdated_database_is_told_and_left_alone(doctor: Doctor, tmp_path: P
     assert (tmp_path / "runs" / "mlflow.db").read_bytes() == before
 
 
-def test_a_tracking_uri_that_has_lost_its_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracking_uri_with_a_redacted_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:***@mlflow.site")
     code, out, _ = doctor("--json")
     found = checks(out)["MLflow", "store"]
     assert (code, found["level"], "HPCDIST_TRACKING_URI" in found["text"]) == (0, "warning", True)
 
 
-def test_a_run_of_this_machine_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
+def test_a_local_run_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
     config = load_config("ddp_digits", ["name=first", f"runs_dir={tmp_path}/runs", "experiment=exp"])
     run = create.create_run(config, tmp_path)
     assert isinstance(run, RunDir)
@@ -143,7 +143,7 @@ def test_a_run_of_this_machine_and_its_folder(doctor: Doctor, tmp_path: Path) ->
     assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db does not exist; the first run creates it"
 
 
-def test_a_run_that_there_is_not(doctor: Doctor) -> None:
+def test_a_missing_run_is_an_error(doctor: Doctor) -> None:
     code, out, err = doctor("nope")
     assert (code, out) == (2, "")
     assert err.startswith("hpcdist: no run 'nope' under")

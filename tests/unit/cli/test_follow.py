@@ -1,4 +1,4 @@
-"""Following a run: its log through all attempts, its state through all lives of its job."""
+"""Following a run: its log through all attempts, its state through all requeues of its job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(runs_dir: Path) -> Callable[..., RunDir]:
 # --- logs
 
 
-def test_a_log_of_the_last_attempt_or_another(make: Callable[..., RunDir]) -> None:
+def test_a_log_of_the_last_or_a_given_attempt(make: Callable[..., RunDir]) -> None:
     run = make(status="finished", attempt=2)
     run.attempt(1).log(0).write_text("first\n")
     run.attempt(2).log(0).write_bytes(b"second \xff\n")
@@ -51,14 +51,14 @@ def test_a_log_of_the_last_attempt_or_another(make: Callable[..., RunDir]) -> No
     assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
 
 
-def test_a_log_that_is_not_there(make: Callable[..., RunDir]) -> None:
+def test_a_missing_log_is_an_error(make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1)
     with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):
         list(stream_log(run, 5, None, follow=False))
 
 
 class Life:
-    """What happens to a run while its log is followed: one deed at each pause."""
+    """Events of a run while its log is followed: one at each pause."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deeds: list[Callable[[], object]]) -> None:
         self._deeds: Iterator[Callable[[], object]] = iter(deeds)
@@ -81,7 +81,7 @@ def test_a_log_is_followed_through_all_attempts_to_the_end(
     log = run.attempt(1).log(0)
 
     def two_restarts() -> None:
-        """Between two looks: an attempt that is over before anybody has seen it begin."""
+        """An attempt that starts and ends between two polls."""
         append(log, "c")
         for number in (2, 3):
             run.new_attempt()
@@ -119,7 +119,7 @@ def lines_of(console: Console) -> list[str]:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
-    """Sets what Slurm says from now on; each look is a new one."""
+    """Set the job snapshot that Slurm returns; each poll returns a new one."""
     now: list[JobSnapshot] = []
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: replace(now[-1]))
     monkeypatch.setattr(status, "QUERY_EVERY_S", 0.0)
@@ -136,7 +136,7 @@ def submitted(run: RunDir) -> RunDir:
     return run
 
 
-def test_stragglers_are_told_while_a_run_is_followed_each_line_once(
+def test_each_straggler_line_is_printed_once_while_a_run_is_followed(
     make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="running", attempt=1)
@@ -175,11 +175,11 @@ def test_a_preempted_run_is_followed_through_the_queue(
         beat(4)
 
     def preempted() -> None:
-        """For a moment it looks as if it had ended: the supervisor has written its state, and has not gone yet."""
+        """The supervisor has written the state, which looks like the end, but still runs."""
         state(status="stopped", reason="stopped with everything saved (SIGTERM)")
 
     def gone() -> None:
-        """Nobody holds it, and Slurm has it in the queue."""
+        """No supervisor holds the lease, and the job is in the queue."""
         holding.__exit__(None, None, None)
         slurm(job("PENDING", reason="BeginTime"))
 
@@ -226,7 +226,7 @@ def test_waiting_shows_no_progress(
     ],
     ids=["cancelled", "failed", "vanished"],
 )
-def test_a_job_that_dies_without_a_word_is_told_and_closed(
+def test_a_job_that_dies_without_a_recorded_status_is_reported_and_closed(
     make: Callable[..., RunDir],
     console: Console,
     slurm: Callable[[JobSnapshot], None],
@@ -235,7 +235,7 @@ def test_a_job_that_dies_without_a_word_is_told_and_closed(
     status: str,
     reason: str,
 ) -> None:
-    """Only when Slurm has said so twice: what the folder says may be seen a little later."""
+    """Two answers of Slurm must agree, since the folder may be updated later than Slurm."""
     run = submitted(make(status="queued"))
     slurm(look)
     Life(monkeypatch, [lambda: None])
@@ -244,7 +244,7 @@ def test_a_job_that_dies_without_a_word_is_told_and_closed(
     assert run.read_state() == state
 
 
-def test_one_look_in_vain_ends_nothing(
+def test_one_failed_poll_does_not_end_following(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
@@ -253,7 +253,7 @@ def test_one_look_in_vain_ends_nothing(
     assert follow(console, run).status == "finished"
 
 
-def test_a_slurm_that_is_away_is_a_note(
+def test_an_unavailable_slurm_is_a_note(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
@@ -266,7 +266,7 @@ def test_a_slurm_that_is_away_is_a_note(
     ]
 
 
-def test_a_run_that_is_submitted_anew_is_followed_as_its_new_job(
+def test_a_resubmitted_run_is_followed_as_its_new_job(
     make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))

@@ -1,4 +1,4 @@
-"""What people see of a run, on a terminal and in a log."""
+"""Output of one run, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def listed(*runs: RunDir) -> Listing:
 
 @pytest.fixture
 def console() -> Console:
-    """A log, not a terminal: 60 columns, in which long lines must stay whole all the same."""
+    """Return a console without a terminal: long lines must stay whole in its 60 columns."""
     return Console(file=io.StringIO(), width=60)
 
 
@@ -127,10 +127,10 @@ def test_a_dry_run_shows_command_and_variables_without_secrets(console: Console,
     ]
 
 
-# --- while it runs
+# --- during a run
 
 
-def test_notes_and_output_are_printed_as_they_are(console: Console, tmp_path: Path) -> None:
+def test_notes_and_output_are_printed_unchanged(console: Console, tmp_path: Path) -> None:
     (tmp_path / "002").mkdir()
     with RunView(console) as shown:
         shown.attempt(Attempt(tmp_path / "002"), 1)
@@ -146,7 +146,7 @@ def test_notes_and_output_are_printed_as_they_are(console: Console, tmp_path: Pa
     ]
 
 
-def test_a_failure_shows_who_and_its_last_lines(console: Console) -> None:
+def test_a_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
     lines = tuple(f"line {number} [x]\n" for number in range(20))
     failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)
     RunView(console).failure(failure, Path("/runs/rank-00003.log"))
@@ -157,7 +157,7 @@ def test_a_failure_shows_who_and_its_last_lines(console: Console) -> None:
     ]
 
 
-def test_progress_in_a_log_is_a_line_every_few_seconds_and_the_last_one(
+def test_progress_in_a_log_is_a_line_every_few_seconds_and_at_the_end(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -168,7 +168,7 @@ def test_progress_in_a_log_is_a_line_every_few_seconds_and_the_last_one(
         shown.progress({"step": step, "total_steps": 100, "metrics": METRICS})
     shown.progress({"step": 101, "total_steps": None, "metrics": {}})
     numbers = "loss 0.1235  accuracy 0.975"
-    # Two steps in six seconds leave 97 steps for five minutes less a bit.
+    # At two steps in six seconds, 97 steps take a bit less than five minutes.
     eta = "ETA 0:04:51"
     assert rows_of(console) == [
         f"step 1/100  {numbers}",
@@ -187,7 +187,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "loss 0.1235  accuracy 0.975" in last
 
 
-def test_the_few_metrics_of_a_progress_line() -> None:
+def test_the_metrics_of_a_progress_line() -> None:
     assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
     metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}
     assert format_metrics(metrics) == "return 23.46  greedy return 500  steps/s 123457"
@@ -202,7 +202,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
 
 
-def test_the_command_is_shown_as_it_can_be_typed(
+def test_printed_commands_can_be_pasted(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make(status="finished")
@@ -237,7 +237,7 @@ def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]
 
 
 def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Callable[..., RunDir]) -> None:
-    """Its metrics are points over sizes, of which the last ones say little."""
+    """The last metrics of a benchmark are those of the largest message only, and are not shown."""
     run = make(attempt=1, status="finished", reason="measured")
     beat(run, 1, 0, metrics=METRICS)
     run.artifacts.mkdir()
@@ -249,7 +249,7 @@ def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Cal
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
-def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., RunDir], status: str) -> None:
+def test_the_end_of_a_run_that_can_be_resumed(console: Console, make: Callable[..., RunDir], status: str) -> None:
     run = make(status=status, reason="so it is")
     lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
     assert lines == [
@@ -259,10 +259,10 @@ def test_the_end_of_a_run_that_can_go_on(console: Console, make: Callable[..., R
     ]
 
 
-# --- how runs stand
+# --- status of runs
 
 
-def test_a_table_of_runs_keeps_names_whole_where_there_is_little_room(
+def test_the_list_of_runs_does_not_cut_names_on_a_narrow_terminal(
     console: Console, make: Callable[..., RunDir], runs_dir: Path
 ) -> None:
     run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long story " * 9)
@@ -328,7 +328,7 @@ def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make
     assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
 
 
-def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable[..., RunDir]) -> None:
+def test_the_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1, world_size=2)
     show_status(console, run)
     assert rows_of(console) == [
@@ -340,7 +340,7 @@ def test_the_status_of_a_lost_run_says_what_now(console: Console, make: Callable
     ]
 
 
-def test_the_status_of_an_ended_run_says_why(console: Console, make: Callable[..., RunDir]) -> None:
+def test_the_status_of_an_ended_run_shows_the_reason(console: Console, make: Callable[..., RunDir]) -> None:
     show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
     assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
 
@@ -376,7 +376,7 @@ def test_the_status_of_a_run_in_the_queue(
     ],
     ids=["away", "vanished"],
 )
-def test_the_status_of_a_job_that_slurm_tells_nothing_of(
+def test_the_status_of_a_job_without_an_answer_of_slurm(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: JobSnapshot, row: str
 ) -> None:
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
@@ -384,7 +384,7 @@ def test_the_status_of_a_job_that_slurm_tells_nothing_of(
     assert row in rows_of(console)
 
 
-def test_runs_ask_slurm_once_for_all_that_may_go_on(
+def test_the_list_of_runs_queries_slurm_once(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
@@ -406,7 +406,7 @@ def test_runs_ask_slurm_once_for_all_that_may_go_on(
     assert [word for word in expected if word not in text] == []
 
 
-def test_runs_say_that_slurm_is_away(
+def test_the_list_of_runs_reports_an_unavailable_slurm(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)

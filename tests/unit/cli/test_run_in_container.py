@@ -1,4 +1,4 @@
-"""`hpcdist image …`, `hpcdist run --in …` and `hpcdist run --resume`, with a stand-in for podman on PATH."""
+"""`hpcdist image`, `hpcdist run --in` and `hpcdist run --resume`, with a fake podman in PATH."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 @pytest.fixture
 def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only engine; it knows one image, and `run` writes down its words and ends with 7."""
+    """The only engine; it has one image, and its `run` records the arguments and exits with 7."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "image.json").write_text(json.dumps(IMAGE))
     (folder / "podman").write_text(
@@ -68,7 +68,7 @@ def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_run_in_podman_prints_the_line_and_ends_as_the_container_does(call: Call, podman: Path, tmp_path: Path) -> None:
+def test_run_in_podman_prints_the_command_and_exits_as_the_container(call: Call, podman: Path, tmp_path: Path) -> None:
     code, output, _ = call("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
     assert code == 7
     (line,) = [line for line in output.splitlines() if line.startswith("podman run")]
@@ -85,7 +85,7 @@ def test_a_dry_run_in_podman_leaves_nothing_behind(call: Call, podman: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_config_of_ones_own_is_seen_inside_at_the_same_path(call: Call, podman: Path, tmp_path: Path) -> None:
+def test_a_user_config_is_mounted_at_the_same_path(call: Call, podman: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     own = tmp_path / "elsewhere" / "mine.yaml"
     own.write_text("runs_dir: ~/mine\n")
@@ -100,7 +100,7 @@ def test_a_config_of_ones_own_is_seen_inside_at_the_same_path(call: Call, podman
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
 
 
-def test_an_old_driver_is_told_before_the_start(
+def test_an_old_driver_is_reported_before_the_start(
     call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
@@ -150,14 +150,14 @@ def test_a_secret_override_reaches_the_container_by_its_environment() -> None:
         (("image", "convert", "--to", "sqsh"), "enroot is not installed here"),
     ],
 )
-def test_a_mistake_is_one_line(call: Call, podman: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_a_user_error_is_one_line(call: Call, podman: Path, arguments: tuple[str, ...], message: str) -> None:
     code, _, errors = call(*arguments)
     assert code == 2
     assert errors.startswith(f"hpcdist: {message}")
     assert errors.count("\n") == 1
 
 
-def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_prints_its_command(call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(__file__).resolve().parents[3]
     monkeypatch.chdir(checkout)
     code, output, _ = call("image", "build", "--target", "slim", "--base", "debian:12", "--dry-run")
@@ -168,7 +168,7 @@ def test_build_prints_its_line(call: Call, podman: Path, monkeypatch: pytest.Mon
     )
 
 
-# --- the same command again
+# --- run --resume
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (("--new",), {"HPCDIST_RESUME": "1"}, False),
     ],
 )
-def test_run_goes_on_with_a_stopped_run_when_asked_to(
+def test_run_resumes_a_stopped_run_on_request(
     call: Call,
     supervised: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Every command that takes RUN: which texts name a run, and one clear sentence for all others."""
+"""Commands that take RUN: texts that name a run, and one-line errors for all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = Callable[..., tuple[int, str]]
 
 
 def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every command with an argument RUN, from the command line itself, so that no new one is forgotten."""
+    """Return every command with an argument RUN, read from the command line so that new ones are included."""
     for name, command in getattr(group, "commands", {}).items():
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         if any("RUN" in (param.metavar or "") for param in arguments):
@@ -33,14 +33,14 @@ def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 
 COMMANDS = sorted(commands_of(get_command(app)))
-#: These only look; the others would start processes on a run that exists.
+#: Commands without effect; the others would start processes for an existing run.
 LOOKING = [("status",), ("logs",), ("explain",)]
 ENDING = [("stop",), ("cancel",)]
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The whole command line in this process: any exception but SystemExit would be a traceback."""
+    """Run the command line in this process: any exception but SystemExit would be a traceback."""
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
@@ -83,7 +83,7 @@ def test_all_commands_are_found() -> None:
     }
 
 
-def test_whatever_names_no_run_is_refused_in_one_sentence(
+def test_text_that_names_no_run_is_a_one_line_error(
     runs_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(runs_dir, "first")
@@ -162,7 +162,7 @@ def others(runs_dir: Path) -> RunDir:
     return run
 
 
-def test_commands_on_all_runs_skip_those_of_others(runs_dir: Path, others: RunDir, command: Command) -> None:
+def test_commands_on_all_runs_skip_runs_of_other_users(runs_dir: Path, others: RunDir, command: Command) -> None:
     mine = make(runs_dir, "mine")
     assert [run.path for run in find_runs(runs_dir)] == [mine.path]
     assert list_runs(runs_dir).num_others == 1
@@ -173,7 +173,7 @@ def test_commands_on_all_runs_skip_those_of_others(runs_dir: Path, others: RunDi
     assert "theirs" not in said
 
 
-def test_a_run_of_somebody_else_is_shown_by_name_and_not_acted_on(
+def test_a_run_of_another_user_is_shown_by_name_but_not_changed(
     runs_dir: Path, others: RunDir, command: Command
 ) -> None:
     for words in LOOKING:
@@ -188,7 +188,7 @@ def test_a_run_of_somebody_else_is_shown_by_name_and_not_acted_on(
     assert not others.attempt(1).request.exists()
 
 
-def test_a_link_of_somebody_else_to_an_own_run_is_not_an_own_run(runs_dir: Path) -> None:
+def test_a_link_of_another_user_to_an_own_run_is_not_an_own_run(runs_dir: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a link away")
     run = make(runs_dir.parent / "elsewhere", "mine")
@@ -210,7 +210,7 @@ def test_a_link_of_somebody_else_to_an_own_run_is_not_an_own_run(runs_dir: Path)
         (0o755, 0o755, ""),
     ],
 )
-def test_a_folder_that_others_may_write_to_is_refused(
+def test_a_folder_writable_by_others_is_rejected(
     runs_dir: Path, command: Command, mode: int, inner: int, refused: str
 ) -> None:
     run = make(runs_dir, "first")

@@ -335,7 +335,7 @@ def test_documents_that_overflow_a_parser(write: Write) -> None:
         ("roles: {a: {b: 1}}", "roles.a must be int, got {'b': 1}"),
         ("hybrid: {hidden: [[1]]}", "hybrid.hidden.0 must be int, got [1]"),
         ("seed: ${seed}", "seed: Recursive interpolation detected"),
-        ("comm: {max_bytes: " + "9" * 99 + "G}", "comm.max_bytes: '" + "9" * 99 + "G' is no number of bytes"),
+        ("comm: {max_bytes: " + "9" * 99 + "G}", "comm.max_bytes: '" + "9" * 99 + "G' is not a number of bytes"),
     ],
 )
 def test_values_that_broke_a_parser(write: Write, text: str, expected: str) -> None:

@@ -97,7 +97,7 @@ def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> 
     assert (suspect.level, suspect.node, suspect.text) == (
         "warning",
         "n3.site",
-        "all 2 failures were here and on no other node",
+        "all 2 failures happened on this node",
     )
     assert suspect.fix.startswith("`hpcdist resume first cluster.exclude=n3`")
     for node in ("n1", "n2", "n1", "n4"):
@@ -150,7 +150,7 @@ def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[
     write_json(run.path / "job.json", {"job_id": "7", "lives": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
     found = looked(run)
     assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
-    assert found["Node preflight"][0].text.startswith("the run has no nodes at present")
+    assert found["Node preflight"][0].text.startswith("not run: the run has no nodes at present")
 
 
 def test_a_slurm_that_is_away(run: RunDir, slurm: Callable[..., None]) -> None:
@@ -228,5 +228,5 @@ def test_nodes_that_do_not_answer(run: RunDir, slurm: Callable[..., None], monke
     assert (check.level, "Unable to create step" in check.text) == ("warning", True)
     srun.hangs = True
     (check,) = looked(run)["Node preflight"]
-    assert (check.level, "did not end within 60 s" in check.text) == ("warning", True)
+    assert (check.level, "did not finish within 60 s" in check.text) == ("warning", True)
     assert not list(run.path.glob(".doctor-*"))

@@ -259,7 +259,7 @@ def test_a_job_that_was_cancelled_after_its_run_had_failed_explains_nothing(
     ("reason", "cause"),
     [
         ("Priority", "jobs of higher priority run first (Priority)"),
-        ("ReqNodeNotAvail,_UnavailableNodes:n4", "nodes that it asks for are down or reserved (ReqNodeNotAvail,"),
+        ("ReqNodeNotAvail,_UnavailableNodes:n4", "requested nodes are down or reserved (ReqNodeNotAvail,"),
         ("AssocGrpCpuLimit", "a limit of the account or quality of service is reached (AssocGrpCpuLimit)"),
         ("Cleaning", "Cleaning"),
     ],
@@ -279,7 +279,7 @@ def test_a_job_that_never_came_so_far_as_to_an_attempt(run: RunDir, slurm: Calla
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("Traceback\nModuleNotFoundError: No module named 'submitit'\n")
     found = rows(run)
-    assert found["cause"] == "Python does not find submitit where the ranks run"
+    assert found["cause"] == "the ranks' Python does not find submitit"
     assert found["evidence"] == "submitit/7_0_log.out:2: ModuleNotFoundError: No module named 'submitit'"
 
 

@@ -38,7 +38,7 @@ def test_a_module_that_is_not_there() -> None:
     assert known(line) == "missing-module"
     found = first_match([line])
     assert found is not None
-    assert cause_of(found[0], line) == "Python does not find nosuch where the ranks run"
+    assert cause_of(found[0], line) == "the ranks' Python does not find nosuch"
 
 
 def test_memory_that_is_not_there() -> None:

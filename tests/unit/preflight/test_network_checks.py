@@ -110,8 +110,8 @@ def test_ephemeral_ports_that_are_closed() -> None:
         answers[other]["network"]["peers"]["n3"]["ephemeral"] = "silent"
     (found,) = sentences(request(), answers)
     assert found.startswith(
-        "failure n3: port: port 23456 is open, but no port of the ephemeral range, as gloo, NCCL"
-        " and RPC use them: packets to it are dropped; let"
+        "failure n3: port: port 23456 is open, but ports of the ephemeral range, which gloo, NCCL and RPC use, are not:"
+        " packets to it are dropped; open"
     )
 
 
@@ -174,7 +174,7 @@ def test_delays_to_one_node() -> None:
     for one, other in pairs_of(answers, "n2"):
         measure(answers, one, other, latency_s=50e-3)
     (found,) = sentences(request(), answers)
-    assert found.startswith("failure n2: network: 50.0 ms round trip, 0.05 ms between the other nodes; look")
+    assert found.startswith("failure n2: network: 50.0 ms round trip, 0.05 ms between the other nodes; check")
     for one, other in pairs_of(answers, "n2"):
         measure(answers, one, other, latency_s=6e-3)
     (found,) = sentences(request(), answers)
@@ -185,7 +185,7 @@ def test_a_slow_pair_is_named_where_its_nodes_are_well() -> None:
     answers = healthy(6)
     measure(answers, "n2", "n5", sent_bytes_s=5e6)
     (found,) = sentences(request(6), answers)
-    assert found.startswith("warning network: 5.0 MB/s between n2 and n5, 1,000 MB/s in the median pair; look at the")
+    assert found.startswith("warning network: 5.0 MB/s between n2 and n5, 1,000 MB/s in the median pair; check the")
 
 
 def test_two_nodes_have_but_one_link() -> None:

@@ -198,7 +198,7 @@ def test_the_first_node_must_not_take_itself_for_loopback() -> None:
     answers["n1"]["lookups"] = {"n1": loopback}
     (found,) = sentences(request(), answers)
     assert found.startswith(
-        "failure n1: names: its own name resolves to 127.0.1.1, which other nodes cannot reach; give"
+        "failure n1: names: its own name resolves to 127.0.1.1, which other nodes cannot reach; set"
     )
     for answer in answers.values():
         answer["network"]["addresses"] = ["127.0.0.1"]

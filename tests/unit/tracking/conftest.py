@@ -13,7 +13,7 @@ from hpcdist.tracking.mlflow_client import open_client
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making the tables takes seconds, copying them nothing."""
+    """Make a database once, since creating its tables takes seconds, and copy it for each test."""
     path = tmp_path_factory.mktemp("database") / "mlflow.db"
     open_client(f"sqlite:///{path}")
     return path

@@ -1,4 +1,4 @@
-"""What a server, or a proxy before it, may answer in MLflow's place: one line, nothing lost, nothing twice.
+"""Invalid responses of a server or a proxy: a one-line error, and points are neither lost nor duplicated.
 
 `Proxy` is a stand-in: it gives prepared answers first, then hands requests to MLflow's own application.
 """
@@ -21,7 +21,7 @@ from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.shipper import sync
 
-# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
     # MLflow 3.17's server imports it.
@@ -92,7 +92,7 @@ def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Prox
     from mlflow.tracking._tracking_service import utils
 
     monkeypatch.setenv(server.BACKEND_STORE_URI_ENV_VAR, database)
-    # The server sets both for its process; the tests after this one must not see them.
+    # The server sets both for its process; later tests must not see them.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
     monkeypatch.setattr(utils, "_tracking_uri", None)
     monkeypatch.setenv(server.ARTIFACT_ROOT_ENV_VAR, (folder / "server-artifacts").as_uri())
@@ -119,9 +119,7 @@ def refused(shipper: Delivery) -> str:
     return text
 
 
-def test_answers_that_are_not_mlflow_s_cost_no_point(
-    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.log(range(30), key="acc%")
     scene.log(range(30), key="acc#")
     with served(tmp_path, monkeypatch) as (proxy, scene.uri):
@@ -129,14 +127,14 @@ def test_answers_that_are_not_mlflow_s_cost_no_point(
             proxy.answer = answer
             with pytest.raises(TrackingError, match=pattern):
                 sync(scene.run, scene.uri, close_dead=False)
-        # An empty object parses as any answer.
+        # An empty object parses as any response.
         for part in ("runs/create", "experiments/get-by-name"):
             proxy.answer, proxy.only = ("200 OK", {}, b"{}"), part
             assert "without an id" in refused(scene.shipper())
         proxy.answer = None
         shipper = scene.shipper()
         shipper.open_run()
-        # Points that MLflow has taken, but whose answer is lost, are sent again and absorbed.
+        # Points with a lost response are sent again, and MLflow stores them once.
         for proxy.only in ("runs/log-batch", "runs/get", "artifacts"):
             for proxy.after in (False, True):
                 for name in sorted(BAD.keys() - PASSABLE):
@@ -151,7 +149,7 @@ def test_answers_that_are_not_mlflow_s_cost_no_point(
         saved = json.loads((scene.run.journal / "shipped.json").read_text())
         assert (saved["num_points"], saved["num_refused"], saved["num_broken"]) == (60 + 1, 0, 0)
 
-        # A proxy with a limit on the size of requests gets smaller ones.
+        # Requests are split for a proxy that limits their size.
         scene.log(range(1000), key="many")
         proxy.largest = 20_000
         assert shipper.ship_once() == 1000

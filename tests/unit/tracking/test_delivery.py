@@ -1,4 +1,4 @@
-"""One pass after the other against a real MLflow: what arrives there, whatever is killed when."""
+"""Uploads to a real MLflow in passes, with processes killed at any point."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, delivery
 from hpcdist.tracking.journal_tail import Point
 
-# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
@@ -58,7 +58,7 @@ def test_a_run_arrives_with_params_tags_points_and_status(scene: Scene) -> None:
     ("status", "shown"),
     [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
 )
-def test_the_status_is_what_really_happened(scene: Scene, status: Any, shown: str) -> None:
+def test_the_status_in_mlflow(scene: Scene, status: Any, shown: str) -> None:
     scene.shipper().ship_once()
     scene.state(status=status, reason="why", restarts=2, ended=2e9)
     scene.shipper().ship_once()
@@ -73,9 +73,7 @@ def test_the_status_is_what_really_happened(scene: Scene, status: Any, shown: st
     assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
 
 
-def test_a_run_that_logs_on_and_on_does_not_keep_a_pass_from_its_end(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_ends_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     shipper = scene.shipper()
     mlflow = shipper.open_run()
@@ -158,7 +156,7 @@ def kill_at(scene: Scene, trap: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-def test_a_run_is_created_once_though_its_creator_is_killed(scene: Scene) -> None:
+def test_a_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
     kill_at(scene, AFTER_CREATE)
     scene.shipper().ship_once()
     experiment = scene.client.get_experiment_by_name("exp")
@@ -166,11 +164,11 @@ def test_a_run_is_created_once_though_its_creator_is_killed(scene: Scene) -> Non
     assert [run.info.run_id for run in scene.client.search_runs([experiment.experiment_id])] == [scene.run_id]
 
 
-def test_a_shipper_killed_after_sending_doubles_nothing(scene: Scene) -> None:
+def test_a_shipper_killed_after_sending_duplicates_nothing(scene: Scene) -> None:
     scene.log(range(1500), attempt=2)
     kill_at(scene, BETWEEN_SEND_AND_PERSIST)
     assert len(scene.steps()) == 1500, "sent, but not remembered"
-    # These come late; the killed shipper's records must still win over them.
+    # These records are late: those of the killed shipper must be kept.
     scene.log(range(500, 1510), attempt=1, offset=0.5)
     scene.log(range(1500, 1600), attempt=2)
     scene.shipper().ship_once()
@@ -199,7 +197,7 @@ def test_a_failed_send_is_sent_again(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert calls == [1000, 501, 1000, 501]
 
 
-def test_what_mlflow_refuses_does_not_hold_up_the_rest(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_points_that_mlflow_rejects_do_not_block_the_others(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     opened = scene.shipper().open_run()
     points = [Point("a", float(step), step, step) for step in range(7)]
     assert opened.log_points([*points[:3], Point("no\nname", 1.0, 3, 3), *points[3:]]) == 1
@@ -207,7 +205,7 @@ def test_what_mlflow_refuses_does_not_hold_up_the_rest(scene: Scene, caplog: pyt
     assert "metric no\nname of step 3 is omitted" in caplog.text
 
 
-def test_progress_that_is_lost_costs_no_double(scene: Scene) -> None:
+def test_a_lost_shipping_state_duplicates_nothing(scene: Scene) -> None:
     scene.log(range(50))
     scene.shipper().ship_once()
     (scene.run.journal / "shipped.json").write_text("{broken")
@@ -215,7 +213,7 @@ def test_progress_that_is_lost_costs_no_double(scene: Scene) -> None:
     assert scene.steps() == list(range(50))
 
 
-def test_deleted_runs_and_experiments_are_named_with_the_way_back(scene: Scene) -> None:
+def test_deleted_runs_and_experiments_are_reported_with_the_restore_command(scene: Scene) -> None:
     scene.shipper().ship_once()
     run_id, experiment = scene.run_id, scene.entity.info.experiment_id
     live = scene.shipper()
@@ -234,7 +232,7 @@ def test_deleted_runs_and_experiments_are_named_with_the_way_back(scene: Scene) 
         delivery.Delivery(other, scene.uri).open_run()
 
 
-def test_a_vanished_run_is_not_made_anew_but_another_store_gets_everything(
+def test_a_missing_run_is_not_recreated_but_another_store_gets_everything(
     scene: Scene, empty_database: Path, tmp_path: Path
 ) -> None:
     scene.log(range(20))
@@ -251,7 +249,7 @@ def test_a_vanished_run_is_not_made_anew_but_another_store_gets_everything(
     assert scene.steps() == list(range(20))
 
 
-def test_what_cannot_be_read_is_named_and_tried_again(scene: Scene) -> None:
+def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
     live = scene.shipper()
     strange = scene.run.journal / "attempt-001.rank-00007.jsonl"
     strange.mkdir()
@@ -262,9 +260,7 @@ def test_what_cannot_be_read_is_named_and_tried_again(scene: Scene) -> None:
     assert live.ship_once() == 2
 
 
-def test_an_experiment_made_by_another_at_the_same_moment_is_taken(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_created_concurrently_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.client.create_experiment("exp")
     find = MlflowClient.get_experiment_by_name
     answers: list[Any] = [None]
@@ -277,7 +273,7 @@ def test_an_experiment_made_by_another_at_the_same_moment_is_taken(
         scene.shipper().open_run()
 
 
-def test_a_config_that_cannot_be_read_is_named(scene: Scene) -> None:
+def test_an_unreadable_config_is_reported(scene: Scene) -> None:
     for text, reason in (("[1]", "must hold keys and values, holds a list"), ("{", "cannot be read")):
         scene.run.config.write_text(text)
         with pytest.raises(TrackingError, match=rf"config\.yaml:? {reason}"):
@@ -308,7 +304,7 @@ def test_artifacts_follow_their_files(scene: Scene, monkeypatch: pytest.MonkeyPa
     assert Path(copy).read_text() == "one\ntwo\n"
 
 
-def test_what_a_trainer_leaves_is_uploaded_while_it_trains(scene: Scene) -> None:
+def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> None:
     scene.file("artifacts/returns.png", "a picture")
     scene.file("artifacts/samples/step-100.txt", "a text")
     scene.file("artifacts/samples/.step-200.txt.12.ab", "half a te")
@@ -317,7 +313,7 @@ def test_what_a_trainer_leaves_is_uploaded_while_it_trains(scene: Scene) -> None
     assert not any("step-200" in name for name in scene.artifacts())
 
 
-def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
+def test_with_many_ranks_the_logs_of_the_first_outcomes_are_uploaded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
@@ -333,12 +329,14 @@ def test_of_many_ranks_the_logs_of_those_that_told_first_are_kept(
     assert kept == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
-def test_what_was_told_of_stragglers_is_kept_with_the_logs(scene: Scene) -> None:
+def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
     scene.file("attempts/001/stragglers.jsonl", "{}\n")
     assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
 
 
-def test_where_ranks_stood_that_hung_is_kept_of_a_bounded_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_traces_of_a_bounded_number_of_hung_ranks_are_uploaded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
     for rank in range(3):
@@ -354,7 +352,7 @@ def test_where_ranks_stood_that_hung_is_kept_of_a_bounded_number(scene: Scene, m
     assert kept == ["stacks.txt", *stacks, *records]
 
 
-def test_journals_of_many_nodes_are_asked_less_often(scene: Scene) -> None:
+def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
     for node in range(16):
         (scene.run.journal / f"attempt-001.rank-{node:05d}.jsonl").write_text("")
     live = scene.shipper()
@@ -362,7 +360,7 @@ def test_journals_of_many_nodes_are_asked_less_often(scene: Scene) -> None:
     assert live.pause_s == 16 / CHECKS_PER_S
 
 
-def test_the_best_and_the_final_checkpoint_are_kept_at_the_end(scene: Scene) -> None:
+def test_the_best_and_the_final_checkpoint_are_uploaded_at_the_end(scene: Scene) -> None:
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.9), (28, None), (30, 0.85)):
         scene.file(f"checkpoints/step-{step:08d}/model.pt", f"weights {step}")
         scene.file(f"checkpoints/step-{step:08d}/manifest.json", json.dumps({"metrics": {"eval/accuracy": accuracy}}))
@@ -383,9 +381,7 @@ def test_the_best_and_the_final_checkpoint_are_kept_at_the_end(scene: Scene) -> 
     assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 
-def test_an_artifact_that_cannot_be_stored_does_not_hide_how_the_run_ended(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_is_reported_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
     opened = live.open_run()
 
@@ -399,7 +395,7 @@ def test_an_artifact_that_cannot_be_stored_does_not_hide_how_the_run_ended(
     assert scene.entity.info.status == "FINISHED"
 
 
-# What MLflow's own code warns of, while it saves and loads a model, is not ours to change.
+# MLflow's own code warns while it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
 def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
@@ -415,7 +411,7 @@ def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypa
     assert scene.entity.outputs is None or scene.entity.outputs.model_outputs == []
     scene.state(status="finished", ended=2e9)
     scene.shipper().ship_once()
-    # Whatever was remembered of it is lost; nothing is made twice.
+    # Without the saved state, nothing is created twice.
     live = scene.shipper()
     live.open_run()
     live.progress.model = {}
@@ -433,7 +429,7 @@ def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypa
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
 
 
-def test_of_each_look_at_nodes_and_network_the_newest_is_shipped(scene: Scene) -> None:
+def test_the_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     first, second = scene.run.new_attempt(), scene.run.new_attempt()
     for path in (first.preflight, first.network, second.network):
         path.write_text("{}")

@@ -18,7 +18,7 @@ KEYS = ["loss", "acc%", "acc#", "acc_", "k" * 300 + "a", "k" * 300 + "b", "attem
 
 
 class Model:
-    """What MLflow must hold, by sets of all steps: the rule of `ShippingState.admit` without its shortcuts."""
+    """The expected content of MLflow, from sets of all steps: the rule of `ShippingState.admit` without shortcuts."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, int], float] = {}
@@ -36,7 +36,7 @@ class Model:
 
 
 class World:
-    """A journal folder, a shipper that may die at any point, and an MLflow that absorbs equal points."""
+    """A journal folder, a shipper that can die at any point, and an MLflow that stores equal points once."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
@@ -75,7 +75,7 @@ class World:
             self._restart()
             return
         self.progress.save(self.saved)
-        if self._offsets != self.progress.intent:  # not yet told to the model
+        if self._offsets != self.progress.intent:  # not yet in the model
             self._offsets = dict(self.progress.intent)
             for name, chunk in chunks.items():
                 for record in chunk.records:
@@ -102,7 +102,7 @@ def test_each_step_of_a_key_arrives_once(tmp_path: Path, seed: int, monkeypatch:
     attempt = 1
     for _ in range(80):
         attempt += world.random.random() < 0.04
-        # Now and then another node's file system shows lines of an earlier attempt late.
+        # Sometimes lines of an earlier attempt on another node arrive late.
         world.write(attempt if world.random.random() < 0.8 else world.random.randrange(1, attempt + 1))
         if world.random.random() < 0.7:
             world.ship(attempt, over=False, may_die=True)
@@ -138,7 +138,7 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
     assert num_read < 2.5 * path.stat().st_size
 
 
-def test_what_is_read_at_once_is_bounded_however_many_files_there_are(
+def test_the_data_of_one_read_is_bounded_for_any_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 500)

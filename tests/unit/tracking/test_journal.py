@@ -60,13 +60,13 @@ def test_names_may_hold_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], 1j, 10**400])
-def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+def test_a_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path, value: object) -> None:
     with JournalWriter(tmp_path) as writer, pytest.raises(UserMistake, match="metric 'bad' must be a number, got"):
         writer.log({"fine": 1.0, "bad": value}, 0)  # type: ignore[dict-item]
     assert not writer.path.exists()
 
 
-def test_a_wrong_name_or_step_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         with pytest.raises(UserMistake, match="metric name 7 must be a string"):
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
@@ -118,7 +118,7 @@ def test_threads_share_a_writer(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An os.pwrite that takes `room` bytes and then refuses."""
+    """An os.pwrite that writes `room` bytes and then fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_written_stops_flush_and_close_only(tmp_path: Pa
             call()
 
 
-def test_a_record_after_close_never_goes_into_a_stranger_s_file(tmp_path: Path) -> None:
+def test_a_record_after_close_never_goes_into_another_file(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
     writer.close()
     writer.log({"loss": 1.0}, 0)
@@ -198,7 +198,7 @@ def test_a_torn_last_line_waits_until_it_is_final(tmp_path: Path, caplog: pytest
     assert read_records(path, offset) == ([], offset)
     assert read_records(path, offset, final=True) == ([], path.stat().st_size)
     assert "skipped 1 damaged line(s) from byte" in caplog.text
-    # A new writer of the same file begins a line of its own.
+    # A new writer of the same file starts a new line.
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 3)
     assert [record.step for record in read_records(path)[0]] == [1, 3]
@@ -244,7 +244,7 @@ def test_hostile_bytes_cost_their_line_only(tmp_path: Path, caplog: pytest.LogCa
         assert chunk.offset == path.stat().st_size
 
 
-def test_no_bytes_whatever_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_arbitrary_bytes_raise_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "x.jsonl"
     draw = random.Random(0)
@@ -257,7 +257,7 @@ def test_no_bytes_whatever_raise(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert read_records(path, final=True)[1] == path.stat().st_size
 
 
-def test_garbage_without_an_end_is_stepped_over_in_bounded_memory(
+def test_garbage_without_a_line_end_is_skipped_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 100)
@@ -280,7 +280,7 @@ def test_chunks_are_read_again_by_their_offsets(tmp_path: Path, monkeypatch: pyt
     assert num_chunks > 5
 
 
-def test_files_come_by_attempt_and_rank(tmp_path: Path) -> None:
+def test_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
     for name in ("attempt-1000.rank-00000.jsonl", "attempt-002.rank-00001.jsonl", "attempt-002.rank-00000.jsonl"):
         (tmp_path / name).touch()
     for other in ("shipped.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
@@ -290,7 +290,7 @@ def test_files_come_by_attempt_and_rank(tmp_path: Path) -> None:
 
 
 class FailingServer:
-    """Makes one call of the journal fail, as a file server that is away for a moment."""
+    """Make one call of the journal fail, as during a short outage of a file server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, torn: bool = True) -> None:
         self.left = 0
@@ -299,7 +299,7 @@ class FailingServer:
         def operation(*arguments: Any) -> Any:
             if self.left:
                 self.left -= 1
-                if call == "pwrite" and torn:  # a part of it arrives all the same
+                if call == "pwrite" and torn:  # a part of it is written
                     real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
                 raise OSError(error, os.strerror(error))
             return real(*arguments)
@@ -309,36 +309,36 @@ class FailingServer:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["pwrite", "open", "fstat"])
-def test_records_wait_for_a_server_that_is_away_in_order_and_once(
+def test_records_are_kept_in_order_during_an_outage_and_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
 ) -> None:
     server = FailingServer(monkeypatch, call, error)
     failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
-        failing.left = server.left = 1  # the file is opened anew after an error
+        failing.left = server.left = 1  # the file is opened again after an error
         for step in range(1, 5):
             writer.log({"loss": 1.0}, step)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
     assert writer.path.read_bytes().count(b"\n") == 6  # the format first
 
 
-def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_a_failed_fsync_may_have_lost_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = FailingServer(monkeypatch, "fsync", errno.EIO)
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
         writer.flush()
         synced = writer.path.read_bytes()
         writer.log({"loss": 1.0}, 1)
-        writer.path.write_bytes(synced)  # what the server had not on its disk is gone
+        writer.path.write_bytes(synced)  # the server loses data that is not on its disk
         server.left = 1
         writer.flush()
         assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
 
 
-def test_a_server_that_comes_back_with_less_gets_the_rest_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_a_server_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, torn=False)
     with JournalWriter(tmp_path) as writer:
         for step in range(3):
@@ -350,7 +350,7 @@ def test_a_server_that_comes_back_with_less_gets_the_rest_again(
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
 
 
-def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_records_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_PENDING_BYTES", 100)
     disk = FullDisk(monkeypatch, room=0)
     writer = JournalWriter(tmp_path)

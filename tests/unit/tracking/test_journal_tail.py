@@ -1,4 +1,4 @@
-"""Which points are shipped: each (key, step) once, whatever attempts repeat, ranks share and networks delay."""
+"""Selection of points: each (key, step) once, with repeated, shared and late steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(folder: Path, attempt: int, steps: list[int], *, rank: int = 0, key: s
 
 
 def drain(folder: Path, progress: ShippingState, newest: int = 99, *, over: bool = False) -> list[Point]:
-    """What a shipper would send now, and did."""
+    """Return the points that a shipper sends now."""
     tail = JournalTail(folder, progress)
     points: list[Point] = []
     while chunks := tail.next_chunks(newest, over=over):
@@ -34,7 +34,7 @@ def values(points: list[Point], key: str = "loss") -> list[float]:
     return [point.value for point in points if point.key == key]
 
 
-def test_steps_that_a_later_attempt_repeats_stay_as_they_were(tmp_path: Path) -> None:
+def test_steps_that_a_later_attempt_repeats_keep_their_values(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [10, 20, 30, 40])
     write(tmp_path, 2, [30, 40, 50])
@@ -66,7 +66,7 @@ def test_late_lines_of_an_earlier_attempt_count_below_the_next_one_s_first_step(
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [50, 60])
     assert values(drain(tmp_path, progress)) == [1010, 1020, 2050, 2060]
-    # Another node's file system shows these only now; from 50 on the second attempt has them, or will.
+    # These lines arrive late; from step 50 on the second attempt has them.
     write(tmp_path, 1, [30, 40, 50, 70])
     assert values(drain(tmp_path, progress)) == [1030, 1040]
     write(tmp_path, 2, [70])
@@ -87,7 +87,7 @@ def test_within_an_attempt_all_steps_are_kept_once_in_any_order(tmp_path: Path) 
     progress = ShippingState()
     write(tmp_path, 1, [5, 9, 7, 7, 9, 5, 3, 8])
     assert values(drain(tmp_path, progress)) == [1005, 1009, 1007, 1003, 1008]
-    # A new process finds in the journal what the old one knew.
+    # A new process reads the sent steps from the journal.
     write(tmp_path, 1, [7, 6, 8])
     reloaded = ShippingState(offsets=dict(progress.offsets), steps=progress.steps, marks=progress.marks)
     assert values(drain(tmp_path, reloaded)) == [1006]
@@ -112,7 +112,7 @@ def test_each_attempt_marks_its_first_step_even_when_two_begin_at_the_same(tmp_p
     assert values(drain(tmp_path, progress), "attempt") == []
 
 
-def test_the_torn_line_of_an_attempt_is_final_when_the_next_has_begun(tmp_path: Path) -> None:
+def test_the_incomplete_line_of_an_attempt_is_final_after_the_next_start(tmp_path: Path) -> None:
     write(tmp_path, 1, [10])
     with open(tmp_path / "attempt-001.rank-00000.jsonl", "a") as file:
         file.write('{"t":1,"s":20,"m":{"lo')
@@ -130,14 +130,14 @@ def test_an_intent_is_read_again_exactly(tmp_path: Path) -> None:
     first = JournalTail(tmp_path, progress)
     chunks = first.next_chunks(2, over=False)
     saved = ShippingState(intent={name: chunk.offset for name, chunk in chunks.items()})
-    # Late lines come before them in the order of attempts, but must wait now.
+    # Late lines of an earlier attempt must wait.
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [30])
     again = JournalTail(tmp_path, saved)
     assert again.new_points(again.next_chunks(2, over=False)) == first.new_points(chunks)
 
 
-def test_progress_survives_its_file_and_nonsense_in_it(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_state_file_means_a_start_from_the_beginning(tmp_path: Path) -> None:
     path = tmp_path / "shipped.json"
     assert ShippingState.load(path) == ShippingState()
     progress = ShippingState(run_id="r", offsets={"a": 3}, steps={"loss": {"1": [0, 9]}}, num_points=4)
@@ -150,9 +150,7 @@ def test_progress_survives_its_file_and_nonsense_in_it(tmp_path: Path) -> None:
         progress.save(tmp_path / "missing" / "shipped.json")
 
 
-def test_attempts_that_are_long_over_are_not_asked_again_until_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_attempts_are_not_polled_again_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, [10])
     write(tmp_path, 2, [20])
     progress = ShippingState()

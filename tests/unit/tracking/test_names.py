@@ -1,4 +1,4 @@
-"""Names as MLflow accepts them: never refused, never the same for two names, and the original is kept."""
+"""Names that MLflow accepts: unique, with the original recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.tracking.names import MAX_NAME, clean_metric_name, clean_name, is_a
 
 
 @pytest.mark.parametrize("name", ["train/loss", "a b:c-d_e.f", "größe", "k" * 250, "a/...", ".x", "a--b", "client-0a"])
-def test_an_allowed_name_stays_as_it_is(name: str) -> None:
+def test_an_allowed_name_is_unchanged(name: str) -> None:
     assert is_allowed(name)
     assert clean_name(name) == clean_metric_name(name) == name
 
@@ -60,11 +60,11 @@ def test_random_names_are_allowed_and_differ() -> None:
         assert len(clean) <= MAX_NAME
 
 
-def test_the_metric_of_attempts_is_not_the_user_s() -> None:
+def test_the_metric_of_attempts_is_reserved() -> None:
     assert clean_metric_name("attempt") == clean_metric_name("attempt") != "attempt"
 
 
-def test_originals_are_kept_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_originals_are_recorded_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "names.json"
     pairs = [(name, clean_name(name)) for name in ("acc%", "acc#", "acc", "n" * 5000)]
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The MLflow run above a sweep's cells, in a real database."""
+"""The MLflow parent run of a sweep, in a real database."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hpcdist.run.sweep_folder import SweepDir, mark, write_sweep
 from hpcdist.tracking.delivery import Delivery
 from hpcdist.tracking.parent_run import ParentRun
 
-# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
 class SweepScene:
-    """A sweep of cells `seed=1`, `seed=2` …, and what MLflow says of it."""
+    """A sweep of cells `seed=1`, `seed=2` …, and its runs in MLflow."""
 
     def __init__(self, root: Path) -> None:
         self.uri = f"sqlite:///{root}/mlflow.db"
@@ -48,7 +48,7 @@ class SweepScene:
         return there
 
     def ship(self, index: int, **state: Any) -> None:
-        """Give a cell a state, and ship it."""
+        """Set the state of a cell and upload it."""
         run = self.runs[index]
         run.write_state(replace(run.read_state(), **state))
         Delivery(run, self.uri).ship_once()
@@ -58,7 +58,7 @@ class SweepScene:
         return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def entities(self) -> dict[str, MlflowEntity]:
-        """All MLflow runs by name."""
+        """Return all MLflow runs by name."""
         experiment = self.client.get_experiment_by_name("exp")
         assert experiment is not None
         found = self.client.search_runs([experiment.experiment_id])
@@ -92,7 +92,7 @@ def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
     assert (read_json(sweep.there.mlflow) or {})["run_id"] == found["tune"].info.run_id
 
 
-def test_the_parent_stands_as_its_cells_do(sweep: SweepScene) -> None:
+def test_the_status_of_the_parent_follows_its_cells(sweep: SweepScene) -> None:
     with hold(sweep.there):
         sweep.ship(0, status="queued")
         assert sweep.parent() == ("SCHEDULED", "2 cells: 1 created, 1 queued")
@@ -113,14 +113,14 @@ def test_the_parent_stands_as_its_cells_do(sweep: SweepScene) -> None:
     assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
 
 
-def test_one_parent_however_many_ship_first(sweep: SweepScene) -> None:
+def test_concurrent_shippers_create_one_parent(sweep: SweepScene) -> None:
     parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
     assert ids == {sweep.entities()["tune"].info.run_id}
 
 
-def test_a_parent_whose_id_was_never_written_down_is_found(sweep: SweepScene) -> None:
+def test_a_parent_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     sweep.ship(0)
     known = read_json(sweep.there.mlflow) or {}
     sweep.there.mlflow.write_text(f'{{"run_uid": "{known["run_uid"]}"}}')
@@ -128,8 +128,8 @@ def test_a_parent_whose_id_was_never_written_down_is_found(sweep: SweepScene) ->
     assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == known["run_id"]
 
 
-def test_mlflow_that_comes_back_gets_it_all(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last cell's end is not taken as told before the parent knows of it."""
+def test_the_end_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the last cell does not count as uploaded until the parent is updated."""
 
     def away(self: ParentRun) -> None:
         raise TrackingError("no answer")
@@ -145,7 +145,7 @@ def test_mlflow_that_comes_back_gets_it_all(sweep: SweepScene, monkeypatch: pyte
     assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
 
 
-def test_who_is_overtaken_looks_again(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overtaken_update_is_repeated(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep.ship(0)
     seen = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
     monkeypatch.setattr(SweepDir, "read_state", lambda self: next(seen))
@@ -165,7 +165,7 @@ def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) ->
     ("broken", "message"),
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
 )
-def test_a_folder_that_cannot_be_used_is_told(sweep: SweepScene, broken: str, message: str) -> None:
+def test_an_unusable_folder_is_reported(sweep: SweepScene, broken: str, message: str) -> None:
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
     if broken == "sweep.json":

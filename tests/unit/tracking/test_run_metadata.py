@@ -1,4 +1,4 @@
-"""What MLflow's tags say of a run."""
+"""Parameters and tags of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hpcdist.tracking.run_metadata import fixed_tags, names, params
         (["ddp_digits", "trainer=mine:train"], {"model", "data", "optim", "schedule", "precision"}),
     ],
 )
-def test_params_are_what_the_trainer_heeds(config: list[str], heeded: set[str]) -> None:
+def test_params_are_those_that_the_trainer_uses(config: list[str], heeded: set[str]) -> None:
     found = {key.partition(".")[0] for key in params(yaml.safe_load(to_yaml(load_config(config[0], config[1:]))))}
     trained = {*trainer_sections(), "model", "data", "optim", "schedule", "precision"}
     assert found & trained == heeded
     assert {"seed", "trainer", "stop", "checkpoint", "launch"} <= found
 
 
-def test_a_run_in_containers_names_its_image_and_what_is_in_it(tmp_path: Path) -> None:
+def test_a_run_in_containers_records_its_image(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert not [tag for tag in fixed_tags(run, {}) if "image" in tag or "container" in tag]
     facts = {"runtime": "podman", "image": "hpcdist:0.1.0", "image_digest": "sha256:ab", "torch": "2.15", "cuda": None}
@@ -44,7 +44,7 @@ def test_a_run_in_containers_names_its_image_and_what_is_in_it(tmp_path: Path) -
     }
 
 
-def test_names_that_mlflow_refuses_stay_apart_as_params_and_tags(tmp_path: Path) -> None:
+def test_names_that_mlflow_rejects_stay_unique_as_params_and_tags(tmp_path: Path) -> None:
     long = "k" * 249
     config = {
         "trainer": {"target": "mine:train"},

@@ -1,4 +1,4 @@
-"""The shipper's process and `sync`: servers, supervisors and shippers that come and go."""
+"""The shipper process and `sync`, with servers, supervisors and shippers that fail and restart."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 
-# MLflow 3.17 uses a way of loading that SQLAlchemy 2.1 is about to drop.
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
-GONE = -1  # nobody's process id: a parent that has died
+GONE = -1  # not a process id: a parent that has died
 
 
-def test_an_unreachable_server_is_one_sentence_without_the_password(scene: Scene) -> None:
+def test_an_unreachable_server_is_a_one_line_error_without_the_password(scene: Scene) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         uri = f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}"
@@ -44,7 +44,7 @@ def test_an_unreachable_server_is_one_sentence_without_the_password(scene: Scene
     assert "secret" not in str(caught.value)
 
 
-def test_sync_closes_a_run_whose_supervisor_died(scene: Scene) -> None:
+def test_sync_closes_a_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2, 3])
     scene.log([2, 4], attempt=2)
     scene.file("journal/attempt-002.rank-00001.jsonl", "garbage")
@@ -82,7 +82,7 @@ def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("state", "status"), [("CANCELLED", "KILLED"), ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED")]
 )
-def test_sync_closes_a_run_whose_job_died_with_what_slurm_says(
+def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, state: str, status: str
 ) -> None:
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
@@ -108,13 +108,13 @@ def test_sync_closes_a_run_whose_job_died_with_what_slurm_says(
     }
 
 
-def test_a_followers_shipper_stays_through_the_queue_until_it_is_told(scene: Scene) -> None:
+def test_the_shipper_of_a_follower_waits_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
     shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
     shipped = scene.run.journal / "shipped.json"
     await_(lambda: shipped.exists() and '"status": "KILLED 1"' in shipped.read_text(), 60)
-    # It only looked like the end: the job runs again.
+    # The job is requeued and runs again.
     scene.log([3], attempt=2)
     scene.state(status="running", attempt=2, ended=None)
     await_(lambda: '"status": "RUNNING 2"' in shipped.read_text(), 60)
@@ -123,20 +123,20 @@ def test_a_followers_shipper_stays_through_the_queue_until_it_is_told(scene: Sce
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_that_a_follower_is_gone_says_nothing_of_the_run(scene: Scene) -> None:
+def test_the_exit_of_a_follower_does_not_end_the_run(scene: Scene) -> None:
     scene.state(status="queued")
     assert not ship_forever(scene.run, scene.uri, GONE, through_queue=True)
     assert not scene.run.mlflow.exists()
 
 
-def test_a_run_that_is_queued_again_is_over_for_its_jobs_shipper(scene: Scene) -> None:
+def test_a_requeued_run_ends_the_shipper_of_its_job(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued", attempt=1)
     assert ship_forever(scene.run, scene.uri, os.getppid())
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
-def test_a_dead_supervisor_is_told_to_mlflow(scene: Scene) -> None:
+def test_a_dead_supervisor_is_reported_to_mlflow(scene: Scene) -> None:
     scene.log([1, 2])
     assert ship_forever(scene.run, scene.uri, GONE)
     run = scene.entity
@@ -152,7 +152,7 @@ def test_an_orphan_leaves_the_run_to_its_next_supervisor(scene: Scene) -> None:
     assert not scene.run.mlflow.exists()
 
 
-def test_a_second_shipper_says_so_and_goes_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -160,7 +160,7 @@ def test_a_second_shipper_says_so_and_goes_with_its_parent(scene: Scene, caplog:
     assert "another shipper uploads first" in caplog.text
 
 
-def test_a_file_system_without_locks_is_told_and_used(
+def test_a_file_system_without_locks_is_reported_and_used(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.shipper().ship_once()
@@ -187,7 +187,7 @@ def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) ->
     assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
-def test_mistakes_of_the_command_end_it_with_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
@@ -204,7 +204,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A real `mlflow server`, ready; it and its workers are killed at the end."""
+    """Start a real `mlflow server`; it and its workers are killed at the end."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "store")]
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -224,7 +224,7 @@ def answers(port: int) -> bool:
 
 
 def await_(condition: Any, timeout_s: float) -> None:
-    """Poll another process's work; nothing of it can be waited for."""
+    """Poll for the result of another process."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "nothing came"
@@ -232,7 +232,7 @@ def await_(condition: Any, timeout_s: float) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_server_killed_in_the_middle_loses_and_doubles_nothing(scene: Scene, tmp_path: Path) -> None:
+def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Path) -> None:
     port = free_port()
     scene.uri = f"http://127.0.0.1:{port}"
     shipped = scene.run.journal / "shipped.json"

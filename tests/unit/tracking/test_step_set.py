@@ -45,7 +45,7 @@ def test_it_holds_what_was_added(name: str, max_array: int, monkeypatch: pytest.
         assert all((other in found) == (other in expected) for other in (step - 1, step + 1))
 
 
-def test_a_regular_sequence_costs_nothing() -> None:
+def test_a_regular_sequence_takes_no_memory() -> None:
     found = StepSet()
     for step in range(0, 100_000, 10):
         found.add(step)

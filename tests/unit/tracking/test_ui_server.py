@@ -1,4 +1,4 @@
-"""`hpcdist ui`: its token, and the check in front of MLflow's server; the server itself is in tests/browser."""
+"""`hpcdist ui`: its token and the token check; tests/browser tests the real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = ("host", "127.0.0.1:5000")
 
 
 class Server:
-    """A server behind the gate that counts what reaches it."""
+    """A server behind the token check that counts its requests."""
 
     def __init__(self) -> None:
         self.reached = 0
@@ -37,7 +37,7 @@ class Server:
 def ask(
     *headers: tuple[str, str], path: str = "/api/2.0/mlflow/runs/search", query: str = "", kind: str = "http"
 ) -> Any:
-    """Send one request through a gate; returns status, headers, body and how often the server was reached."""
+    """Send one request. Returns status, headers, body and the number of requests that reached the server."""
     server, sent = Server(), []
 
     async def send(message: Scope) -> None:
@@ -81,7 +81,7 @@ def test_without_the_token_nothing_reaches_the_server(headers: list[tuple[str, s
     assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui_gate.HELP}
 
 
-def test_a_browser_is_told_where_the_link_is() -> None:
+def test_a_browser_without_the_token_gets_help() -> None:
     status, found, body, _ = ask(("accept", "text/html,*/*"), path="/", query="token=of-an-earlier-start")
     assert status == 401
     assert found[b"content-type"].startswith(b"text/html")
@@ -106,7 +106,7 @@ def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> No
     ("headers", "status"),
     [
         ([("origin", "http://127.0.0.1:5000")], 200),
-        ([("origin", "http://127.0.0.1:6000")], 403),  # another port of this machine may be another user's
+        ([("origin", "http://127.0.0.1:6000")], 403),  # another port may belong to another user
         ([("origin", "null")], 403),
         ([("sec-fetch-site", "same-origin"), ("sec-fetch-mode", "cors")], 200),
         ([("sec-fetch-site", "same-site"), ("sec-fetch-mode", "no-cors")], 403),
@@ -136,7 +136,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [(TOKEN.encode(), TOKEN.encode())]
 
 
-def test_each_start_has_a_token_of_its_own_in_a_file_of_the_user_alone(tmp_path: Path) -> None:
+def test_each_start_has_a_new_token_in_a_private_file(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     first, file = ui.make_token(5000, env)
     file.chmod(0o644)
@@ -149,7 +149,7 @@ def test_each_start_has_a_token_of_its_own_in_a_file_of_the_user_alone(tmp_path:
     assert ui.make_token(5001, {"HOME": str(tmp_path)})[1].is_relative_to(tmp_path / ".local/state/hpcdist/ui")
 
 
-def test_a_token_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_token_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserMistake, match=r"token of the UI cannot be written to .*/file/.*: set XDG_STATE_HOME to"):
         ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})

@@ -23,7 +23,7 @@ def test_passwords_are_never_shown(text: str, redacted: str) -> None:
     assert redact_uri(redacted) == redacted
 
 
-def test_the_environment_wins_then_the_config_then_the_database_beside_the_runs(tmp_path: Path) -> None:
+def test_precedence_is_environment_config_default_database(tmp_path: Path) -> None:
     assert choose_uri({"HPCDIST_TRACKING_URI": "http://a"}, "http://b", tmp_path) == "http://a"
     assert choose_uri({"HPCDIST_TRACKING_URI": ""}, "http://b", tmp_path) == "http://b"
     assert choose_uri({}, "", tmp_path) == default_uri(tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
@@ -31,6 +31,6 @@ def test_the_environment_wins_then_the_config_then_the_database_beside_the_runs(
     assert sqlite_path("http://a") is None
 
 
-def test_a_redacted_uri_is_not_taken_for_one() -> None:
+def test_a_redacted_uri_is_rejected() -> None:
     with pytest.raises(TrackingError, match=r"password of http://me:.*@host is not kept .* set HPCDIST_TRACKING_URI"):
         choose_uri({}, "http://me:***@host", Path("runs"))

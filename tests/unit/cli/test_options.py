@@ -1,0 +1,129 @@
+"""Options: one form and one meaning on all commands that have them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from hpcdist import __version__
+from hpcdist.cli import app
+from hpcdist.cli.options import with_options
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path}{name} ")
+        elif not command.hidden:
+            yield f"{path}{name}", command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app.app)))
+#: Commands on run folders; the others take no run.
+ON_RUNS = (
+    "runs",
+    "status",
+    "logs",
+    "follow",
+    "stop",
+    "cancel",
+    "resume",
+    "explain",
+    "doctor",
+    "sync",
+    "ui",
+    "bench show",
+)
+ON_CONFIGS = ("run", "submit", "config", "bench comm")
+
+
+def options_of(command: Any) -> dict[str, tuple[str, ...]]:
+    return {
+        name: tuple(sorted({*param.opts, *param.secondary_opts})) for param in command.params for name in param.opts
+    }
+
+
+def test_each_option_has_the_same_forms_on_all_commands() -> None:
+    forms: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for name, command in COMMANDS.items():
+        for option, names in options_of(command).items():
+            if option.startswith("--") and (option, name) != ("--follow", "logs"):  # which has no `--detach`
+                forms[option].add(names)
+    assert {option: found for option, found in forms.items() if len(found) > 1} == {}
+
+
+def test_commands_on_runs_and_on_configs_share_their_options() -> None:
+    assert [name for name in (*ON_RUNS, *ON_CONFIGS) if "--runs-dir" not in options_of(COMMANDS[name])] == []
+    shared = {"--experiment", "--tracking-uri", "--runs-dir"}
+    assert [name for name in ON_CONFIGS if not shared <= options_of(COMMANDS[name]).keys()] == []
+    for name in ("runs", "status", "config", "doctor", "bench show", "devcluster status"):
+        assert "--json" in options_of(COMMANDS[name]), name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_short_help_option(call: Call, name: str) -> None:
+    code, out, err = call(*name.split(), "-h")
+    assert (code, err) == (0, "")
+    assert "Example" in out
+    assert call(*name.split(), "--help")[1] == out
+
+
+def test_version(call: Call) -> None:
+    assert call("--version") == (0, f"hpcdist {__version__}\n", "")
+
+
+def test_options_of_configs_are_overrides(call: Call, tmp_path: Path) -> None:
+    uri = "http://mlflow:5000"
+    options = ("--runs-dir", "my runs", "--experiment", "first", "--tracking-uri", uri)
+    code, out, err = call("config", "ddp_digits", "--json", *options)
+    assert (code, err) == (0, "")
+    shown = json.loads(out)
+    assert (shown["runs_dir"], shown["experiment"]) == (f"{tmp_path}/my runs", "first")
+    assert shown["tracking"]["uri"] == uri
+    assert os.environ["HPCDIST_TRACKING_URI"] == uri, "takes precedence over the environment of the caller"
+    assert with_options(["seed=1"]) == ["seed=1"]
+
+
+def test_run_uses_the_runs_dir_option(call: Call, tmp_path: Path) -> None:
+    code, out, _ = call("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
+    assert code == 0
+    assert f"{tmp_path}/elsewhere/digits/first" in out
+
+
+def test_an_empty_list_of_runs_as_json(call: Call) -> None:
+    code, out, err = call("runs", "--json")
+    assert (code, json.loads(out), err) == (0, {"runs": [], "notes": []}, "")
+
+
+def test_a_usage_error_names_the_help_of_its_command(call: Call) -> None:
+    code, out, err = call("bench", "comm", "--nonsense")
+    assert (code, out) == (2, "")
+    assert err.startswith("hpcdist: No such option: --nonsense")
+    assert err.endswith("(see `hpcdist bench comm --help`)\n")
