@@ -139,7 +139,7 @@ PATTERNS = (
     ),
     Pattern(
         "hang",
-        _any(r"made no progress for launch\.hang_timeout_s", r"did not save and leave within launch\.stop_grace_s"),
+        _any(r"made no progress for launch\.hang_timeout_s", r"did not save and exit within launch\.stop_grace_s"),
         "the ranks hung",
         HANG_FIX,
     ),

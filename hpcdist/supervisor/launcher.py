@@ -1,4 +1,4 @@
-"""What the supervisor asks of whatever starts ranks, and of whoever is told how it goes."""
+"""Protocols of the classes that start ranks, locally or on Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcdist.run.attempt import Attempt
 
 
 class Ranks(Protocol):
-    """The ranks of one attempt. They are started when this exists."""
+    """The started ranks of one attempt."""
 
     #: Exit codes by rank, in the order in which the ranks ended; negative ones are signals.
     exits: dict[int, int]
@@ -22,47 +22,47 @@ class Ranks(Protocol):
         ...
 
     def host_of(self, rank: int) -> str:
-        """The host that a rank runs or ran on, as far as it is known here."""
+        """Return the host of a rank, if known."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a rank has ended or the time is over; `exits` then has the news."""
+        """Wait until a rank has ended or the time is over; updates `exits`."""
         ...
 
     def absent(self) -> list[int]:
-        """The ranks that have shown no sign of having been started."""
+        """Return the ranks that show no sign of a start."""
         ...
 
-    def last_words(self) -> str:
-        """The last message of whatever starts the ranks."""
+    def last_message(self) -> str:
+        """Return the last message of the program that starts the ranks."""
         ...
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks that still run."""
+        """Send a signal to the running ranks."""
         ...
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command once on each node that holds ranks, beside them.
+        """Run a command once on each node of the ranks, and wait for its end.
 
-        Returns when it has ended everywhere, after `limit_s`, or soon after `interrupted` is true; it has ended then.
-        What it says is appended to `output`.
+        The command is ended after `limit_s`, or soon after `interrupted` returns true. Its output is appended to
+        `output`.
         """
         ...
 
     def close(self) -> None:
-        """Kill what is left of the ranks, their children included, and release everything."""
+        """Kill the remaining ranks and their children, and release all resources."""
         ...
 
 
 class Launcher(Protocol):
-    """Starts the ranks of a run, attempt after attempt, always in the same place."""
+    """Starts the ranks of each attempt of a run on the same nodes."""
 
     num_ranks: int
 
     def start(self, attempt: Attempt) -> Ranks:
-        """Start every rank; HpcdistError when none can be, UserMistake when no retry would help."""
+        """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""
         ...
 
     def broken(self) -> str:
-        """Asked after a failure: why ranks should not be started here again, or nothing when they may."""
+        """Return, after a failure, why ranks must not be restarted on these nodes; empty if they may be."""
         ...

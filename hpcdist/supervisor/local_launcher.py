@@ -1,4 +1,4 @@
-"""Ranks as child processes of this one, each in a process group of its own."""
+"""Launcher of ranks as child processes, each in its own process group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcdist.supervisor.process_guard import Guard
 
 
 class LocalLauncher:
-    """Starts ranks on this machine. Use as a context manager: its guard lives as long.
+    """Starts ranks on this machine. A context manager, which owns the process guard.
 
     Args:
-        env: what ranks inherit; the plan's variables come on top.
-        import_path: folders that ranks import code from, before all others.
-        cwd: the ranks' current folder.
+        env: environment of the ranks; variables of the plan take precedence.
+        import_path: folders that precede all others in the ranks' import path.
+        cwd: working directory of the ranks.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class LocalLauncher:
         self._guard.close()
 
     def broken(self) -> str:
-        """This machine stands, or nobody would ask."""
+        """Return an empty reason: ranks can always be restarted on this machine."""
         return ""
 
     def start(self, attempt: Attempt) -> LocalRanks:
-        """Start every rank, with a port that nobody uses at this moment."""
+        """Start all ranks, with a free port."""
         job_id = f"{self._run.experiment}/{self._run.name}"
         port = free_port(job_id, attempt.number)
         ranks = range(self.num_ranks)
@@ -66,11 +66,11 @@ class LocalRanks:
     """The ranks of one attempt on this machine.
 
     Args:
-        command: what every rank executes.
-        envs: each rank's whole environment, by rank.
-        logs: each rank's log file, by rank; standard output and error go there.
-        guard: starts them.
-        cwd: every rank's current folder.
+        command: command of every rank.
+        envs: complete environments, by rank.
+        logs: files for standard output and error, by rank.
+        guard: starts the processes.
+        cwd: working directory of the ranks.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class LocalRanks:
         return [rank for rank in range(len(self._processes)) if rank not in self.exits]
 
     def host_of(self, rank: int) -> str:
-        """All of them are here."""
+        """Return the name of this host."""
         return socket.gethostname()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a rank has ended or the time is over; `exits` then has the news."""
+        """Wait until a rank has ended or the time is over; updates `exits`."""
         poll = select.poll()
         for rank in self.running:
             poll.register(self._descriptors[rank], select.POLLIN)
@@ -115,23 +115,23 @@ class LocalRanks:
                 self.exits[rank] = code
 
     def absent(self) -> list[int]:
-        """None: each of them is a child of this process."""
+        """Return no ranks: all are child processes and have been started."""
         return []
 
-    def last_words(self) -> str:
+    def last_message(self) -> str:
         return ""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks that still run (to them alone, not to what they have started)."""
+        """Send a signal to the running ranks, but not to their children."""
         for rank in self.running:
             self._processes[rank].send_signal(number)
 
     def examine(self, command: Sequence[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Run a command here, where all ranks are."""
+        """Run a command on this machine."""
         self._guard.run(command, env=os.environ, cwd=self._cwd, output=output, limit_s=limit_s, interrupted=interrupted)
 
     def close(self) -> None:
-        """Kill what is left of every rank's process group and collect it."""
+        """Kill all process groups and wait for their leaders."""
         self._kill_groups()
         for descriptor in self._descriptors:
             os.close(descriptor)
@@ -139,7 +139,7 @@ class LocalRanks:
     def _kill_groups(self) -> None:
         for rank, process in enumerate(self._processes):
             with suppress(ProcessLookupError):
-                # The group outlives its leader as long as a grandchild lives in it.
+                # A group outlives its leader as long as a grandchild is alive.
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             self.exits.setdefault(rank, code)

@@ -24,18 +24,19 @@ from hpcdist.supervisor.supervisor import Supervisor
 def supervise(
     run: RunDir, config: Config, plan: Plan, report: Reporter, env: Mapping[str, str], *, tracking_uri: str
 ) -> State:
-    """Hold the run and see it through to its end; returns its last state.
+    """Hold the run's lease and supervise the run until its end. Returns its last state.
 
-    Raises RunFolderError when another supervisor holds it, or when it is only half made.
+    Raises:
+        RunFolderError: another supervisor holds the run, or its folder is incomplete.
     """
     with retry.patient(retry.UNATTENDED_S), hold(run) as held:
         code = snapshot.code_state(run)
         facts = read_record(run.environment) or {}
-        if facts | (image := image_facts(env)) != facts:  # the first start in this image
+        if facts | (image := image_facts(env)) != facts:  # first start in this image
             write_json(run.environment, facts | image)
-        # Where the run was started is gone on another machine; the code is in the run folder anyway.
+        # The original working directory may not exist on another machine; the run folder holds the code.
         cwd = Path(code.cwd) if Path(code.cwd).is_dir() else run.path
-        # What a rank reads in config.yaml is redacted; its environment gives the secrets back.
+        # Values are redacted in config.yaml; ranks read them from the environment.
         env = {**env, **secrets_of(config)}
         import_path = snapshot.import_path(code, run)
         with LocalLauncher(run, plan, env=env, import_path=import_path, cwd=cwd) as launcher:
@@ -46,7 +47,7 @@ def supervise(
 
 
 def detach(run: RunDir, env: Mapping[str, str]) -> int:
-    """Supervise in a process that outlives this one and the terminal; returns its process id."""
+    """Start a supervisor that outlives this process and the terminal. Returns its process id."""
     with open(run.path / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcdist", "supervise", str(run.path)],

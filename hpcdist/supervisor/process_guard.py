@@ -1,4 +1,4 @@
-"""Child processes that do not outlive the supervisor, whatever kills it."""
+"""Process guard: child processes end when the supervisor dies, also by SIGKILL."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-#: Reads `+pgid` and `-pgid` from a pipe that only the supervisor holds open. When the supervisor dies, whatever
-#: killed it, the pipe ends and the process groups still noted are killed, grandchildren included.
+#: Reads `+pgid` and `-pgid` from a pipe whose other end only the supervisor holds. When the supervisor dies, the pipe
+#: ends, and the guard kills all registered process groups, grandchildren included.
 _GUARD = """
 import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -26,17 +26,17 @@ for group in groups:
     except ProcessLookupError:
         pass
 """
-#: A child names its own group to the guard, on its standard input, before it becomes what it is to be. Were it the
-#: supervisor who did so after the start, one that is killed in between would leave an orphan. The guard sees the end
-#: of its pipe only when such a child has let go of it. In a subshell, since a guard that is dead ends who writes.
+#: A child registers its own group with the guard, through its standard input, before it executes the command. If the
+#: supervisor did this after the start, a supervisor killed in between would leave an orphan. The child then closes the
+#: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
 _NAME_YOURSELF = '(echo "+$$" >&0); exec "$@" </dev/null'
 
-_LOOK_EVERY_S = 0.1
+_POLL_S = 0.1
 _LEAVE_S = 1.0
 
 
 class Guard:
-    """Starts children as leaders of process groups, and kills what is left of them when this process dies."""
+    """Starts children as leaders of process groups, which are killed when this process dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -51,7 +51,7 @@ class Guard:
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a child in a session of its own; what it prints is appended to `output`, errors included."""
+        """Start a child in a new session; standard output and error are appended to `output`."""
         with open(output, "ab") as file:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _NAME_YOURSELF, "sh", *command],
@@ -73,15 +73,15 @@ class Guard:
         limit_s: float,
         interrupted: Callable[[], bool],
     ) -> None:
-        """Run a child to its end, or end it after `limit_s` or soon after `interrupted` is true."""
+        """Run a child until it ends; end it after `limit_s`, or soon after `interrupted` returns true."""
         until = time.monotonic() + limit_s
         process = self.start(command, env=env, cwd=cwd, output=output)
         try:
             while process.poll() is None and time.monotonic() < until and not interrupted():
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_EVERY_S)
+                    process.wait(_POLL_S)
             if process.poll() is None:
-                process.terminate()  # srun then ends its tasks, too
+                process.terminate()  # srun then also ends its tasks
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_LEAVE_S)
         finally:
@@ -91,9 +91,9 @@ class Guard:
             self.forget(process.pid)
 
     def forget(self, group: int) -> None:
-        """A child's process group is gone: its number may soon be somebody else's."""
+        """Unregister the process group of an ended child, because the kernel may reuse its id."""
         assert self._process.stdin is not None
-        # Without its guard a run is less safe, not over.
+        # A run continues without its guard.
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"-{group}\n")
             self._process.stdin.flush()

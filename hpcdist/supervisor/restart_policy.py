@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what follows from it. Pure functions over what was seen."""
+"""First failure of an attempt, and the decision on a restart. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first thing that went wrong in an attempt."""
+    """The first failure of an attempt."""
 
     kind: Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started"]
     rank: int
@@ -22,8 +22,8 @@ class Failure:
     error: str
     traceback: tuple[str, ...] = ()
     role: str = ""  #: `role:index` of the rank, in runs with roles
-    only_there: bool = True  #: no rank on another host reported a failure of its own
-    detail: str = ""  #: what else was found out; two failures may be the same without it
+    only_there: bool = True  #: no rank on another host reported its own failure
+    detail: str = ""  #: further findings, which do not count when failures are compared
 
     def sentence(self) -> str:
         if not self.host:  # no rank was started
@@ -34,7 +34,7 @@ class Failure:
         return f"{where} {failed}{self.error}{at}" + (f"; {self.detail}" if self.detail else "")
 
     def same_as(self, other: Failure) -> bool:
-        """Whether a restart ran into the very same thing: kind, message and step."""
+        """Return whether two failures have the same kind, message and step."""
         return (self.kind, self.error, self.step) == (other.kind, other.error, other.step)
 
 
@@ -50,16 +50,16 @@ def first_failure(
     steps: Mapping[int, int | None],
     host_of: Callable[[int], str],
 ) -> Failure | None:
-    """The failure that the others followed from, or None when every rank ended well.
+    """Return the failure that caused the others, or None if all ranks succeeded.
 
     Args:
         exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
-        outcomes: what ranks wrote of their end.
-        steps: last step that each rank was seen at.
-        host_of: names the host of a rank that wrote nothing.
+        outcomes: outcome files of the ranks.
+        steps: last known step of each rank.
+        host_of: returns the host of a rank without an outcome.
 
-    A rank that lost its peer is a consequence. Of the causes, the one that came first counts; a rank that was
-    killed from outside or vanished wrote no time, so the order of the exits decides.
+    A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
+    ranks record no time.
     """
     causes: list[Failure] = []
     consequences: list[Failure] = []
@@ -86,7 +86,7 @@ def first_failure(
                     rank=rank,
                     host=host_of(rank),
                     step=steps.get(rank),
-                    error=f"ended with exit code {code} without a report",
+                    error=f"exited with code {code} without a report",
                 )
             )
     first = next(iter(causes + consequences), None)
@@ -97,12 +97,12 @@ def first_failure(
 
 
 def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callable[[int], str]) -> Failure | None:
-    """The failure of ranks that show no sign of having been started, or None where there are none.
+    """Return the failure of ranks that were not started, or None if there are none.
 
     Args:
-        absent: these ranks.
-        why: how that was seen, and the cause as far as it is known.
-        host_of: names the host that a rank was meant for.
+        absent: the ranks that show no sign of a start.
+        why: time limit and cause, as far as known.
+        host_of: returns the intended host of a rank.
     """
     if not absent:
         return None
@@ -114,13 +114,13 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
     return Failure(kind="not_started", rank=first, host=host_of(first), step=None, error=error)
 
 
-def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool = False) -> Decision:
+def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> Decision:
     """Whether to start again after the last of `failures`, all those of this start so far, oldest first.
 
     Nothing is started again once someone has asked the run to stop.
     """
     last = failures[-1]
-    if stop_asked:
+    if stop_requested:
         return Decision(restart=False, reason=f"{last.sentence()}, while it was asked to stop")
     if last.kind in ("rejected", "unfit"):
         return Decision(restart=False, reason=last.sentence())
@@ -133,12 +133,15 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_asked: bool =
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:
-    """The host that seems to be at fault itself, by how the run's attempts ended (None: not by a failure), or None.
+    """Return the host that is probably broken, or None.
 
-    Two failures in a row on the same host, and on no other, are a sign of a broken node. The same failure seen on
-    another host before is a sign of broken code: it would wander from node to node and take each out of service.
-    Where a rank hangs, all wait for it, and nobody can tell from outside which of them it was; and what hpcdist
-    itself raises (those have no traceback), such as for a full disk, is not the node's fault either.
+    Two failures in a row on the same host, and on no other, indicate a broken node. If the same failure has occurred on
+    another host, the code is probably broken, and excluding nodes would take one after the other out of service. Hangs
+    do not count, because the culprit is uncertain. Neither do errors that hpcdist itself raises (without traceback),
+    such as for a full disk.
+
+    Args:
+        history: failures of the run's attempts; None for an attempt that did not fail.
     """
     if len(history) < 2 or (last := history[-1]) is None or (before := history[-2]) is None:
         return None

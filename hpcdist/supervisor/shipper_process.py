@@ -1,4 +1,4 @@
-"""The shipper's process: started before the ranks, waited for after them."""
+"""The shipper process, which starts before the ranks and ends after them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class ShipperProcess:
-    """`hpcdist.tracking.shipper` on one run, as a child of low priority.
+    """`hpcdist.tracking.shipper` for one run, as a child process with low priority.
 
     Args:
-        uri: where MLflow is, password included; it travels in the environment.
-        env: the environment to start from.
-        through_queue: stay until `drain`, through all lives of the run's job; else the run's own end is the shipper's.
+        uri: tracking URI, password included; passed in the environment.
+        env: environment of the process.
+        through_queue: run until `drain`, through all restarts of the run's job; otherwise until the run ends.
     """
 
     def __init__(self, run: RunDir, uri: str, env: Mapping[str, str], *, through_queue: bool = False) -> None:
@@ -36,12 +36,12 @@ class ShipperProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # The ranks come first, also while they are being started; where someone follows a job there are none.
+                # Low priority on machines with ranks; `follow` runs on a machine without any.
                 preexec_fn=None if through_queue else _be_nice,
             )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything of a run that has ended, but not for ever; whether it has."""
+        """Wait until MLflow has all records of an ended run, at most `timeout_s`. Returns whether it has."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError), self._process.stdin as pipe:
                 pipe.write(b".")
@@ -54,9 +54,9 @@ class ShipperProcess:
 
 
 def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
-    """Let MLflow have what there is of a run; a sentence. A server that is away is no reason to fail.
+    """Ship the current records of a run in a process with low priority. Returns a sentence on the result.
 
-    In a process of low priority: MLflow's import takes seconds of a processor that the run may just be starting on.
+    An unavailable server is not an error.
     """
     done = subprocess.run(
         [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)],
@@ -72,7 +72,7 @@ def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Let MLflow show a run that waits in the queue; a sentence."""
+    """Ship the current records of a run, such as a queued one. Returns a sentence on the result."""
     try:
         return ship_once(run, resolve_uri(config, env), env)
     except TrackingError as error:
@@ -81,20 +81,20 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
 
 @contextmanager
 def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> Iterator[None]:
-    """Ship a Slurm run from this host while the block lasts, unless its job does so itself (to a server).
+    """Ship a Slurm run from this host inside the block, unless its job ships to a server itself.
 
-    A block that is left by Ctrl-C leaves the run, which goes on, as it is.
+    Ctrl-C in the block does not affect the run.
     """
     try:
         uri = resolve_uri(config, env)
     except TrackingError as error:
-        log.warning("%s; the run is followed, not shipped from here", error)
+        log.warning("%s; the run is followed, but not shipped from here", error)
         yield
         return
     if is_server(uri):
         ship_now(run, config, env)
         yield
-        # The job has shipped its end, unless it died without a word: then there is something left to say.
+        # The job has shipped its end, unless its supervisor died.
         ship_now(run, config, env)
         return
     shipper = ShipperProcess(run, uri, env, through_queue=True)
@@ -104,7 +104,7 @@ def shipping_from_here(run: RunDir, config: Config, env: Mapping[str, str]) -> I
 
 def _be_nice() -> None:
     os.nice(10)
-    # Where the kernel weighs sessions against each other (sched(7), autogroups), a nice value counts inside its own
-    # session only: that of the session is another number. Elsewhere there is no such file.
+    # With autogroups, see sched(7), a nice value counts inside its session only, and the session has its own value.
+    # Without autogroups there is no such file.
     with suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write("10")

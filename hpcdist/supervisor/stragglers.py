@@ -38,7 +38,7 @@ class Part(NamedTuple):
         return self.data_s + self.compute_s
 
 
-class Look(NamedTuple):
+class Window(NamedTuple):
     """A node or rank in one window, and what the others were like. Times are monotonic."""
 
     since: float
@@ -54,7 +54,7 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class StragglerEvent:
     """What is told of a node or rank, also in `stragglers.jsonl`. Seconds are means a step."""
 
     event: str  #: `slow` or `over`
@@ -109,7 +109,7 @@ def _minutes(seconds: float) -> str:
 class _Course:
     """How long one node or rank has been slow, or has not been."""
 
-    looks: deque[Look] = field(default_factory=deque)  #: of the last minute, all slow or all not
+    looks: deque[Window] = field(default_factory=deque)  #: of the last minute, all slow or all not
     told: float | None = None  #: how much slower it was said to be; None while that is not so
     told_at: float = 0.0
 
@@ -138,7 +138,7 @@ class Stragglers:
         """Whether a rank's heartbeat is to be read."""
         return rank not in self._looked or now - self._looked[rank] >= self._window_s
 
-    def note(self, rank: int, beat: Mapping[str, Any], now: float) -> list[Told]:
+    def note(self, rank: int, beat: Mapping[str, Any], now: float) -> list[StragglerEvent]:
         """Take a heartbeat; returns what is to be told, if this was the last rank of its role in this window."""
         self._looked[rank] = now
         timing: Mapping[str, float] = beat.get("timing") or {}
@@ -159,7 +159,7 @@ class Stragglers:
         self._since[role], self._parts[role] = now, dict.fromkeys(parts)
         return self._judge(role, known, since, now)
 
-    def _judge(self, role: str, parts: Mapping[int, Part], since: float, now: float) -> list[Told]:
+    def _judge(self, role: str, parts: Mapping[int, Part], since: float, now: float) -> list[StragglerEvent]:
         are_nodes = len({self._hosts[rank] for rank in parts}) > 1
         slowest: dict[str, int] = {}
         for rank in sorted(parts, key=lambda rank: parts[rank].own_s):
@@ -173,12 +173,12 @@ class Stragglers:
             if len(slowest) == 2:  # their median is no judge between them
                 (others,), which = [parts[one] for one in slowest.values() if one != rank], "other"
             course = self._courses.setdefault((role, name), _Course())
-            if (event := self._event(course, Look(since, now, rank, parts[rank], others))) is not None:
+            if (event := self._event(course, Window(since, now, rank, parts[rank], others))) is not None:
                 compared_with = f"the {which} {'node' if are_nodes else 'rank'}"
                 told.append(self._tell(event, name, compared_with, role, list(course.looks)))
         return told
 
-    def _event(self, course: _Course, look: Look) -> str | None:
+    def _event(self, course: _Course, look: Window) -> str | None:
         """What there is to tell after one more look."""
         looks = course.looks
         if looks and looks[-1].is_slow != look.is_slow:
@@ -197,9 +197,9 @@ class Stragglers:
         course.told, course.told_at = slower, look.until
         return "slow"
 
-    def _tell(self, event: str, name: str, others: str, role: str, looks: list[Look]) -> Told:
+    def _tell(self, event: str, name: str, others: str, role: str, looks: list[Window]) -> StragglerEvent:
         own, other = (_mean([getattr(look, whose) for look in looks]) for whose in ("own", "others"))
-        return Told(
+        return StragglerEvent(
             event=event,
             name=name,
             others=others,
@@ -232,6 +232,6 @@ def _mean(parts: list[Part]) -> Part:
     return Part(*map(fmean, zip(*parts, strict=True)))
 
 
-def _slower(looks: list[Look]) -> float:
+def _slower(looks: list[Window]) -> float:
     own_s, others_s = (sum(getattr(look, whose).own_s for look in looks) for whose in ("own", "others"))
     return own_s / others_s - 1 if others_s else 0.0

@@ -1,8 +1,8 @@
-"""The run's life from its first attempt to its last sentence. Stands on the host, never imports torch.
+"""The supervisor: starts the attempts of a run and records its final state. Runs on the host, never imports torch.
 
-One attempt is one start of all ranks. The supervisor watches their exits, their heartbeats and the requests that
-people leave in the attempt's folder, and answers a failure with a restart from the newest checkpoint. The journal
-is shipped to MLflow by a process of its own, which the ranks never wait for.
+An attempt is one start of all ranks. The supervisor watches exit codes, heartbeats and requests in the attempt's
+folder, and restarts the ranks from the newest checkpoint after a failure. A separate process ships the journal to
+MLflow; ranks never wait for it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.watch import Allocation, Watch
 from hpcdist.tracking.uri import redact_uri
 
-#: Logs and reports of an attempt must have a place; with less than this its failure could not even be told.
+#: Free disk space that a restart needs for the logs and reports of an attempt.
 ROOM_FOR_RESTART_BYTES = 2**20
-#: What is left of an allocation for the last write of the state, when the run folder does not come back.
+#: Time before the end of an allocation that is reserved for the last write of the state.
 LAST_WRITE_S = 10.0
 
 
 class Supervisor:
-    """Runs one run to its end; hold the run's lease around `run`.
+    """Supervises one run until its end. The caller holds the run's lease.
 
     Args:
-        launcher: where ranks are started.
-        tracking_uri: where to ship to while the run goes on; None leaves that to someone else.
-        env: the shipper's environment.
-        allocation: how long the ranks may stay, where that has an end.
-        conclude: makes the last state of that in which the attempts ended, before anyone sees it: a run that goes on
-            elsewhere has not ended.
-        check_lease: raises LeaseLostError once another supervisor holds the run (`lease.Held.check`).
+        launcher: starts the ranks.
+        tracking_uri: tracking server or database for the shipper; None if another process ships the run.
+        env: environment of the shipper.
+        allocation: time limit of the ranks, if there is one.
+        conclude: maps the state after the last attempt to the recorded one; a requeued job, for example, has not ended.
+        check_lease: raises LeaseLostError if another supervisor holds the run (`lease.Held.check`).
     """
 
     def __init__(
@@ -82,9 +81,10 @@ class Supervisor:
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> State:
-        """Start attempts until the run is over; returns its last state, which is also in `state.json`.
+        """Start attempts until the run ends. Returns its last state, which is also in `state.json`.
 
-        Raises LeaseLostError when another supervisor has taken the run over: the ranks are killed, nothing is written.
+        Raises:
+            LeaseLostError: another supervisor has taken over the run. The ranks are killed, and nothing is written.
         """
         with retry.patient(self._patience_s()), self._signals():
             state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
@@ -97,12 +97,12 @@ class Supervisor:
                 state = self._conclude(state)
             except LeaseLostError:
                 if shipper is not None:
-                    shipper.drain(0)  # the successor has one of its own
+                    shipper.drain(0)  # the new supervisor has its own shipper
                 raise
             except Exception as error:
-                # Whatever it was: nobody is to find this run as "running".
+                # No exception may leave the run in the state "running".
                 failure, rejected = error, isinstance(error, UserMistake)
-                why = _last_words(error)
+                why = _error_text(error)
                 state = replace(self._state, status="failed", reason=why, ended=time.time(), rejected=rejected)
             try:
                 self._write(state)
@@ -110,21 +110,21 @@ class Supervisor:
                 self._report.note(f"{self._run.path}/state.json cannot be written: {error.strerror}")
         if shipper is not None and not shipper.drain(self._config.tracking.drain_timeout_s):
             self._report.note(
-                f"MLflow at {redact_uri(self._tracking_uri or '')} has not taken everything (see shipper.log);"
-                f" nothing is lost: `hpcdist sync {self._run.name}` ships the rest"
+                f"MLflow at {redact_uri(self._tracking_uri or '')} has not received all records (see shipper.log);"
+                f" none are lost: `hpcdist sync {self._run.name}` ships the rest"
             )
         if failure is not None and not isinstance(failure, OSError):
             raise failure
         return state
 
     def _patience_s(self) -> float:
-        """How long to wait for the run folder: not past the end of the allocation."""
+        """Return the retry time for the run folder, which ends before the allocation does."""
         if self._allocation is None:
             return retry.UNATTENDED_S
         return max(0.0, min(retry.UNATTENDED_S, self._allocation.end - time.time() - LAST_WRITE_S))
 
     def _write(self, state: State) -> None:
-        """Write the state, unless the run is another supervisor's by now."""
+        """Write the state, unless another supervisor holds the run."""
         self._check_lease()
         self._state = state
         self._run.write_state(state)
@@ -135,7 +135,7 @@ class Supervisor:
         try:
             return ShipperProcess(self._run, self._tracking_uri, self._env)
         except OSError as error:
-            self._report.note(f"nothing is shipped to MLflow while the run goes on: {_last_words(error)}")
+            self._report.note(f"the shipper cannot be started: {_error_text(error)}; run `hpcdist sync` later")
             return None
 
     def _attempts(self, state: State) -> State:
@@ -150,7 +150,7 @@ class Supervisor:
                 world_size=self._launcher.num_ranks,
             )
             self._write(state)
-            self._take_over_request(attempt)
+            self._forward_request(attempt)
             end, failure = self._one_attempt(attempt)
             self._write_request(attempt)
             if failure is None:
@@ -167,13 +167,13 @@ class Supervisor:
             )
 
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
-        """The state that a failure ends the run in, or None when it is answered by a restart here."""
+        """Return the final state of the run after a failure, or None if the ranks are restarted here."""
         failure = failures[-1]
-        stop_asked = self._request_of(attempt) is not None
-        decision = decide(failures, self._config.launch.max_restarts, stop_asked=stop_asked)
+        stop_requested = self._request_of(attempt) is not None
+        decision = decide(failures, self._config.launch.max_restarts, stop_requested=stop_requested)
         disk = retry.retry(lambda: shutil.disk_usage(self._run.path), self._run.path)
         disk_full = disk.free < ROOM_FOR_RESTART_BYTES
-        if not (stop_asked or disk_full or failure.kind == "rejected"):
+        if not (stop_requested or disk_full or failure.kind == "rejected"):
             write_json(attempt.failure, asdict(failure))
             if why := self._launcher.broken():
                 return replace(state, status="stopped", reason=f"{failure.sentence()}; {why}", ended=time.time())
@@ -185,43 +185,45 @@ class Supervisor:
         rejected = failure.kind == "rejected"
         return replace(state, status="failed", reason=reason, ended=time.time(), rejected=rejected)
 
-    def _take_over_request(self, attempt: Attempt) -> None:
-        """What was asked of the attempt before, after that had failed, is asked of this one."""
+    def _forward_request(self, attempt: Attempt) -> None:
+        """Forward a request that reached the previous attempt after its failure."""
         if self._attempt is not None and (late := self._request_of(self._attempt)) is not None:
             attempt.send_request(late.action, by=late.by, reason=late.reason)
 
     def _request_of(self, attempt: Attempt) -> Request | None:
-        """What was asked of an attempt, by its file or by a signal to this process that no file could take."""
-        return attempt.read_request() or self._asked_by_signal()
+        """Return the request to an attempt, from its file or from a signal to this process."""
+        return attempt.read_request() or self._signal_request()
 
     def _write_request(self, attempt: Attempt) -> None:
-        """Write down what a signal asks of an attempt, for ranks that start and for the commands that look later."""
-        asked = self._asked_by_signal()
+        """Write the request of a signal to the attempt's folder, for starting ranks and for later commands."""
+        asked = self._signal_request()
         try:
             if asked is not None and attempt.read_request() is None:
                 attempt.send_request(asked.action, by=asked.by, reason=asked.reason)
         except OSError as error:
-            self._report.note(f"the request to {asked.action if asked else 'stop'} is not in {attempt.path}: {error}")
+            self._report.note(
+                f"the request to {asked.action if asked else 'stop'} cannot be written to {attempt.path}: {error}"
+            )
 
     def _reason(self, attempt: Attempt, end: Status) -> str:
         if end in ("stopped", "cancelled"):
             request = self._request_of(attempt)
             verb = "stopped with everything saved" if end == "stopped" else "cancelled"
-            return f"{verb} ({request.reason if request is not None else 'a stop signal reached the ranks'})"
-        return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer reached its end")
+            return f"{verb} ({request.reason if request is not None else 'the ranks received a stop signal'})"
+        return str(attempt.outcomes().get(0, {}).get("reason") or "the trainer has finished")
 
     def _one_attempt(self, attempt: Attempt) -> tuple[Status, Failure | None]:
-        """Run the ranks once. Returns how the attempt ended, or the failure that ended it."""
+        """Run the ranks once. Returns the final status of the attempt, and its failure if it failed."""
         self._attempt = attempt
         self._write_request(attempt)
         try:
-            # A launcher that meets an error has ended what it had started.
+            # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
         except (HpcdistError, OSError) as error:
             kind: Literal["rejected", "unfit", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
             if isinstance(error, PreflightError):
                 kind = "unfit"
-            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_last_words(error))
+            return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_error_text(error))
         self._report.attempt(attempt, self._launcher.num_ranks)
         try:
             watch = Watch(
@@ -230,19 +232,19 @@ class Supervisor:
                 self._config,
                 self._report,
                 self._allocation,
-                asked_by_signal=self._asked_by_signal,
+                signal_request=self._signal_request,
                 check_lease=self._check_lease,
             )
             hung = watch.until_over() or _none_started(ranks)
-            # Those that are killed in a moment did not fail.
+            # A copy, because `close` kills the remaining ranks, which did not fail.
             exits = dict(ranks.exits)
         finally:
             ranks.close()
         outcomes = attempt.outcomes()
         if watch.cancelled:
             return "cancelled", None
-        if watch.stop_asked and self._config.trainer.script and not hung:
-            # A plain script that SIGTERM ends has done what it was asked to.
+        if watch.stop_requested and self._config.trainer.script and not hung:
+            # A plain script that SIGTERM ends has stopped as requested.
             exits = {rank: 0 if code == -signal.SIGTERM else code for rank, code in exits.items()}
             failure = first_failure(exits, outcomes, watch.steps(), ranks.host_of)
             return "stopped", failure
@@ -254,7 +256,7 @@ class Supervisor:
                 rank=0,
                 host=ranks.host_of(0),
                 step=watch.steps().get(0),
-                error="ended with exit code 0 without a report",
+                error="exited with code 0 without a report",
             )
         return "stopped" if ended == "stopped" else "finished", failure
 
@@ -262,9 +264,9 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) save and stop; a second Ctrl-C kills.
+        """Stop the run on Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal), cancel it on a second Ctrl-C.
 
-        A signal that `conclude` has taken over stays as it is.
+        A handler that `conclude` has replaced is not restored.
         """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, self._on_signal) for number in numbers]
@@ -276,7 +278,7 @@ class Supervisor:
                     signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Only note the signal: writing the request may fail, and does not belong here. `Watch` does that."""
+        """Record the signal; `Watch` writes the request, because file operations do not belong in a signal handler."""
         self._num_interrupts += number == signal.SIGINT
         if number == signal.SIGHUP:
             self._leave_terminal()
@@ -284,36 +286,36 @@ class Supervisor:
         if self._num_interrupts > 1:
             retry.give_up()
 
-    def _asked_by_signal(self) -> Request | None:
-        """What signals to this process ask for; the last one counts."""
+    def _signal_request(self) -> Request | None:
+        """Return the request of the last signal to this process, or None."""
         if self._signalled is None:
             return None
         action: Literal["cancel", "stop"] = "cancel" if self._num_interrupts > 1 else "stop"
         return Request(action=action, by=self._signalled, reason=f"{self._signalled} to the supervisor")
 
     def _leave_terminal(self) -> None:
-        """Writing to a closed terminal fails, and a message nobody reads must not end the run."""
+        """Redirect output from the closed terminal to /dev/null: failed writes must not end the run."""
         with open(os.devnull, "wb") as nowhere:
             for descriptor in self._terminals:
                 os.dup2(nowhere.fileno(), descriptor)
 
 
 def _none_started(ranks: Ranks) -> Failure | None:
-    """The failure of a start that has ended badly before there was any rank; None otherwise."""
+    """Return the failure of an attempt in which no rank was started, or None."""
     if ranks.running or not any(ranks.exits.values()) or len(absent := ranks.absent()) < len(ranks.exits):
         return None
-    return not_started(absent, len(absent), f"at all: {ranks.last_words()}", ranks.host_of)
+    return not_started(absent, len(absent), f"at all: {ranks.last_message()}", ranks.host_of)
 
 
 def _log_of(attempt: Attempt, failure: Failure) -> Path:
-    """The file that tells more of a failure."""
+    """Return the log file with the details of a failure."""
     if failure.kind == "unfit":
         return attempt.preflight.with_suffix(".txt")
     return attempt.path / "srun.log" if failure.kind == "not_started" else attempt.log(failure.rank)
 
 
-def _last_words(error: Exception) -> str:
-    """One sentence about the error that ends a run or an attempt."""
+def _error_text(error: Exception) -> str:
+    """Return a sentence about the error that ends a run or an attempt."""
     if isinstance(error, HpcdistError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -31,7 +31,7 @@ def test_a_trainer_of_ones_own_is_stopped_resumed_tracked_and_exported(examples:
     uri = f"tracking.uri=sqlite:///{examples.database}"
     code, output = examples.command("run", "regression.yaml", "name=whole", uri)
     assert code == 0, output
-    assert "finished: the trainer reached its end" in output
+    assert "finished: the trainer has finished" in output
     run = examples.run_dir("whole")
     assert (run.code / "regression.py").read_text() == (EXAMPLES / "own_trainer" / "regression.py").read_text()
     assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == list(range(20, 401, 20))

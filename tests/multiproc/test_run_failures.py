@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
     assert code == 1, output
     last = output.splitlines()[-1]
     assert last.startswith(f"failed: rank 2 on {os.uname().nodename} made no progress for launch.hang_timeout_s=12 s")
-    assert " (stacks of all ranks are in " in last
+    assert " (stack traces of all ranks are in " in last
     assert "; rank 2 differs from the others: in " in last
     assert re.search(r"wait \(threading\.py:\d+\), called by train \(counting\.py:\d+\); ranks 0-1 in ", last), last
     waits = re.compile(
@@ -128,7 +128,7 @@ def test_mlflow_is_never_there(runs: Runs) -> None:
     code, output = runs.command("run", *runs.config(name, *COUNTING, *options, away))
     assert code == 0, output
     assert "finished: counted to 40" in output
-    assert "has not taken everything (see shipper.log); nothing is lost" in output
+    assert "has not received all records (see shipper.log); none are lost" in output
     assert f"`hpcdist sync {name}` ships the rest" in output
     assert "Traceback" not in (runs.run_dir(name).path / "shipper.log").read_text()
 

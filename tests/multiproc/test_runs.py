@@ -62,7 +62,7 @@ def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmente
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
-    assert "stopped with everything saved (a stop signal reached the ranks)" in output
+    assert "stopped with everything saved (the ranks received a stop signal)" in output
     *_, before, newest = runs.checkpoint_steps(name)
     weights = runs.run_dir(name).checkpoints / f"step-{newest:08d}" / "model.pt"
     os.truncate(weights, weights.stat().st_size // 2)

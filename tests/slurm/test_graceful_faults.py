@@ -34,7 +34,7 @@ def test_the_time_limit(scene: FaultScene) -> None:
     scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
     reason = scene.runs.wait_status(scene.name, "queued", timeout_s=100).reason
-    assert reason.partition("(")[2] in ("time limit)", "a stop signal reached the ranks)")
+    assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP
     scene.start_now()
     scene.conclude(lost_at_most=0)
@@ -47,7 +47,7 @@ def test_slurms_own_signal_ahead_of_the_time_limit(scene: FaultScene) -> None:
     scene.submit_held("USR2 ahead of the limit")
     scene.cluster.run("scancel", "--signal=USR2", scene.job)
     scene.release()
-    assert scene.wait_queued() == "stopped with everything saved (a stop signal reached the ranks)"
+    assert scene.wait_queued() == "stopped with everything saved (the ranks received a stop signal)"
     scene.start_now()
     scene.conclude(lost_at_most=0)
 
@@ -90,7 +90,7 @@ def test_a_signal_before_the_process_group_exists(scene: FaultScene, fault: str)
     if fault.startswith("USR2"):
         scene.cluster.run("scancel", "--signal=USR2", scene.job)
         scene.release()
-        assert scene.wait_queued() == "stopped with everything saved (a stop signal reached the ranks)"
+        assert scene.wait_queued() == "stopped with everything saved (the ranks received a stop signal)"
         assert scene.runs.checkpoint_steps(scene.name)[-1] < 20, "at one of the first boundaries"
     else:
         # Slurm kills what has not ended KillWait later, 5 s here: a race that either may win.

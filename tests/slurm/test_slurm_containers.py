@@ -214,7 +214,7 @@ def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job = slurm_runs.submit(name, *HELD, *overrides(in_image, "podman", slurm_runs), *limits)
     reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
-    assert reason.partition("(")[2] in ("time limit)", "a stop signal reached the ranks)")
+    assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert_nothing_left(in_image, slurm_runs, name)
     slurm_runs.start_now(job)

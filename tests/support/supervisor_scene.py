@@ -127,7 +127,7 @@ class Scene:
 
         supervisor = supervisor or self.supervisor()
         with (
-            mock.patch.object(watch_module, "LOOK_EVERY_S", 0.02),
+            mock.patch.object(watch_module, "POLL_S", 0.02),
             mock.patch.object(watch_module, "PEER_GRACE_S", 0.3),
             mock.patch.object(
                 local_module, "rank_command", lambda run_dir: [sys.executable, "-S", str(FAKE_RANK), str(run_dir)]

@@ -200,7 +200,7 @@ class RankStep:
         started = {int(match[1]) for match in matches if match}
         return [rank for rank in range(self._num_ranks) if rank not in started]
 
-    def last_words(self) -> str:
+    def last_message(self) -> str:
         path = self._attempt.path / "srun.log"
         lines = retry(lambda: last_lines(path, _LAST_LINES), path)
         return last_line("\n".join(text for _, text in lines)) or "no output of srun"

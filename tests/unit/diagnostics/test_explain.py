@@ -176,7 +176,7 @@ def test_a_killed_rank_and_what_slurm_printed(run: RunDir) -> None:
 
 
 def test_a_hang_shows_where_the_first_rank_stood(run: RunDir) -> None:
-    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stacks of all ranks are in …)")
+    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)")
     stack = (
         'Thread 0x1 (most recent call first):\n  File "a.py", line 1\nCurrent thread 0x2 (most recent call first):\n'
     )
@@ -188,7 +188,7 @@ def test_a_hang_shows_where_the_first_rank_stood(run: RunDir) -> None:
 
 def test_a_hang_shows_who_stood_elsewhere_than_the_others(run: RunDir) -> None:
     """Also where the supervisor's own words about it are in the job's log, which is searched first."""
-    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stacks of all ranks are in …)")
+    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)")
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("rank 1 on n1 made no progress for launch.hang_timeout_s=15 s\n")
     run.attempt(1).stacks_summary.write_text("rank 1 differs from the others: in wait (a.py:3)\n\nmore\n")

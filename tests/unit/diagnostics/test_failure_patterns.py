@@ -111,7 +111,10 @@ def test_a_gpu_that_is_not_there() -> None:
             " although none of its ranks is left (n2 has rebooted)",
             "not-started",
         ),
-        ("rank 0 on n1 made no progress for launch.hang_timeout_s=15 s (stacks of all ranks are in /runs/x)", "hang"),
+        (
+            "rank 0 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in /x)",
+            "hang",
+        ),
         (
             "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"
             " waiting 3000ms for recv operation to complete",

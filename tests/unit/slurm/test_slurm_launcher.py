@@ -234,7 +234,7 @@ def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
 
 def test_ranks_that_were_started_have_a_file(four: Step) -> None:
     assert four.ranks.absent() == [0, 1, 2, 3]
-    assert four.ranks.last_words() == "no output of srun"
+    assert four.ranks.last_message() == "no output of srun"
     four.attempt.log(2).touch()
     (four.attempt.path / ".rank-00001.reserve").touch()
     (four.attempt.path / "rank-00003.beat.json").touch()
@@ -243,7 +243,7 @@ def test_ranks_that_were_started_have_a_file(four: Step) -> None:
     assert four.ranks.absent() == [], "nobody can tell"
     four.say("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
     said = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
-    assert four.ranks.last_words() == said
+    assert four.ranks.last_message() == said
 
 
 def test_ranks_that_nobody_reports_to_srun_are_looked_for(four: Step, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def peer_lost(rank: int) -> dict[str, Any]:
         ({1: -signal.SIGSEGV, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by SIGSEGV")),
         ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),
         # Neither killed nor heard of.
-        ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "ended with exit code 3 without a report")),
-        ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "ended with exit code 1 without a report")),
+        ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "exited with code 3 without a report")),
+        ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "exited with code 1 without a report")),
         # Nobody but those who lost a peer.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
         # The user's mistake.
@@ -114,7 +114,7 @@ OTHER = failure(error="OSError: disk", step=3)
 
 
 @pytest.mark.parametrize(
-    ("failures", "max_restarts", "stop_asked", "expected"),
+    ("failures", "max_restarts", "stop_requested", "expected"),
     [
         ([failure()], 3, False, Decision(restart=True, reason=SAID)),
         ([failure()], 1, False, Decision(restart=True, reason=SAID)),
@@ -155,8 +155,8 @@ OTHER = failure(error="OSError: disk", step=3)
         ([failure()], 9, True, Decision(restart=False, reason=f"{SAID}, while it was asked to stop")),
     ],
 )
-def test_what_follows(failures: list[Failure], max_restarts: int, stop_asked: bool, expected: Decision) -> None:
-    assert decide(failures, max_restarts, stop_asked=stop_asked) == expected
+def test_what_follows(failures: list[Failure], max_restarts: int, stop_requested: bool, expected: Decision) -> None:
+    assert decide(failures, max_restarts, stop_requested=stop_requested) == expected
 
 
 # --- broken nodes

@@ -185,8 +185,8 @@ def test_ranks_are_asked_by_a_signal_where_a_full_disk_takes_no_request(player: 
     played = player.play(cells, unattended_s=0.5)
     assert wrong(cells, played) == []
     (answer,) = played.answers
-    assert answer["notes"][0] == "stopping: the ranks save and leave (SIGTERM to the supervisor)"
-    assert answer["notes"][1].endswith("request.json: No space left on device; the ranks are asked by SIGTERM")
+    assert answer["notes"][0] == "stopping: the ranks save a checkpoint and exit (SIGTERM to the supervisor)"
+    assert answer["notes"][1].endswith("request.json: No space left on device; sending SIGTERM to the ranks")
     assert answer["on_disk"] == ["stopped", "stopped with everything saved (SIGTERM to the supervisor)"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from hpcdist.supervisor.stragglers import AGAIN_S, WINDOW_S, Stragglers, Told
+from hpcdist.supervisor.stragglers import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
 
 STEP_S = 1.0
 #: Data time and compute of a rank at a time.
@@ -25,9 +25,9 @@ class Run:
             for rank in range(len(hosts))
         }
         self.now = 0.0
-        self.told: list[tuple[float, Told]] = []
+        self.told: list[tuple[float, StragglerEvent]] = []
 
-    def go_on(self, seconds: float, parts: Parts) -> list[Told]:
+    def go_on(self, seconds: float, parts: Parts) -> list[StragglerEvent]:
         """Train for so long; returns what is told meanwhile."""
         before = len(self.told)
         end = self.now + seconds
@@ -122,7 +122,7 @@ def test_a_fifth_of_next_to_nothing_is_nothing_to_tell() -> None:
 def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
     """Observers whose rollouts take a fiftieth of the time that the agent learns hold up nobody."""
 
-    def told(own_s: float, slow_s: float) -> list[Told]:
+    def told(own_s: float, slow_s: float) -> list[StragglerEvent]:
         run = Run(NODES)
         found = []
         for now in range(0, 200, 10):

@@ -179,7 +179,7 @@ def test_a_fake_rank_0_that_ends_well_without_a_report_has_failed(scene: Scene) 
     assert scene.supervise().status == "finished"
     ((failure, _),) = scene.report.failures
     assert (failure.kind, failure.rank, failure.step) == ("vanished", 0, 6)
-    assert failure.error == "ended with exit code 0 without a report"
+    assert failure.error == "exited with code 0 without a report"
 
 
 def test_a_fake_rank_that_hangs_shows_its_stacks_and_ends_the_attempt(scene: Scene, said: NamedPipe) -> None:
@@ -195,7 +195,9 @@ def test_a_fake_rank_that_hangs_shows_its_stacks_and_ends_the_attempt(scene: Sce
     assert scene.supervise().status == "finished"
     ((failure, _),) = scene.report.failures
     assert (failure.kind, failure.rank, failure.step) == ("hung", 1, 8)
-    assert failure.error.startswith("made no progress for launch.hang_timeout_s=0.5 s (stacks of all ranks are in ")
+    assert failure.error.startswith(
+        "made no progress for launch.hang_timeout_s=0.5 s (stack traces of all ranks are in "
+    )
     assert scene.log(1) == "my stacks\n"
 
 
@@ -241,7 +243,7 @@ def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
-    assert "stopping: the ranks save and leave (`hpcdist stop` by ada)" in scene.report.notes
+    assert "stopping: the ranks save a checkpoint and exit (`hpcdist stop` by ada)" in scene.report.notes
 
 
 def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene) -> None:
@@ -297,7 +299,7 @@ def test_fake_ranks_that_are_done_before_they_see_the_request_have_finished(scen
 def test_fake_ranks_that_heard_a_signal_of_their_own_are_stopped(scene: Scene) -> None:
     scene.script(first=[[["report", {"outcome": "stopped"}]], QUIETLY])
     state = scene.supervise()
-    assert state.reason == "stopped with everything saved (a stop signal reached the ranks)"
+    assert state.reason == "stopped with everything saved (the ranks received a stop signal)"
 
 
 def test_fake_ranks_that_do_not_stop_in_time_fail_without_a_restart(scene: Scene) -> None:
@@ -312,7 +314,7 @@ def test_fake_ranks_that_do_not_stop_in_time_fail_without_a_restart(scene: Scene
     assert (state.status, state.attempt) == ("failed", 1)
     assert "rank 1 on " in state.reason
     assert state.reason.endswith(
-        "did not save and leave within launch.stop_grace_s=0.3 s at step 3, while it was asked to stop"
+        "did not save and exit within launch.stop_grace_s=0.3 s at step 3, while it was asked to stop"
     )
 
 
@@ -395,7 +397,7 @@ def test_a_plain_script_that_ignores_sigterm_fails_after_the_grace(scene: Scene,
     state = scene.supervise()
     assert state.status == "failed"
     assert "rank 0 on " in state.reason
-    assert "did not save and leave within launch.stop_grace_s=0.3 s" in state.reason
+    assert "did not save and exit within launch.stop_grace_s=0.3 s" in state.reason
 
 
 def test_a_plain_script_that_fails_while_stopping_has_failed(scene: Scene) -> None:
@@ -457,7 +459,7 @@ def test_one_signal_to_the_supervisor_lets_fake_ranks_save(
         process.send_signal(number)
         out, _ = process.communicate()
     assert out.splitlines() == [
-        f"stopping: the ranks save and leave ({number.name} to the supervisor)",
+        f"stopping: the ranks save a checkpoint and exit ({number.name} to the supervisor)",
         f"stopped: stopped with everything saved ({number.name} to the supervisor)",
     ]
     assert process.returncode == 0
@@ -541,7 +543,7 @@ def test_what_mlflow_has_not_taken_is_told_without_the_password(scene: Scene, sh
     scene.script(first=[[*DONE], QUIETLY])
     assert scene.supervise().status == "finished"
     assert scene.report.notes == [
-        "MLflow at http://ada:***@mlflow:5000 has not taken everything (see shipper.log); nothing is lost:"
+        "MLflow at http://ada:***@mlflow:5000 has not received all records (see shipper.log); none are lost:"
         " `hpcdist sync first` ships the rest"
     ]
 

@@ -17,8 +17,8 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
-from hpcdist.supervisor.stragglers import Told
-from hpcdist.supervisor.watch import LOOK_EVERY_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
+from hpcdist.supervisor.stragglers import StragglerEvent
+from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
 
 NUM_RANKS = 1000
 HANG_S = 300.0
@@ -59,7 +59,7 @@ class SteppedRanks:
         self.asked_at.append(self.time)
         return self.never_started
 
-    def last_words(self) -> str:
+    def last_message(self) -> str:
         return "srun: retrying"
 
     def sign(self, rank: int) -> float:
@@ -128,7 +128,7 @@ def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
     scene.ranks.end_at = 200.0
     assert scene.watch.until_over() is None
     per_s = len(scene.stats) / scene.ranks.time
-    assert per_s <= CHECKS_PER_S + 1 / LOOK_EVERY_S + 1, "the turns of all, and rank 0 each time"
+    assert per_s <= CHECKS_PER_S + 1 / POLL_S + 1, "the turns of all, and rank 0 each time"
     assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
     assert scene.reads.count("request.json") == scene.ranks.looks
     assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
@@ -230,8 +230,8 @@ def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
     assert failure is not None
     assert failure.kind == "hung"
     assert failure.error.endswith("or before the end of the allocation")
-    assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * LOOK_EVERY_S
-    assert scene.limits == pytest.approx(stacks_s, abs=3 * LOOK_EVERY_S), "never beyond the end"
+    assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * POLL_S
+    assert scene.limits == pytest.approx(stacks_s, abs=3 * POLL_S), "never beyond the end"
     request = read_json(attempt.request)
     assert request is not None
     assert (request["action"], request["by"]) == ("stop", "time limit")
@@ -308,7 +308,7 @@ def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
     notes: list[str] = []
     report: Any = SimpleNamespace(note=notes.append)
     watch = Watch(attempt, SteppedRanks(attempt, 2), Config(), report)
-    told = Told(
+    told = StragglerEvent(
         event="over",
         name="n2",
         others="the other node",
@@ -323,8 +323,11 @@ def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
         others_compute_s=0.1,
     )
     attempt.stragglers.mkdir()
-    watch._tell(told)
-    assert notes == ["n2 is as fast as the other node again", f"that is not in {attempt.stragglers} (Is a directory)"]
+    watch._report_straggler(told)
+    assert notes == [
+        "n2 is as fast as the other node again",
+        f"{attempt.stragglers} cannot be written (Is a directory)",
+    ]
 
 
 def test_a_plain_script_tells_nothing_of_its_steps(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
