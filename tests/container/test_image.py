@@ -98,7 +98,7 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
     assert "no GPU is visible: training on CPUs" in done.stdout
     assert last_lines(done)[-1].startswith("finished: trained 23 steps")
     line = next(line for line in done.stdout.splitlines() if line.startswith("podman run "))
-    assert f"--volume {tmp_path}/runs:{tmp_path}/runs" in line
+    assert f"--volume={tmp_path}/runs:{tmp_path}/runs" in line
     run = only_run(tmp_path / "runs")
     assert run.read_state().status == "finished"
     facts = read_json(run.environment) or {}
@@ -119,7 +119,7 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     """SIGTERM as `docker stop` sends it, at step 30; the same line again ends with an undisturbed run's weights."""
     held = (*TRAIN, "stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
     name = f"hpcdist-test-{os.getpid()}"
-    code = ("--volume", f"{CHECKOUT}/tests/user_code:/work:ro")
+    code = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
     line = ("run", "--rm", "--name", name, *LINE, *code, "--volume", f"{runs}:/runs", image("default"), *held)
     with started(containers, *line) as first:
         wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=120)
