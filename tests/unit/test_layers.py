@@ -171,6 +171,7 @@ def test_mlflow_is_used_by_tracking_and_the_export_alone() -> None:
     assert {module for module in users_of("mlflow") if not within(module, "tracking")} <= {"checkpoint.export"}
 
 
+@pytest.mark.processes
 def test_a_login_node_needs_no_torch() -> None:
     found = {module for module in users_of("torch", "torchvision") if within(module, *NO_TORCH)}
     assert found == {"containers.images.self_test"}, "which is piped into a container and runs there"
@@ -185,6 +186,7 @@ def test_a_login_node_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]", "imported by what these modules import"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("start", "forbidden"),
     [

@@ -392,6 +392,7 @@ print(json.dumps(results))
 '''
 
 
+@pytest.mark.processes
 def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_valid(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -430,6 +430,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.processes
 def test_a_really_full_disk(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints")
     store.write(snapshot(1))
@@ -450,6 +451,7 @@ def test_a_really_full_disk(small_disk: Path) -> None:
     store.write(snapshot(3, size=1000))
 
 
+@pytest.mark.processes
 def test_a_refusing_disk_simulated_by_a_limit_on_file_size(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch

@@ -19,6 +19,9 @@ from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor import local_run
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 @dataclass(frozen=True)
 class Result:

@@ -32,6 +32,9 @@ from hpcdist.slurm.job_snapshot import JobSnapshot
 from hpcdist.supervisor import local_run
 from hpcdist.tracking import ui
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 COMMANDS = (
     "run",
     "resume",

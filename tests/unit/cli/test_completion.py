@@ -65,6 +65,7 @@ def bash(folder: Path) -> Complete:
     return complete
 
 
+@pytest.mark.processes
 def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
     assert bash("re") == ["resume"]
     assert bash("status", "") == ["sweep-a", "second", "first"]

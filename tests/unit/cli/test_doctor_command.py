@@ -20,6 +20,9 @@ from hpcdist.diagnostics.doctor.mlflow_store import revisions
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 Doctor = Callable[..., tuple[int, str, str]]
 
 

@@ -111,6 +111,7 @@ def test_options_of_configs_are_overrides(call: Call, tmp_path: Path) -> None:
     assert with_options(["seed=1"]) == ["seed=1"]
 
 
+@pytest.mark.processes
 def test_run_uses_the_runs_dir_option(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
     assert code == 0

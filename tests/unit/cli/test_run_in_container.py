@@ -22,6 +22,9 @@ from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor import local_run
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 Call = Callable[..., tuple[int, str, str]]
 IMAGE: list[dict[str, Any]] = [
     {

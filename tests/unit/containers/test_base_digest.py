@@ -51,6 +51,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return FakeEngine(tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "listed"),
     [
@@ -71,6 +72,7 @@ def test_an_image_that_is_here_is_taken_by_the_digest_of_its_registry(
     assert engine.calls() == [f"image inspect {name}"], "nothing is fetched"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", ["podman", "docker"])
 def test_one_that_is_not_here_is_pulled_as_the_build_would(engine: FakeEngine, program: Any) -> None:
     name = "docker.io/library/debian:12"
@@ -81,6 +83,7 @@ def test_one_that_is_not_here_is_pulled_as_the_build_would(engine: FakeEngine, p
     assert look_up(Engine(program), name, pull=True).digest == DIGEST
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("digests", [[], [f"localhost/base@{DIGEST}"]], ids=["docker", "podman"])
 def test_a_local_image_is_recorded_by_its_id(engine: FakeEngine, digests: list[str]) -> None:
     engine.put("store", "localhost/base:1", *digests)
@@ -89,6 +92,7 @@ def test_a_local_image_is_recorded_by_its_id(engine: FakeEngine, digests: list[s
     assert found.reference == "localhost/base:1"
 
 
+@pytest.mark.processes
 def test_without_a_network_the_tag_is_used_and_the_reason_told(engine: FakeEngine) -> None:
     found = look_up(Engine("podman"), "docker.io/library/debian:12", pull=True)
     assert found.problem == "podman cannot pull it: Error: dial tcp: lookup failed"

@@ -100,15 +100,18 @@ def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
         find_checkout(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_revision_is_empty_where_there_is_no_git(tmp_path: Path) -> None:
     assert revision_of(tmp_path) == ("", "")
 
 
+@pytest.mark.processes
 def test_a_failed_build_is_one_line() -> None:
     with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
         run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
+@pytest.mark.processes
 def test_docker_builds_with_buildkit() -> None:
     """Without it Debian 12's docker refuses the Dockerfiles: "the --mount option requires BuildKit"."""
     check = "import os, sys; sys.exit(os.environ.get('DOCKER_BUILDKIT') != '1')"

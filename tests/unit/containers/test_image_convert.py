@@ -65,6 +65,7 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
+@pytest.mark.processes
 def test_many_at_once_write_it_once(programs: Path, tmp_path: Path) -> None:
     program(programs, "enroot", 'echo squashed > "$3"')
     results: list[tuple[Path, bool]] = []
@@ -83,6 +84,7 @@ def test_many_at_once_write_it_once(programs: Path, tmp_path: Path) -> None:
     assert len(calls(programs)) == 1
 
 
+@pytest.mark.processes
 def test_a_failure_leaves_nothing_and_is_one_line(programs: Path, tmp_path: Path) -> None:
     program(programs, "enroot", 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1')
     with pytest.raises(ImageError, match=r"`enroot import` failed: \[ERROR\] disk quota exceeded"):
@@ -90,6 +92,7 @@ def test_a_failure_leaves_nothing_and_is_one_line(programs: Path, tmp_path: Path
     assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.sqsh.lock"]
 
 
+@pytest.mark.processes
 def test_what_a_killed_one_has_left_is_written_again(programs: Path, tmp_path: Path) -> None:
     program(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
     (tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
@@ -97,6 +100,7 @@ def test_what_a_killed_one_has_left_is_written_again(programs: Path, tmp_path: P
     assert target.read_text() == "whole\n"
 
 
+@pytest.mark.processes
 def test_the_archive_for_apptainer_does_not_stay(programs: Path, tmp_path: Path) -> None:
     program(programs, "podman", 'touch "$5"')
     program(programs, "apptainer", 'touch "$2"')
@@ -122,6 +126,7 @@ def test_a_small_disk_is_told_before_anything_is_written(
     assert not (programs / "calls").exists()
 
 
+@pytest.mark.processes
 def test_a_directory_has_the_variables_for_charliecloud(programs: Path, tmp_path: Path) -> None:
     program(
         programs,

@@ -11,6 +11,9 @@ import pytest
 from hpcdist.containers.images.engine import Engine, find_engine
 from hpcdist.errors import ImageError, UserMistake
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 ALL = ("docker", "podman", "buildah")
 Install = Callable[[str, str], None]
 

@@ -98,6 +98,7 @@ def program(folder: Path, script: str) -> None:
     (folder / "podman").chmod(0o755)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("complaint", "message"),
     [
@@ -118,6 +119,7 @@ def test_a_missing_image_is_told_from_a_failing_engine(
     assert str(raised.value) == message
 
 
+@pytest.mark.processes
 def test_the_engines_description_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: ImageFacts) -> None:
     program(tmp_path, f"[ \"$*\" = 'image inspect hpcdist' ] && echo '{json.dumps([RAW])}'")
     monkeypatch.setenv("PATH", str(tmp_path))

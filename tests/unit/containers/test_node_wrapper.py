@@ -18,6 +18,9 @@ from hpcdist_runs import wait_for
 
 from hpcdist.containers.runtimes import SCRIPT
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 FAKE = Path(__file__).parents[2] / "support" / "fake_podman.py"
 #: Notes each signal that it hears, and ends with 7 at SIGTERM.
 RANK = """

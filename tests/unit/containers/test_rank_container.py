@@ -145,6 +145,7 @@ def test_who_sees_gpus(asked: Any, device: Any, gpus: int, wanted: bool) -> None
 # --- what an image says
 
 
+@pytest.mark.processes
 def test_the_look_tells_of_the_python_that_makes_it(tmp_path: Path) -> None:
     words = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
     code = words[-1]
@@ -259,6 +260,7 @@ def rootfs(tmp_path: Path) -> Path:
     return tmp_path / "image"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("container", "told"),
     [
@@ -291,6 +293,7 @@ def podman(folder: Path, script: str) -> dict[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
+@pytest.mark.processes
 def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
     env = podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
     told = (
@@ -303,6 +306,7 @@ def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
     assert container_problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
 
 
+@pytest.mark.processes
 def test_an_image_of_another_version_here(tmp_path: Path) -> None:
     env = podman(tmp_path, f"[ $1 = image ] || echo '{line(hpcdist='0.0.1')}'")
     (told,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
@@ -339,6 +343,7 @@ def test_an_image_that_cannot_be_prepared(rootfs: Path) -> None:
         make_mount_points(spec)
 
 
+@pytest.mark.processes
 def test_digests(tmp_path: Path) -> None:
     env = podman(tmp_path, f"echo {'ab' * 32}")
     assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
@@ -459,6 +464,7 @@ class Scripted:
         return [text for text in self.log.read_text().splitlines() if text.startswith(("srun", "podman"))]
 
 
+@pytest.mark.processes
 def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -> None:
     here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
     run = RunDir(tmp_path)
@@ -486,6 +492,7 @@ def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -
     }
 
 
+@pytest.mark.processes
 def test_each_component_of_a_job_has_steps_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
     monkeypatch.setenv("PATH", here.env["PATH"])
@@ -498,6 +505,7 @@ def test_each_component_of_a_job_has_steps_of_its_own(tmp_path: Path, monkeypatc
     assert "gpu" not in "".join(calls), "not every component has any"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("said", "is_told"),
     [
@@ -522,6 +530,7 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(run)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("error", "rejected", "attempts"),
     [(UserMistake("podman is not installed on n2"), True, 1), (HpcdistError("n2 said nothing"), False, 2)],

@@ -120,6 +120,7 @@ def test_the_consumer_may_change_a_batch(kind: str, source: TensorImages) -> Non
         assert torch.equal(images, expected)
 
 
+@pytest.mark.processes
 def test_worker_processes_give_the_same_batches(source: TensorImages) -> None:
     indices = torch.arange(NUM_SAMPLES)
     here = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3), indices)
@@ -129,6 +130,7 @@ def test_worker_processes_give_the_same_batches(source: TensorImages) -> None:
         assert torch.equal(labels, expected_labels)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_unreadable_image_in_a_stream_is_one_sentence(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "broken.png"

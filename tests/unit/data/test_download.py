@@ -166,6 +166,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     prepare(Params(name="mnist", root="~/data", download=False))
 
 
+@pytest.mark.processes
 def test_what_is_missing_is_told_without_torch(tmp_path: Path) -> None:
     """A login node has none."""
     code = (

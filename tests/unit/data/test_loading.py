@@ -222,6 +222,7 @@ def test_every_dataset_has_facts_for_each_channel() -> None:
         assert len(spec.mean) == len(spec.std) == spec.in_channels
 
 
+@pytest.mark.processes
 def test_small_sets_load_without_slow_imports(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     code = (

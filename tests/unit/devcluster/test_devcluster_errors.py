@@ -128,6 +128,7 @@ def test_missing_commands_come_with_the_way_to_get_them(monkeypatch: Patch) -> N
         host.require_commands()
 
 
+@pytest.mark.processes
 def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> None:
     """A real process of that name, whoever started it."""
     sleep = shutil.which("sleep")
@@ -241,6 +242,7 @@ def test_install_knows_apt_alone(bare_machine: Path) -> None:
         host.install({})
 
 
+@pytest.mark.processes
 def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", "exit 1")
     put_command(host.POLICY, "exit 0")
@@ -249,6 +251,7 @@ def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) 
     assert host.POLICY.exists()
 
 
+@pytest.mark.processes
 def test_install_tries_again_and_tells_the_last_complaint(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", f"echo x >> {bare_machine}/tries; echo 'E: no network' >&2; exit 100")
     with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed 3 times: E: no network"):
@@ -257,6 +260,7 @@ def test_install_tries_again_and_tells_the_last_complaint(bare_machine: Path) ->
     assert not host.POLICY.exists()
 
 
+@pytest.mark.processes
 def test_install_holds_services_back_while_it_installs(bare_machine: Path) -> None:
     seen = bare_machine / "seen"
     script = f"{host.POLICY} slurmctld start; echo $6 $? >> {seen}; : > {bare_machine}/no-such-command"
@@ -275,6 +279,7 @@ def test_down_removes_the_policy_of_a_killed_install(bare_machine: Path) -> None
     assert not host.POLICY.exists()
 
 
+@pytest.mark.processes
 def test_a_command_that_fails_is_told_with_its_last_line() -> None:
     with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
         system.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
@@ -284,12 +289,14 @@ def test_a_command_that_fails_is_told_with_its_last_line() -> None:
         system.run(["no-such-command"])
 
 
+@pytest.mark.processes
 def test_a_command_that_does_not_end(monkeypatch: Patch) -> None:
     monkeypatch.setattr(system, "COMMAND_WITHIN_S", 0.05)
     with pytest.raises(DevClusterError, match=r"`sleep 9` did not end within 0.05 s"):
         system.run(["sleep", "9"])
 
 
+@pytest.mark.processes
 def test_commands_see_nothing_of_the_callers_slurm(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "SLURM" not in system.run(["env"])
@@ -310,6 +317,7 @@ def test_a_daemon_that_is_not_ready_in_time_is_told_with_its_last_words(recorded
         system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 0)
 
 
+@pytest.mark.processes
 def test_a_daemon_that_ends_is_not_waited_for(recorded: Layout) -> None:
     recorded.logs.mkdir()
     recorded.run.mkdir()
@@ -400,6 +408,7 @@ def test_a_kernel_without_netem_is_told(recorded: Layout, monkeypatch: Patch, as
         nodes.slow_node(recorded, "n1", delay_ms=5)
 
 
+@pytest.mark.processes
 def test_help_needs_nothing_heavy() -> None:
     code = (
         "import sys; import hpcdist.cli.devcluster; "

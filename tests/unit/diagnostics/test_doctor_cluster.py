@@ -98,6 +98,7 @@ def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert level(AccountingStorageEnforce="none") == "ok"
 
 
+@pytest.mark.processes
 def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_slurm() == SlurmFacts(missing=NEEDED)

@@ -301,6 +301,7 @@ def test_singularity_is_not_called_apptainer() -> None:
     assert (check.level, "container.runtime=apptainer calls `apptainer`" in check.text) == ("note", True)
 
 
+@pytest.mark.processes
 def test_a_tool_that_breaks_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "enroot").write_text("#!/bin/sh\nread -r line\n")
     (tmp_path / "enroot").chmod(0o755)
@@ -325,6 +326,7 @@ def fails(message: str) -> Callable[[Path], str]:
     return lambda path: message
 
 
+@pytest.mark.processes
 def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
     found = folder_checks(tmp_path / "runs")
     assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
@@ -347,6 +349,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
 
 
+@pytest.mark.processes
 def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").touch(mode=0o600)
     tmp_path.chmod(0o775)
@@ -367,6 +370,7 @@ def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monke
     assert "share results by an MLflow server" in check.fix
 
 
+@pytest.mark.processes
 def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +392,7 @@ def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
     assert "could not be written (Read-only file system)" in found[-1].text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("space", "level", "said"),
     [
@@ -403,6 +408,7 @@ def test_space(space: dict[str, int], level: str, said: str, tmp_path: Path, mon
     assert (check.level, said in check.text) == (level, True)
 
 
+@pytest.mark.processes
 def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     found = folder_checks(
         tmp_path,
@@ -419,6 +425,7 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     assert (slow[3].level, "1 MiB/s" in slow[3].text) == ("note", True)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "on_cluster", "level", "said"),
     [
@@ -440,11 +447,13 @@ def test_whether_nodes_see_it(
 # --- what is installed
 
 
+@pytest.mark.processes
 def test_this_python_and_this_checkout() -> None:
     found = software.software_checks(torch_required=True, cuda="", driver="")
     assert levels(found) == {"Python": "ok", "hpcdist": "ok"}
 
 
+@pytest.mark.processes
 def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "OLDEST_PYTHON", (3, 99))
     assert software.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
@@ -455,6 +464,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], require
     monkeypatch.setattr(software.metadata, "requires", lambda name: requires.get(name))
 
 
+@pytest.mark.processes
 def test_torch_is_missed_where_runs_train(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {}, {})
     check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
@@ -462,6 +472,7 @@ def test_torch_is_missed_where_runs_train(monkeypatch: pytest.MonkeyPatch) -> No
     assert software.software_checks(torch_required=False, cuda="", driver="")[-1].level == "note"
 
 
+@pytest.mark.processes
 def test_a_torchvision_made_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
     installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
@@ -472,6 +483,7 @@ def test_a_torchvision_made_for_another_torch(monkeypatch: pytest.MonkeyPatch) -
     assert "torch" not in levels(software.software_checks(torch_required=True, cuda="", driver=""))
 
 
+@pytest.mark.processes
 def test_the_driver_against_torchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
     old = software.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]

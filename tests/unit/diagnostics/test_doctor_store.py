@@ -196,6 +196,7 @@ def test_a_folder_of_files_is_no_store_any_more() -> None:
     assert looked("databricks://profile").level == "note"
 
 
+@pytest.mark.processes
 def test_a_database_server_without_its_driver_and_one_that_is_away() -> None:
     """sqlalchemy knows the drivers' names; none of them is part of hpcdist."""
     port = closed_port()

@@ -24,6 +24,7 @@ WELL = (
 )
 
 
+@pytest.mark.processes
 def test_two_ranks_add_up_on_this_machine() -> None:
     tried = try_ranks("cpu", "gloo", 2)
     (ranks,) = rank_checks(tried, "2 ranks, gloo")
@@ -96,6 +97,7 @@ def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks()
     assert torch_checks([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
 
 
+@pytest.mark.processes
 def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
     script = f"import time; print({json.dumps(WELL[0])!r}, flush=True); time.sleep(600)"
     process = subprocess.Popen(

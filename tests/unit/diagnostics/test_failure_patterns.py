@@ -33,6 +33,7 @@ def failing(code: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_a_module_that_is_not_there() -> None:
     line = failing("import nosuch.thing")
     assert known(line) == "missing-module"
@@ -41,6 +42,7 @@ def test_a_module_that_is_not_there() -> None:
     assert cause_of(found[0], line) == "the ranks' Python does not find nosuch"
 
 
+@pytest.mark.processes
 def test_memory_that_is_not_there() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(10**15)
@@ -48,6 +50,7 @@ def test_memory_that_is_not_there() -> None:
     assert known(failing("bytearray(10**17)")) == "out-of-memory"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has /dev/full")
 def test_a_disk_that_is_full() -> None:
     assert known(failing("open('/dev/full', 'wb', buffering=0).write(b'x')")) == "disk-full"
@@ -61,6 +64,7 @@ def test_a_port_that_is_taken() -> None:
     assert known(str(refused.value)) == "port-taken"
 
 
+@pytest.mark.processes
 def test_a_rank_that_waits_in_vain() -> None:
     """Gloo's own time-out, of a rank whose peer does not come."""
     code = (

@@ -59,6 +59,7 @@ def test_with_flock_there_is_no_second_file(path: Path, held: Path) -> None:
             pytest.fail("held twice")
 
 
+@pytest.mark.processes
 def test_the_file_of_a_process_that_was_killed_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass

@@ -45,6 +45,7 @@ def unpack(version: str, to: Path) -> Path:
     return to / "runs"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("version", ["v0", "v1"])
 def test_a_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path) -> None:
     """For real: the ranks restore its checkpoint, with the code in the folder, and the run ends as finished."""

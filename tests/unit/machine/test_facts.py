@@ -38,6 +38,7 @@ def test_gpus_of_a_listing_written_down_beforehand() -> None:
     assert (fourth.used_mb, fourth.total_mb, fourth.throttled) == (None, None, ())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "num_gpus"),
     [
@@ -58,6 +59,7 @@ def test_gpus_are_asked_of_nvidia_smi(
     assert len(facts.gpus()) == num_gpus
 
 
+@pytest.mark.processes
 def test_no_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert facts.gpus() == []

@@ -23,6 +23,7 @@ def test_the_mount_of_a_path_and_where_it_comes_from() -> None:
     assert storage.mount_of(Path("/srv/runs"), "") == ("", "")
 
 
+@pytest.mark.processes
 def test_a_folder_that_is_good_for_runs(tmp_path: Path) -> None:
     assert storage.lock_problem(tmp_path) == ""
     assert storage.rename_problem(tmp_path) == ""
@@ -31,6 +32,7 @@ def test_a_folder_that_is_good_for_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
+@pytest.mark.processes
 def test_a_lock_that_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.fcntl, "flock", lambda file, how: None)
     assert storage.lock_problem(tmp_path) == "two processes got the same lock"

@@ -94,6 +94,7 @@ def test_too_small_an_image_is_a_mistake_in_the_config() -> None:
         build_model("simple_cnn", num_classes=2, in_channels=1, image_size=3)
 
 
+@pytest.mark.processes
 def test_names_need_no_torch_and_simple_cnn_no_torchvision() -> None:
     code = (
         "import sys, hpcdist.models, hpcdist.data\n"

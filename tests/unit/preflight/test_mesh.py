@@ -90,6 +90,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_healthy_nodes_reach_each_other_though_one_starts_before_the_others(tmp_path: Path, probes: Probes) -> None:
     request = request_for(tmp_path, 4)
     probes.start(request, "n2")
@@ -137,6 +138,7 @@ def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.processes
 def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes) -> None:
     """n3 does not listen though it has started; n4's port is taken; on n5's is a probe of another job; n6 is n1."""
     request = request_for(tmp_path, 7)
@@ -174,6 +176,7 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
     assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
 
 
+@pytest.mark.processes
 def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes) -> None:
     """Idle connections, garbage, JSON that is too deep to parse, a hello without the token, and a peer's own hello."""
     request = request_for(tmp_path, 2)
@@ -234,6 +237,7 @@ def test_packets_that_vanish_are_told_from_refusals() -> None:
         asyncio.run(connected(address, port, limit_s=5.0))
 
 
+@pytest.mark.processes
 def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:
     request = request_for(tmp_path, 2)
     command, env = probe_command(request), {**os.environ, "SLURMD_NODENAME": "n9", **probe_env(request)}
@@ -297,6 +301,7 @@ def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
     assert json.loads(command[4])["nodes"] == ["n1", "n2", "n3"]
 
 
+@pytest.mark.processes
 def test_a_probe_needs_the_standard_library_alone() -> None:
     """It starts on every node before anything else does, and also where torch is what is broken."""
     code = (

@@ -19,6 +19,9 @@ from hpcdist.run.create import create_run
 from hpcdist.run.find_by_config import find_unfinished
 from hpcdist.run.folder import RunDir
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 Make = Callable[..., RunDir]
 
 

@@ -93,6 +93,7 @@ def write_lease(run: RunDir, **changes: Any) -> None:
     write_json(run.lease, known | times | changes)
 
 
+@pytest.mark.processes
 def test_a_second_process_is_told_who_holds_the_run(
     run: RunDir, contender: Callable[[], subprocess.Popen[str]]
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_second_process_is_told_who_holds_the_run(
         pass
 
 
+@pytest.mark.processes
 def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
     first = contender()
     go(first)
@@ -129,6 +131,7 @@ def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[]
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
 
 
+@pytest.mark.processes
 def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
     first = contender()
     go(first)
@@ -138,6 +141,7 @@ def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], 
     assert holder(run) is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [[], ["without flock"]], ids=["flock", "no flock"])
 def test_of_eight_processes_at_once_exactly_one_wins(
     run: RunDir, contender: Callable[..., subprocess.Popen[str]], options: list[str]

@@ -23,6 +23,9 @@ from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import CodeState, import_path, take
 from hpcdist.run.snapshot_filter import is_secret_file
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 Git = Callable[..., str]
 
 

@@ -23,6 +23,9 @@ from hpcdist.slurm import client, job_snapshot
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobSnapshot
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 Make = Callable[..., Sweep]
 
 

@@ -17,6 +17,9 @@ from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, Launch
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm.submit import batch_script
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 RUN = RunDir(Path("/shared/my runs/digits/first"))
 SUPERVISE = f"""\
 trap 'left=0' TERM

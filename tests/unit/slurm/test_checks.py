@@ -12,6 +12,9 @@ from hpcdist.errors import ConfigError, UserMistake
 from hpcdist.files.atomic import write_json
 from hpcdist.slurm.submit.checks import check_config, check_submission, longest_save
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 MAIN = "PartitionName=main Default=YES MaxTime=1-00:00:00 State=UP"
 SCRIPTS = {
     "scontrol": f"echo '{MAIN}'",

@@ -15,6 +15,9 @@ from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeState
 from hpcdist.slurm.command_output import parse_time
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 UNKNOWN_JOB = "slurm_load_jobs error: Invalid job id specified\n"
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 NO_ACCOUNTING = "Slurm accounting storage is disabled\n"

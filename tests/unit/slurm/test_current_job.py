@@ -23,6 +23,9 @@ from hpcdist.slurm.current_job import (
     signal_steps,
 )
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 LINE = (
     "JobId=41 JobName=digits/first UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
     "Partition=main ReqNodeList=(null) ExcNodeList=n[7-8] NodeList=n[1-2] "

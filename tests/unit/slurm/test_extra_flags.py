@@ -9,6 +9,9 @@ import pytest
 from hpcdist.config.schema import ClusterConfig
 from hpcdist.slurm.extra_flags import conflicting_flags, option_value, rejected_flags
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -61,6 +61,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
     return found
 
 
+@pytest.mark.processes
 def test_the_first_start_makes_a_run_of_what_the_job_has(
     config: Config, supervised: list[RunDir], tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_first_start_makes_a_run_of_what_the_job_has(
     assert (read_json(run.environment) or {})["launcher"] == "slurm"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_a_requeued_job_finds_its_run_again(
     config: Config, supervised: list[RunDir], tmp_path: Path, name: str
@@ -84,6 +86,7 @@ def test_a_requeued_job_finds_its_run_again(
     assert (supervised[1].path / "checkpoints" / "step-00000001").is_dir()
 
 
+@pytest.mark.processes
 def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
     config = replace(config, name="mine")
     run_in_job(config, JOB, tmp_path)
@@ -94,12 +97,14 @@ def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[R
     assert len(supervised) == 1
 
 
+@pytest.mark.processes
 def test_what_a_killed_start_has_left_is_made_again(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
     RunDir.create(Path(config.runs_dir) / "exp" / "ddp-job41")
     run_in_job(config, JOB, tmp_path)
     assert supervised[0].config.is_file()
 
 
+@pytest.mark.processes
 def test_a_job_that_slurm_will_not_queue_again_is_told_so(
     config: Config, supervised: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

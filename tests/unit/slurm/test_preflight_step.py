@@ -22,6 +22,9 @@ from hpcdist.slurm.job.preflight_step import Preflight, loaders, newest_checkpoi
 from hpcdist.slurm.job.srun import preflight_command
 from hpcdist.slurm.job_components import components
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 NODES = ("n1", "n2", "n3")
 WELL = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
 DISK = Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs", node="n3")

@@ -68,6 +68,7 @@ def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] 
     return f"{script}\n# then:\n{comment(step)}\n", dict(config.cluster.env)
 
 
+@pytest.mark.processes
 def test_hostile_text_is_refused_or_quoted(tmp_path: Path) -> None:
     """All scripts are executed by one shell each, in a folder where nothing may appear."""
     folder = tmp_path / "empty"

@@ -27,6 +27,9 @@ from hpcdist.supervisor.process_guard import Guard
 from hpcdist.supervisor.restart_policy import Failure
 from hpcdist.supervisor.supervisor import Supervisor
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("messages", "expected"),

@@ -15,6 +15,9 @@ from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.submit import submission
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

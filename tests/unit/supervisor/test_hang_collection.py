@@ -47,6 +47,7 @@ def stop(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_what_ranks_tell_where_nobody_may_look_into_them(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
     assert not attempt.flight(2).exists()
 
 
+@pytest.mark.processes
 def test_without_an_answer_of_any_node_the_logs_have_the_stacks(attempt: Attempt, tmp_path: Path) -> None:
     """No Python where the supervisor has one, no more tasks in the job: as it was before there was a collector."""
 
@@ -189,6 +192,7 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
     assert [rank for rank in range(6) if attempt.flight(rank).exists()] == [0, 1, 4]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ending", ["limit", "interrupted"])
 def test_a_node_that_does_not_answer_is_not_waited_for(ending: str, tmp_path: Path) -> None:
     guard = Guard()

@@ -17,6 +17,9 @@ from named_pipe import NamedPipe
 from hpcdist.supervisor.local_launcher import LocalRanks
 from hpcdist.supervisor.process_guard import Guard
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 SOON_S = 10.0
 #: A grandchild that ignores what can be ignored and lives until it is killed.
 STUBBORN = "trap '' TERM INT HUP; echo alive >&3; exec sleep 600"

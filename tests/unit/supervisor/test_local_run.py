@@ -28,6 +28,9 @@ from hpcdist.supervisor import local_run
 from hpcdist.supervisor.local_run import supervise
 from hpcdist.supervisor.plan import Plan
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 PLAN = Plan(num_ranks=1, device="cpu", backend="gloo", threads=1, env={})
 
 

@@ -149,6 +149,7 @@ def fake_nvidia_smi(folder: Path, script: str) -> Mapping[str, str]:
     return {"PATH": f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "num_gpus"),
     [
@@ -165,6 +166,7 @@ def test_without_it_nvidia_smi_is_asked(
     assert Machine.inspect({}).num_gpus == num_gpus
 
 
+@pytest.mark.processes
 def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert Machine.inspect({}).num_gpus == 0

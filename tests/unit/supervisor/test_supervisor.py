@@ -24,6 +24,9 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.shipper_process import ShipperProcess
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 FOREVER: list[list[Any]] = [["forever", None]]
 STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
 QUIETLY: list[list[Any]] = []

@@ -156,6 +156,7 @@ def kill_at(scene: Scene, trap: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.processes
 def test_a_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
     kill_at(scene, AFTER_CREATE)
     scene.shipper().ship_once()
@@ -164,6 +165,7 @@ def test_a_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
     assert [run.info.run_id for run in scene.client.search_runs([experiment.experiment_id])] == [scene.run_id]
 
 
+@pytest.mark.processes
 def test_a_shipper_killed_after_sending_duplicates_nothing(scene: Scene) -> None:
     scene.log(range(1500), attempt=2)
     kill_at(scene, BETWEEN_SEND_AND_PERSIST)

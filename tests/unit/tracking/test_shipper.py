@@ -108,6 +108,7 @@ def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
     }
 
 
+@pytest.mark.processes
 def test_the_shipper_of_a_follower_waits_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
@@ -187,6 +188,7 @@ def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) ->
     assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
+@pytest.mark.processes
 def test_user_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
@@ -231,6 +233,7 @@ def await_(condition: Any, timeout_s: float) -> None:
         signal.sigtimedwait([signal.SIGTERM], 0.1)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Path) -> None:
     port = free_port()
