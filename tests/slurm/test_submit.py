@@ -63,7 +63,7 @@ def test_stop_and_cancel_reach_a_run_on_other_nodes(slurm_runs: SlurmRuns, devcl
             slurm_runs.start_now(job)
             devcluster.until(lambda job=job: devcluster.job(job)["Restarts"] == "1", "the job runs again")  # type: ignore[misc]
             assert slurm_runs.wait_end(name, job) == state
-            assert "nothing is left to do: stopped: " in slurm_runs.job_log(name)
+            assert "the run has ended already: stopped: " in slurm_runs.job_log(name)
 
 
 @pytest.mark.faults
