@@ -154,7 +154,7 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
         (
             "cluster.account=nobody",
             "cluster.account=nobody: Slurm rejects this job:"
-            " Invalid account or account/partition combination specified; yours are devcluster, root",
+            " Invalid account or account/partition combination specified; your accounts are devcluster, root",
         ),
         ("cluster.qos=nope", "cluster.qos=nope: no such QOS, the cluster has normal"),
         ("cluster.constraint=none", "Slurm rejects this job: Invalid feature specification"),
@@ -174,7 +174,7 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
         (tmp_path / command).symlink_to(shutil.which(command) or command)
     arguments = ["submit", *slurm_runs.config(name), "--cluster", "devcluster"]
     code, output = slurm_runs.command(*arguments, PATH=str(tmp_path))
-    wanted = "hpcdist: sbatch is not installed here: submit from a login node, or look at the script with --dry-run\n"
+    wanted = "hpcdist: sbatch is not installed here: submit from a login node, or show the script with --dry-run\n"
     assert (code, output) == (2, wanted)
     code, output = slurm_runs.command(*arguments, "--dry-run", PATH=str(tmp_path))
     assert code == 0, output
