@@ -180,7 +180,7 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
     stopped_at = runs.checkpoint_steps(name)[-1]
     code, output = runs.command("stop", name)
     assert code == 2, output
-    assert f"run {name} is not running: nobody holds it, and its last state is 'stopped'" in output
+    assert f"run {name} is not running: it has no supervisor, and its last state is 'stopped'" in output
 
     code, output = runs.command("resume", name, "--detach")
     assert code == 0, output
