@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
 
-#: Authors of a stop request that a signal to this process causes, see supervisor/supervisor.py.
+#: Authors of a stop request that a signal to this process causes, see supervisor/signal_requests.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
