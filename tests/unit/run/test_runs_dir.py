@@ -135,6 +135,7 @@ def create_as(python: list[str], user: int, run: Path, uri: str = "", umask: int
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_second_user_of_a_folder_is_rejected_before_any_change(python: list[str], place: Path) -> None:
     (place / "ada").mkdir()
     os.chown(place / "ada", ADA, ADA)
@@ -164,6 +165,7 @@ def test_second_user_of_a_folder_is_rejected_before_any_change(python: list[str]
     )
 
 
+@pytest.mark.processes
 def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: list[str], place: Path) -> None:
     """As /runs in the image: the first user owns the database, and each experiment belongs to one user."""
     runs = place / "scratch"
@@ -183,6 +185,7 @@ def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: 
     assert not (runs / "third").exists()
 
 
+@pytest.mark.processes
 def test_two_users_share_an_experiment_on_a_server(python: list[str], place: Path, tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.start()
