@@ -43,13 +43,10 @@ class _Saved:
 class SweepDir(RunDir):
     """The folder of a sweep: like a run's folder, but without a config and a state file."""
 
-    @property
-    def file(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def request(self) -> Path:
-        return self.path / "request.json"
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.file = path / "sweep.json"
+        self.request = path / "request.json"
 
     def read(self) -> dict[str, Any]:
         """Return the content of `sweep.json`. Raises RunFolderError if it is missing or damaged."""

@@ -6,10 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import cached_property
-from typing import Any
 
 from hpcdist.config.schema import Config
 from hpcdist.files.atomic import read_json
@@ -23,41 +20,6 @@ from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
 
 log = logging.getLogger(__name__)
-
-
-class LastSteps(Mapping[int, int | None]):
-    """Last known step of each rank; heartbeats are read on access."""
-
-    def __init__(self, attempt: Attempt, num_ranks: int, hang_timeout_s: float) -> None:
-        self._attempt = attempt
-        self._num_ranks = num_ranks
-        self._hang_timeout_s = hang_timeout_s
-
-    def __getitem__(self, rank: int) -> int | None:
-        if not 0 <= rank < self._num_ranks:
-            raise KeyError(rank)
-        step: int | None = self._beat(rank).get("step")
-        if step is not None and beat_interval_s(rank, self._num_ranks, self._hang_timeout_s) > BEAT_EVERY_S:
-            # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
-            step = max(step, self._front)
-        return step
-
-    @cached_property
-    def _front(self) -> int:
-        return int(self._beat(0).get("step", 0))
-
-    def _beat(self, rank: int) -> dict[str, Any]:
-        try:
-            return read_json(self._attempt.beat(rank)) or {}
-        except OSError as unread:
-            log.warning("%s: %s; its last step is unknown", unread.filename, unread.strerror)
-            return {}
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._num_ranks))
-
-    def __len__(self) -> int:
-        return self._num_ranks
 
 
 class ProgressMonitor:
@@ -87,9 +49,21 @@ class ProgressMonitor:
         self._output = LogTail(attempt.log(0))
         self.unavailable_until = now
 
-    def steps(self) -> LastSteps:
-        """Return the last known step of each rank."""
-        return LastSteps(self._attempt, self._num_ranks, self._timeout_s)
+    def last_step(self, rank: int) -> int | None:
+        """Return the last known step of a rank; None before its first heartbeat."""
+        step = self._beat_step(rank)
+        if step is not None and beat_interval_s(rank, self._num_ranks, self._timeout_s) > BEAT_EVERY_S:
+            # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
+            step = max(step, self._beat_step(0) or 0)
+        return step
+
+    def _beat_step(self, rank: int) -> int | None:
+        try:
+            step: int | None = (read_json(self._attempt.beat(rank)) or {}).get("step")
+        except OSError as unread:
+            log.warning("%s: %s; its last step is unknown", unread.filename, unread.strerror)
+            return None
+        return step
 
     def show(self) -> None:
         """Report a changed heartbeat of rank 0 or, for a plain script, its new output."""

@@ -242,16 +242,16 @@ class Supervisor:
         if watch.stop_requested and self._config.trainer.script and not hung:
             # A plain script that SIGTERM ends has stopped as requested.
             exits = {rank: 0 if code == -signal.SIGTERM else code for rank, code in exits.items()}
-            failure = first_failure(exits, outcomes, watch.steps(), ranks.host_of)
+            failure = first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
             return "stopped", failure
-        failure = hung or first_failure(exits, outcomes, watch.steps(), ranks.host_of)
+        failure = hung or first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:
             failure = Failure(
                 kind="vanished",
                 rank=0,
                 host=ranks.host_of(0),
-                step=watch.steps().get(0),
+                step=watch.progress.last_step(0),
                 error="exited with code 0 without a report",
             )
         return "stopped" if ended == "stopped" else "finished", failure

@@ -12,7 +12,7 @@ from hpcdist.config.schema import Config
 from hpcdist.run.attempt import Attempt, Request
 from hpcdist.supervisor.hang.collect import collect
 from hpcdist.supervisor.launcher import Ranks
-from hpcdist.supervisor.progress import LastSteps, ProgressMonitor
+from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.reporter import Reporter
 from hpcdist.supervisor.restart_policy import Failure, not_started
 
@@ -66,7 +66,7 @@ class Watch:
         self._allocation = allocation
         self._signal_request = signal_request
         self._check_lease = check_lease
-        self._progress = ProgressMonitor(attempt, ranks, config, report, time.monotonic())
+        self.progress = ProgressMonitor(attempt, ranks, config, report, time.monotonic())
         self._all_started = False
         self._unavailable_since: float | None = None
         self._write_at = 0.0
@@ -97,18 +97,14 @@ class Watch:
                 return None if failed else self._overdue()
             if self._kill_at is None and (failure := self._late(now) or self._hung(now)) is not None:
                 return failure
-            self._progress.show()
+            self.progress.show()
             self._note_delay(now, time.monotonic())
         return None
-
-    def steps(self) -> LastSteps:
-        """Return the last known step of each rank."""
-        return self._progress.steps()
 
     def _late(self, now: float) -> Failure | None:
         """Return the failure of ranks that were not started in time; checks once, when the time is over."""
         limit_s = self._config.launch.init_timeout_s
-        if self._all_started or now < self._progress.unavailable_until + limit_s:
+        if self._all_started or now < self.progress.unavailable_until + limit_s:
             return None
         absent = self._ranks.absent()
         self._all_started = not absent
@@ -118,7 +114,7 @@ class Watch:
 
     def _hung(self, now: float) -> Failure | None:
         """Return the failure of the rank without progress for the longest time, if that exceeds the limit."""
-        rank = self._progress.find_hung(now)
+        rank = self.progress.find_hung(now)
         if rank is None:
             return None
         return self._hang_failure(
@@ -130,7 +126,7 @@ class Watch:
     def _note_delay(self, began: float, now: float) -> None:
         """Record a poll that has waited for the file system, because the ranks had to wait as well."""
         if now - began > SLOW_POLL_S:
-            self._progress.unavailable_until = now
+            self.progress.unavailable_until = now
 
     def _handle_requests(self, now: float) -> None:
         request = self._request(now)
@@ -166,7 +162,7 @@ class Watch:
             if self._unavailable_since is None:
                 self._unavailable_since = now
                 log.warning("%s: %s; the ranks continue", error.filename, error.strerror)
-            self._progress.unavailable_until = now
+            self.progress.unavailable_until = now
             return None
         if self._unavailable_since is not None:
             log.warning("%s is available again after %.1f s", self._attempt.path, now - self._unavailable_since)
@@ -232,7 +228,7 @@ class Watch:
             kind="hung",
             rank=rank,
             host=(found.hosts.get(rank) if found is not None else None) or self._ranks.host_of(rank),
-            step=self._progress.steps()[rank],
+            step=self.progress.last_step(rank),
             error=error,
             detail=found.sentence if found is not None else "",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -138,7 +138,7 @@ def test_snapshot_survives_json_and_its_text_is_complete() -> None:
     facts = ProcessState(state="R", wchan="", threads=3, cpu_s=1.0, half_closed=("10.88.0.3:29500",))
     found = snapshot(2, problem="py-spy could not read the process: EPERM", calls=calls(8, 7))
     found = replace(found, process=facts)
-    assert RankSnapshot.from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert RankSnapshot.from_json(json.loads(json.dumps(asdict(found)))) == found
     assert found.whole_text().splitlines() == [
         "rank 2 on n0, process 102: state R (running), 3 threads, 0.02 s of CPU in 1.0 s",
         "TCP connections closed by the peer: 10.88.0.3:29500",

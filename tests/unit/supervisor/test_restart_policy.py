@@ -56,13 +56,13 @@ def peer_lost(rank: int) -> dict[str, Any]:
 def test_first_failure_is_the_cause_of_the_others(
     exits: dict[int, int], outcomes: dict[int, dict[str, Any]], expected: tuple[Any, ...] | None
 ) -> None:
-    found = first_failure(exits, outcomes, {0: 30, 1: 31}, lambda rank: "here")
+    found = first_failure(exits, outcomes, lambda rank: 30 + rank, lambda rank: "here")
     values = None if found is None else (found.kind, found.rank, found.host, found.step, found.error)
     assert values == expected
 
 
 def test_first_failure_has_the_traceback() -> None:
-    found = first_failure({0: 1}, {0: failed()}, {}, lambda rank: "here")
+    found = first_failure({0: 1}, {0: failed()}, lambda rank: None, lambda rank: "here")
     assert found is not None
     assert found.traceback == ("Traceback\n", "ValueError: nan\n")
 
@@ -196,7 +196,7 @@ def test_node_with_repeated_failures_is_suspected(history: list[Failure | None],
 
 def test_only_there_is_false_if_other_hosts_report_failures() -> None:
     def only_there(outcomes: dict[int, dict[str, Any]]) -> bool:
-        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, {}, lambda rank: "here")
+        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, lambda rank: None, lambda rank: "here")
         assert found is not None
         return found.only_there
 

@@ -18,7 +18,7 @@ from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
-from hpcdist.supervisor.progress import LastSteps, ProgressMonitor
+from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.stragglers import StragglerEvent
 from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, Watch
 
@@ -94,8 +94,8 @@ class Scene:
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
-        monkeypatch.setattr(self.watch._progress, "_sign", self._stat)
-        monkeypatch.setattr(self.watch._progress, "_read_timing", lambda rank, now: self._stat(rank))
+        monkeypatch.setattr(self.watch.progress, "_sign", self._stat)
+        monkeypatch.setattr(self.watch.progress, "_read_timing", lambda rank, now: self._stat(rank))
         monkeypatch.setattr(watch_module, "collect", self._collect)
         self.limits: list[float] = []  #: time limits of `collect`
         self.summary: Summary | None = None  #: result of `collect`
@@ -243,25 +243,32 @@ def test_grace_and_stack_collection_end_before_the_allocation(
     assert (request["action"], request["by"]) == ("stop", "time limit")
 
 
+def monitor(
+    attempt: Attempt, num_ranks: int, config: Config | None = None, notes: list[str] | None = None
+) -> ProgressMonitor:
+    report: Any = SimpleNamespace(note=(notes if notes is not None else []).append)
+    return ProgressMonitor(attempt, SteppedRanks(attempt, num_ranks), config or Config(), report, now=0.0)
+
+
 def beat(attempt: Attempt, rank: int, step: int) -> None:
     attempt.beat(rank).write_text(json.dumps({"time": NOW, "step": step, "total_steps": None, "metrics": {}}))
 
 
-def test_last_steps_are_read_on_access(attempt: Attempt) -> None:
-    steps = LastSteps(attempt, 2, 1800.0)
-    assert (len(steps), list(steps), steps[1]) == (2, [0, 1], None)
+def test_last_step_is_read_on_access(attempt: Attempt) -> None:
+    progress = monitor(attempt, 2)
+    assert progress.last_step(1) is None
     beat(attempt, 0, 8)
     beat(attempt, 1, 5)
-    assert dict(steps) == {0: 8, 1: 5}
-    assert steps.get(2) is None
+    assert [progress.last_step(0), progress.last_step(1)] == [8, 5]
 
 
 def test_last_step_with_a_long_heartbeat_interval_is_at_least_the_step_of_rank_0(attempt: Attempt) -> None:
     """Otherwise two failures in the first minute would look like the same failure at step 0, twice."""
     beat(attempt, 0, 80)
     beat(attempt, 3000, 0)
-    assert LastSteps(attempt, 4096, 1800.0)[3000] == 80
-    assert LastSteps(attempt, 4096, 1800.0).get(2999) is None, "no heartbeat yet"
+    progress = monitor(attempt, 4096)
+    assert progress.last_step(3000) == 80
+    assert progress.last_step(2999) is None, "no heartbeat yet"
 
 
 def test_straggler_is_reported_and_recorded_in_the_attempt_folder(
@@ -313,8 +320,7 @@ def test_straggler_is_reported_and_recorded_in_the_attempt_folder(
 
 def test_straggler_is_reported_if_its_record_cannot_be_written(attempt: Attempt) -> None:
     notes: list[str] = []
-    report: Any = SimpleNamespace(note=notes.append)
-    progress = ProgressMonitor(attempt, SteppedRanks(attempt, 2), Config(), report, 0.0)
+    progress = monitor(attempt, 2, notes=notes)
     event = StragglerEvent(
         event="over",
         name="n2",
@@ -339,8 +345,7 @@ def test_straggler_is_reported_if_its_record_cannot_be_written(attempt: Attempt)
 
 def test_plain_script_has_no_step_timing(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(trainer=TrainerConfig(script=("train.py",)))
-    ranks = SteppedRanks(attempt, 2)
-    progress = ProgressMonitor(attempt, ranks, config, SimpleNamespace(), 0.0)  # type: ignore[arg-type]
+    progress = monitor(attempt, 2, config)
     monkeypatch.setattr(progress, "_read_timing", lambda rank, now: pytest.fail("heartbeat of a plain script"))
     attempt.log(0).touch()
     assert progress.find_hung(1000.0) is None
