@@ -212,6 +212,7 @@ RUN = [
     "hybrid.table_lr=0.1",
     "optim.lr=0.01",
     "launch.num_threads=1",
+    "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 90
 HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]

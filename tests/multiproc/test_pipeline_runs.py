@@ -19,6 +19,7 @@ SMALL = [
     *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
     "pipeline.split_points=[layer2]",  # a measured split may differ between two runs on a busy machine
     *("stop.max_epochs=2", "checkpoint.every_steps=15", "optim.max_grad_norm=1.0", "schedule.warmup_steps=5"),
+    "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 44
 HELD = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
