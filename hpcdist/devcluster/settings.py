@@ -1,4 +1,4 @@
-"""What a dev cluster is made of, and where on this machine it lives: values alone, nothing is touched here."""
+"""Settings and paths of a dev cluster: values without side effects."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from hpcdist.errors import DevClusterError
 
 DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
 HEAD = "devcluster-head"
-"""Host name of the namespace in which the controller, the accounting and the bridge stand."""
+"""Host name of the namespace with the controller, the accounting daemon and the bridge."""
 HOST = "devcluster-host"
-"""What the nodes call the machine that carries the cluster: a tracking server on it is reached by this name."""
+"""Name of this machine on the nodes, for example for a tracking server."""
 LINK = "hpcdist0"
-"""The one interface that the cluster adds to the machine's own."""
+"""The only network interface that the cluster adds to this machine."""
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
-RESERVED_ADDRESSES = 4  # the network itself, broadcast, head and host
-#: Sockets of Slurm, munge and MariaDB lie below the state folder, and a socket's path has at most 107 characters.
+RESERVED_ADDRESSES = 4  # network, broadcast, head and host
+#: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
 MAX_STATE_LENGTH = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Shape of a cluster. Raises DevClusterError for a shape that cannot be."""
+    """Settings of a cluster. Raises DevClusterError for invalid values."""
 
     num_nodes: int = 4
     cpus_per_node: int = 8
-    """What a node claims to have; may be more than the machine has."""
+    """Number that Slurm assumes; may exceed that of the machine."""
     gpus_per_node: int = 2
-    """Fake ones: Slurm counts and assigns them, and nothing computes on them."""
+    """Number of fake GPUs, which Slurm counts and assigns."""
     memory_mb: int = 32768
-    """What a node claims to have, in MiB; nothing enforces it."""
+    """Memory that Slurm assumes, in MiB; not enforced."""
     grace_time_s: int = 0
     """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
     subnet: str = "10.213.77.0/24"
-    """Private IPv4 network of the nodes, one that nothing else on this machine uses."""
+    """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
 
     def __post_init__(self) -> None:
         for name, least in {"num_nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "memory_mb": 1}.items():
             if getattr(self, name) < least:
                 raise DevClusterError(f"{option(name)} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.grace_time_s < 65534:  # Slurm's own limit
+        if not 0 <= self.grace_time_s < 65534:  # limit of Slurm
             raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
         try:
             network = ipaddress.IPv4Network(self.subnet)
@@ -62,8 +62,8 @@ class Settings:
 
     @cached_property
     def addresses(self) -> dict[str, str]:
-        """Address of every name, nodes first: n1 … nN, then the head and the host, at the network's end."""
-        named = {f"n{number}": str(self.network[number]) for number in range(1, self.num_nodes + 1)}
+        """Address of every name: nodes from the start of the network, head and host at its end."""
+        named = {name: str(self.network[number]) for number, name in enumerate(self.nodes, 1)}
         return {**named, HEAD: str(self.network[-2]), HOST: str(self.network[-3])}
 
     @property
@@ -71,7 +71,7 @@ class Settings:
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def with_prefix(self, name: str) -> str:
-        """Return a name's address with the network's prefix length, as `ip` wants it."""
+        """Return the address of a name with the prefix length, in the format of `ip`."""
         return f"{self.addresses[name]}/{self.network.prefixlen}"
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Raises ValueError for a text that a crash has cut, or that another version has written."""
+        """Parse the settings file. Raises ValueError for a truncated file or one of another version."""
         found: Any = json.loads(text)
         if not isinstance(found, dict) or set(found) != {field.name for field in fields(cls)}:
             raise ValueError("not the settings of a dev cluster of this version")
@@ -87,13 +87,13 @@ class Settings:
 
 
 def option(name: str) -> str:
-    """The command-line option that sets a field of Settings."""
+    """Return the command-line option of a field of Settings."""
     return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Every path of a cluster, all below its state folder. Raises DevClusterError for a folder that cannot serve."""
+    """Paths of a cluster, all below its state folder. Raises DevClusterError for an invalid folder."""
 
     state: Path = DEFAULT_STATE
 
@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def settings_file(self) -> Path:
-        """Written first and removed last: marks the folder as ours."""
+        """The file that identifies the folder: created first and removed last."""
         return self.state / "devcluster.json"
 
     @property
@@ -160,7 +160,7 @@ class Layout:
 
     @property
     def network_ready(self) -> Path:
-        """There once all namespaces and links have been made."""
+        """A file that exists if all namespaces and links were created."""
         return self.state / "network-ready"
 
     @property
@@ -168,7 +168,7 @@ class Layout:
         return self.state / "netns"
 
     def namespace(self, name: str) -> Path:
-        """Where the network namespace of a node, or of the head, is mounted."""
+        """Mount point of the network namespace of a node or the head."""
         return self.namespaces / name
 
     @property
@@ -176,7 +176,7 @@ class Layout:
         return self.state / "log"
 
     def output(self, daemon: str) -> Path:
-        """What a daemon says on stdout and stderr. Slurm's daemons also write a .log beside it, with times."""
+        """Standard output and errors of a daemon. Slurm's daemons also write a .log file with timestamps."""
         return self.logs / f"{daemon}.out"
 
     @property
