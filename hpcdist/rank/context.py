@@ -22,7 +22,6 @@ from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
-from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -87,7 +86,7 @@ class Context:
         self.device = device
         self.timer = StepTimer(clock_of(device))
         self.end_reason = ""
-        self._groups = groups
+        self.groups = groups
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
@@ -262,17 +261,17 @@ class Context:
             values: numbers in host memory, the same number of them on each rank.
         """
         with self.timer.waiting():
-            return self._groups.sum(values)
+            return self.groups.sum(values)
 
     def barrier(self) -> None:
         """Wait until every rank has called `barrier`."""
         with self.timer.waiting():
-            self._groups.barrier()
+            self.groups.barrier()
 
     @property
     def store(self) -> Store:
         """The key-value store of all ranks (`torch.distributed.Store`); use a key prefix of your own."""
-        return self._groups.store
+        return self.groups.store
 
     # --- model and random numbers
 
@@ -287,6 +286,9 @@ class Context:
         Returns:
             The wrapped model; its backward pass averages gradients over all ranks.
         """
+        # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
+        from hpcdist.rank.telemetry.timed_ddp import TimedDDP
+
         return TimedDDP(
             module.to(self.device),
             self.timer,
