@@ -91,97 +91,46 @@ def option(name: str) -> str:
     return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
 
 
-@dataclass(frozen=True)
 class Layout:
     """Paths of a cluster, all below its state folder. Raises DevClusterError for an invalid folder."""
 
-    state: Path = DEFAULT_STATE
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(self.state)) or ".." in self.state.parts:
-            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(self.state)!r}")
-        if len(str(self.state)) > MAX_STATE_LENGTH:
+    def __init__(self, state: Path = DEFAULT_STATE) -> None:
+        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(state)) or ".." in state.parts:
+            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(state)!r}")
+        if len(str(state)) > MAX_STATE_LENGTH:
             raise DevClusterError(
                 f"--state must have at most {MAX_STATE_LENGTH} characters, as paths of sockets are short,"
-                f" got {len(str(self.state))}: {self.state}"
+                f" got {len(str(state))}: {state}"
             )
-
-    @property
-    def settings_file(self) -> Path:
-        """The file that identifies the folder: created first and removed last."""
-        return self.state / "devcluster.json"
-
-    @property
-    def conf(self) -> Path:
-        return self.state / "conf"
-
-    @property
-    def slurm_conf(self) -> Path:
-        return self.conf / "slurm.conf"
-
-    @property
-    def munge(self) -> Path:
-        return self.state / "munge"
-
-    @property
-    def munge_socket(self) -> Path:
-        return self.munge / "socket"
-
-    @property
-    def munge_key(self) -> Path:
-        return self.munge / "key"
-
-    @property
-    def database(self) -> Path:
-        """MariaDB's data folder."""
-        return self.state / "mariadb"
-
-    @property
-    def database_socket(self) -> Path:
-        return self.state / "mariadb-run" / "socket"
-
-    @property
-    def database_init(self) -> Path:
-        """SQL that MariaDB runs at each start."""
-        return self.state / "mariadb-run" / "init.sql"
-
-    @property
-    def gpus(self) -> Path:
-        """Folder of the fake GPUs' device files, gpu0 and so on."""
-        return self.state / "gpus"
-
-    @property
-    def spool(self) -> Path:
-        return self.state / "spool"
-
-    @property
-    def controller(self) -> Path:
-        return self.state / "slurmctld"
-
-    @property
-    def network_ready(self) -> Path:
-        """A file that exists if all namespaces and links were created."""
-        return self.state / "network-ready"
-
-    @property
-    def namespaces(self) -> Path:
-        return self.state / "netns"
+        self.state = state
+        #: Identifies the folder: created first and removed last.
+        self.settings_file = state / "devcluster.json"
+        self.conf = state / "conf"
+        self.slurm_conf = self.conf / "slurm.conf"
+        self.munge = state / "munge"
+        self.munge_socket = self.munge / "socket"
+        self.munge_key = self.munge / "key"
+        #: MariaDB's data folder, its socket, and the SQL that it runs at each start.
+        self.database = state / "mariadb"
+        self.database_socket = state / "mariadb-run" / "socket"
+        self.database_init = state / "mariadb-run" / "init.sql"
+        #: Folder of the fake GPUs' device files, gpu0 and so on.
+        self.gpus = state / "gpus"
+        self.spool = state / "spool"
+        self.controller = state / "slurmctld"
+        #: Exists if all namespaces and links were created.
+        self.network_ready = state / "network-ready"
+        self.namespaces = state / "netns"
+        self.logs = state / "log"
+        self.run = state / "run"
 
     def namespace(self, name: str) -> Path:
-        """Mount point of the network namespace of a node or the head."""
+        """Return the mount point of the network namespace of a node or the head."""
         return self.namespaces / name
 
-    @property
-    def logs(self) -> Path:
-        return self.state / "log"
-
     def output(self, daemon: str) -> Path:
-        """Standard output and errors of a daemon. Slurm's daemons also write a .log file with timestamps."""
+        """Return the file with a daemon's output. Slurm's daemons also write a .log file with timestamps."""
         return self.logs / f"{daemon}.out"
-
-    @property
-    def run(self) -> Path:
-        return self.state / "run"
 
     def pid_file(self, daemon: str) -> Path:
         return self.run / f"{daemon}.pid"
