@@ -127,7 +127,7 @@ def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_no_script_can_hold(override: str, problem: str) -> None:
-    if "\n" in override:  # as a shell hands it on
+    if "\n" in override:  # as a shell passes it
         override = override.replace("'a\nb'", '"a\\nb"')
     with pytest.raises(ConfigError) as caught:
         load_config("ddp_digits", [override])
