@@ -49,12 +49,12 @@ def try_ranks(device: str, backend: str, ranks: int, *, within_s: float = TRIAL_
     """Start ranks that meet on loopback, as `hpcdist run` does, and return the output of each."""
     loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     env = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
+    command = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
     # The rendezvous uses a file of this user, because torch's own store would listen on all interfaces.
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-") as folder:
         running = [
             subprocess.Popen(
-                [*words, str(rank), str(ranks), f"{folder}/meeting"],
+                [*command, str(rank), str(ranks), f"{folder}/meeting"],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -244,7 +244,7 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
     return container_runtimes.runtime_checks(
-        host, which=lambda name: name in installed, ask=lambda command: answers[command[0]]
+        host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
     )
 
 
