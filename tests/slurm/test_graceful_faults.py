@@ -83,7 +83,7 @@ def test_two_simultaneous_requeues_have_the_effect_of_one(scene: FaultScene) -> 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["USR2 during import", "requeue during import"])
 def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultScene, fault: str) -> None:
-    """The ranks receive the signal during their imports, when there is nothing to save yet."""
+    """The ranks receive the signal during their imports, before they have anything to save."""
     scene.submit(fault, "trainer=held_import:train")
     scene.wait_held()
     if fault.startswith("USR2"):

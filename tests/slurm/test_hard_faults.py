@@ -115,7 +115,7 @@ def test_second_job_of_a_held_run_fails_without_effect_on_the_first(scene: Fault
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", ["n1", "n2"])
 def test_dead_node_is_replaced_by_a_spare_node(scene: FaultScene, victim: str) -> None:
-    """n1 is the batch host, where the supervisor dies, too."""
+    """n1 is the batch host: the supervisor dies, too."""
     scene.submit_held("batch host dead" if victim == "n1" else "node dead for good", SHORT_TIMEOUT)
     assert scene.cluster.job(scene.job)["BatchHost"] == "n1"
     scene.kill_node(victim)

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
 def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] = ()) -> str:
-    """Submit the script with a short run whose ranks are held in the second epoch; return the job id."""
+    """Submit the script with a short run that is held in the second epoch; return the job id."""
     command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
     done = subprocess.run(
         [*command, *runs.config(name, *ON_FOUR_RANKS, *HELD, *overrides)],

@@ -109,7 +109,7 @@ CASES = {
 
 
 def arguments(runs: SlurmRuns, case: Case, name: str, *more: str) -> list[str]:
-    """Return arguments of `run` and `submit` for a run whose ranks are held at a step."""
+    """Return arguments of `run` and `submit` for a run that is held at a step."""
     (uri,) = [word for word in runs.config(name) if word.startswith("tracking.uri=")]
     common = ["tracking.register_as=null", "tracking.log_every_steps=1", "tracking.system_interval_s=0"]
     path = next(word for word in runs.config(name) if word.startswith("launch.env.PYTHONPATH="))

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(400)
     "victim", [pytest.param("n2", marks=pytest.mark.quick_fault), pytest.param("n1", marks=pytest.mark.faults)]
 )
 def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: str) -> None:
-    """Slurm does not notice the reboot and keeps the step, whose nodes are then busy for the next attempt.
+    """Slurm does not notice the reboot and keeps the step, so that the nodes are busy for the next attempt.
 
-    n1 is the batch host, where the supervisor dies, too; Slurm misses the batch step and requeues the job.
+    n1 is the batch host: the supervisor dies, too; Slurm misses the batch step and requeues the job.
     """
     scene.submit_held("batch host reboots within seconds" if victim == "n1" else "node reboots within seconds")
     nodes.kill_node(scene.cluster.layout, victim)

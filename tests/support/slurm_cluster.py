@@ -100,7 +100,7 @@ def why_not(layout: Layout) -> str | None:
 
 @contextmanager
 def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
-    """Run a dev cluster for the duration of the block; skip the test where none can be started."""
+    """Run a dev cluster for the duration of the block; skip the test on machines that cannot start one."""
     layout = Layout()
     if (reason := why_not(layout)) is not None:
         if os.environ.get(REQUIRE) == "1":

@@ -127,7 +127,7 @@ class FaultScene:
 
         Args:
             max_lost_steps: steps that an attempt may have to repeat.
-            sync: run `hpcdist sync` first; not needed where the job itself reaches the tracking server.
+            sync: run `hpcdist sync` first; not needed if the job itself reaches the tracking server.
             timeout_s: time limit for the end of the job.
         """
         runs, cell, name = self.runs, self.cell, self.name
