@@ -6,36 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.machine.storage import file_system
 from hpcdist.slurm.submit.runs_dir_check import runs_dir_problems
-
-MOUNTS = """\
-22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-23 22 0:21 / /home rw shared:2 master:3 - nfs4 server:/home rw,vers=4.2
-24 22 0:22 / /my\\040data rw - lustre mds:/data rw
-25 22 0:23 / /home/ada/scratch rw - xfs /dev/sdb rw
-26 22 0:24 / /over rw - ext4 /dev/sdc rw
-27 26 0:25 / /over rw - beegfs beegfs_nodev rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/home/ada/runs", "nfs4"),
-        ("/homeless/runs", "ext4"),
-        ("/my data/runs", "lustre"),
-        ("/home/ada/scratch/runs", "xfs"),
-        ("/over", "beegfs"),
-    ],
-)
-def test_file_system_of_a_folder(path: str, kind: str) -> None:
-    assert file_system(Path(path), MOUNTS) == kind
-
-
-def test_file_system_of_this_machine() -> None:
-    assert file_system(Path("/proc/self")) == "proc"
-    assert file_system(Path("/somewhere"), "") == ""
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "lustre", "gpfs", "beegfs", "fuse.juicefs", ""])
