@@ -10,8 +10,6 @@ from slurm_faults import FaultScene
 
 from hpcdist.devcluster import cluster
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.mark.quick_fault
 def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
@@ -33,7 +31,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(scene: FaultScene
     """
     scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
-    reason = scene.runs.wait_status(scene.name, "queued", timeout_s=100).reason
+    reason = scene.runs.wait_status(scene.name, "queued").reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP
     scene.start_now()

@@ -56,7 +56,7 @@ def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slur
     job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
     state = slurm_runs.run_dir(name).path / "state.json"
     wait_for(state.exists, "the run folder")
-    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
+    saved = slurm_runs.wait_queued_again(name)
     assert 0 < saved < LAST_STEP
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, slurm_control)

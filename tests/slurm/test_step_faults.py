@@ -8,11 +8,10 @@ import signal
 import psutil
 import pytest
 from hpcdist_runs import wait_for
+from slurm_cluster import WAIT_S
 from slurm_faults import FaultScene
 
 from hpcdist.devcluster import nodes
-
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_ranks_killed_while_slurmctld_is_down_restart_when_it_is_back(scene: Fau
     scene.kill_daemon("slurmctld")
     os.kill(scene.pid_of(3), signal.SIGKILL)
     scene.release()
-    wait_for(lambda: "SIGKILL" in scene.runs.job_log(scene.name), "the failure", timeout_s=150)
+    wait_for(lambda: "SIGKILL" in scene.runs.job_log(scene.name), "the failure", timeout_s=WAIT_S)
     scene.start_daemon("slurmctld")
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cell.attempts) == (1, 2)
