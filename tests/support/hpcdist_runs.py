@@ -38,7 +38,7 @@ HELD = ["trainer=gated:train", f"params.hold_at={HOLD_AT}"]
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, *, timeout_s: float = 90.0) -> T:
+def wait_for(condition: Callable[[], T], what: str, *, timeout_s: float = 240.0) -> T:
     """Return the condition's value as soon as it is true; AssertionError when it never is."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
