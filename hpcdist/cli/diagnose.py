@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri
+from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri, argument
 from hpcdist.cli.terminal import console, say
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 @app.command()
 def doctor(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Check the nodes of this run instead of this machine.",
-            autocompletion=completion.runs,
-        ),
+        str | None, argument("RUN", "Check the nodes of this run instead of this machine.", completion.runs)
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,

@@ -78,14 +78,14 @@ def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
     assert bash("run", "ddp_digits", "model.compile", "=") == ["true", "false"]
 
 
-def test_errors_complete_nothing_and_print_nothing(bash: Complete, folder: Path) -> None:
+def test_completion_prints_no_errors(bash: Complete, folder: Path) -> None:
     assert bash("status", "", HPCDIST_RUNS_DIR="/dev/null") == []
     assert bash("run", "ddp_digits", "no.such.key", "=") == []
     assert bash("status", "fi", HPCDIST_RUNS_DIR=str(folder / "missing")) == []
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
+def test_zsh_and_fish_complete_config_keys(folder: Path, shell: str) -> None:
     env = {
         "PATH": os.environ["PATH"],
         "_HPCDIST_COMPLETE": f"complete_{shell}",
@@ -98,7 +98,7 @@ def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
     assert "optim.lr=0.001" in done.stdout
 
 
-def test_a_completion_imports_no_heavy_modules(folder: Path) -> None:
+def test_completion_imports_no_heavy_modules(folder: Path) -> None:
     code = (
         "import sys; from hpcdist.cli import app, completion\n"
         "from types import SimpleNamespace\n"
@@ -113,7 +113,7 @@ def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
     return completer(SimpleNamespace(params=params), incomplete)  # type: ignore[no-any-return]
 
 
-def test_a_slow_file_system_costs_a_bounded_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second experiment hangs: the runs of the first one are offered."""
     listed = completion._folders
 
@@ -129,7 +129,7 @@ def test_a_slow_file_system_costs_a_bounded_time(folder: Path, monkeypatch: pyte
     assert time.monotonic() - began < 5
 
 
-def test_options_complete_their_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert complete(completion.experiments, "") == ["digits"]
     assert complete(completion.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
@@ -138,5 +138,5 @@ def test_options_complete_their_values(folder: Path, monkeypatch: pytest.MonkeyP
     assert complete(completion.keys, "data.name=") == [
         f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
     ]
-    assert "launch.max_restarts=" in complete(completion.overrides, "launch.m")
+    assert "launch.max_restarts=" in complete(completion.keys, "launch.m")
     assert complete(completion.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]
