@@ -26,7 +26,7 @@ from hpcdist.tracking.journal_tail import Point
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
 
-def test_a_run_arrives_with_params_tags_points_and_status(scene: Scene) -> None:
+def test_upload_contains_params_tags_points_and_status(scene: Scene) -> None:
     scene.log([10, 20])
     scene.file(
         "journal/attempt-001.rank-00001.jsonl",
@@ -58,7 +58,7 @@ def test_a_run_arrives_with_params_tags_points_and_status(scene: Scene) -> None:
     ("status", "shown"),
     [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("stopped", "KILLED")],
 )
-def test_the_status_in_mlflow(scene: Scene, status: Any, shown: str) -> None:
+def test_status_and_end_time_are_uploaded(scene: Scene, status: Any, shown: str) -> None:
     scene.shipper().ship_once()
     scene.state(status=status, reason="why", restarts=2, ended=2e9)
     scene.shipper().ship_once()
@@ -73,7 +73,7 @@ def test_the_status_in_mlflow(scene: Scene, status: Any, shown: str) -> None:
     assert (scene.entity.info.status, scene.entity.info.end_time) == (shown, 2_100_000_000_000)
 
 
-def test_a_pass_ends_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PASS_S", 0.0)
     shipper = scene.shipper()
     mlflow = shipper.open_run()
@@ -96,7 +96,7 @@ def test_a_pass_ends_while_the_run_keeps_logging(scene: Scene, monkeypatch: pyte
     assert scene.steps() == [10, 20]
 
 
-def test_attempts_that_overlap_arrive_as_one_series(scene: Scene) -> None:
+def test_overlapping_attempts_are_uploaded_as_one_series(scene: Scene) -> None:
     live = scene.shipper()
     scene.log(range(0, 100, 10))
     live.ship_once()
@@ -111,7 +111,7 @@ def test_attempts_that_overlap_arrive_as_one_series(scene: Scene) -> None:
     assert scene.entity.data.tags["hpcdist.attempts"] == "2"
 
 
-def test_a_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
+def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
     scene.shipper().ship_once()
     scene.write_config({**CONFIG, "optim": {"lr": 0.1, "max_grad_norm": None}, "params": {"new": "x" * 7000}})
     scene.shipper().ship_once()
@@ -157,7 +157,7 @@ def kill_at(scene: Scene, trap: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
+def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
     kill_at(scene, AFTER_CREATE)
     scene.shipper().ship_once()
     experiment = scene.client.get_experiment_by_name("exp")
@@ -166,7 +166,7 @@ def test_a_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> None:
 
 
 @pytest.mark.processes
-def test_a_shipper_killed_after_sending_duplicates_nothing(scene: Scene) -> None:
+def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene) -> None:
     scene.log(range(1500), attempt=2)
     kill_at(scene, BETWEEN_SEND_AND_PERSIST)
     assert len(scene.steps()) == 1500, "sent, but not remembered"
@@ -178,7 +178,7 @@ def test_a_shipper_killed_after_sending_duplicates_nothing(scene: Scene) -> None
     assert {metric.value % 1 for metric in scene.client.get_metric_history(scene.run_id, "loss")} == {0}
 
 
-def test_a_failed_send_is_sent_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.log(range(1500))
     live = scene.shipper()
     opened = live.open_run()
@@ -199,7 +199,7 @@ def test_a_failed_send_is_sent_again(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert calls == [1000, 501, 1000, 501]
 
 
-def test_points_that_mlflow_rejects_do_not_block_the_others(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_points_do_not_block_other_points(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     opened = scene.shipper().open_run()
     points = [Point("a", float(step), step, step) for step in range(7)]
     assert opened.log_points([*points[:3], Point("no\nname", 1.0, 3, 3), *points[3:]]) == 1
@@ -207,7 +207,7 @@ def test_points_that_mlflow_rejects_do_not_block_the_others(scene: Scene, caplog
     assert "metric no\nname of step 3 is omitted" in caplog.text
 
 
-def test_a_lost_shipping_state_duplicates_nothing(scene: Scene) -> None:
+def test_lost_shipping_state_causes_no_duplicates(scene: Scene) -> None:
     scene.log(range(50))
     scene.shipper().ship_once()
     (scene.run.journal / "shipped.json").write_text("{broken")
@@ -215,7 +215,7 @@ def test_a_lost_shipping_state_duplicates_nothing(scene: Scene) -> None:
     assert scene.steps() == list(range(50))
 
 
-def test_deleted_runs_and_experiments_are_reported_with_the_restore_command(scene: Scene) -> None:
+def test_error_for_deleted_runs_names_the_restore_command(scene: Scene) -> None:
     scene.shipper().ship_once()
     run_id, experiment = scene.run_id, scene.entity.info.experiment_id
     live = scene.shipper()
@@ -234,9 +234,7 @@ def test_deleted_runs_and_experiments_are_reported_with_the_restore_command(scen
         delivery.Delivery(other, scene.uri).open_run()
 
 
-def test_a_missing_run_is_not_recreated_but_another_store_gets_everything(
-    scene: Scene, empty_database: Path, tmp_path: Path
-) -> None:
+def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_database: Path, tmp_path: Path) -> None:
     scene.log(range(20))
     scene.shipper().ship_once()
     first = scene.run_id
@@ -262,7 +260,7 @@ def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
     assert live.ship_once() == 2
 
 
-def test_an_experiment_created_concurrently_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrently_created_experiment_is_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.client.create_experiment("exp")
     find = MlflowClient.get_experiment_by_name
     answers: list[Any] = [None]
@@ -275,14 +273,14 @@ def test_an_experiment_created_concurrently_is_used(scene: Scene, monkeypatch: p
         scene.shipper().open_run()
 
 
-def test_an_unreadable_config_is_reported(scene: Scene) -> None:
+def test_unreadable_config_raises_tracking_error(scene: Scene) -> None:
     for text, reason in (("[1]", "must hold keys and values, holds a list"), ("{", "cannot be read")):
         scene.run.config.write_text(text)
         with pytest.raises(TrackingError, match=rf"config\.yaml:? {reason}"):
             scene.shipper()
 
 
-def test_artifacts_follow_their_files(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
     scene.file("code.patch", "diff")
     log = scene.file("attempts/001/rank-00000.log", "one\n")
@@ -315,9 +313,7 @@ def test_artifacts_of_a_trainer_are_uploaded_during_training(scene: Scene) -> No
     assert not any("step-200" in name for name in scene.artifacts())
 
 
-def test_with_many_ranks_the_logs_of_the_first_outcomes_are_uploaded(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 3)
     for rank in range(6):
         scene.file(f"attempts/001/rank-{rank:05d}.log", "a line\n")
@@ -336,9 +332,7 @@ def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
     assert "logs/attempt-001/stragglers.jsonl" in {item.target for item in artifacts.reports(scene.run, ended=False)}
 
 
-def test_stack_traces_of_a_bounded_number_of_hung_ranks_are_uploaded(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MAX_RANKS", 2)
     monkeypatch.setattr(artifacts, "LIVE_LOG_BYTES", 100)
     for rank in range(3):
@@ -362,7 +356,7 @@ def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
     assert live.pause_s == 16 / CHECKS_PER_S
 
 
-def test_the_best_and_the_final_checkpoint_are_uploaded_at_the_end(scene: Scene) -> None:
+def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> None:
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.9), (28, None), (30, 0.85)):
         scene.file(f"checkpoints/step-{step:08d}/model.pt", f"weights {step}")
         scene.file(f"checkpoints/step-{step:08d}/manifest.json", json.dumps({"metrics": {"eval/accuracy": accuracy}}))
@@ -383,7 +377,7 @@ def test_the_best_and_the_final_checkpoint_are_uploaded_at_the_end(scene: Scene)
     assert [item.target for item in artifacts.checkpoints(scene.run, other)] == ["checkpoints/final"]
 
 
-def test_the_status_is_reported_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     live = scene.shipper()
     opened = live.open_run()
 
@@ -399,7 +393,7 @@ def test_the_status_is_reported_if_an_artifact_cannot_be_stored(scene: Scene, mo
 
 # MLflow's own code warns while it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
-def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
     import mlflow.pytorch
     import torch
@@ -431,7 +425,7 @@ def test_the_model_is_logged_loads_and_is_registered_once(scene: Scene, monkeypa
         assert torch.equal(mlflow.pytorch.load_model(uri)(x), net(x))
 
 
-def test_the_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
+def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
     first, second = scene.run.new_attempt(), scene.run.new_attempt()
     for path in (first.preflight, first.network, second.network):
         path.write_text("{}")

@@ -95,7 +95,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_step_of_a_key_arrives_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 3000)
     world = World(tmp_path, seed)
@@ -114,7 +114,7 @@ def test_each_step_of_a_key_arrives_once(tmp_path: Path, seed: int, monkeypatch:
     assert len({point.step for point in world.received if point.key == "attempt"}) <= attempt
 
 
-def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "attempt-001.rank-00000.jsonl"
     with open(path, "w") as file:
         for step in [*range(0, 4000, 10), *([777] * 2), 778]:
@@ -138,9 +138,7 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
     assert num_read < 2.5 * path.stat().st_size
 
 
-def test_the_data_of_one_read_is_bounded_for_any_number_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_read_at_once_is_bounded_for_any_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 500)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 1000)
     for rank in range(20):

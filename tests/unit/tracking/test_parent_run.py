@@ -77,7 +77,7 @@ def sweep(tmp_path: Path, empty_database: Path) -> SweepScene:
     return SweepScene(tmp_path)
 
 
-def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
+def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     sweep.ship(0)
     sweep.ship(1)
     found = sweep.entities()
@@ -93,7 +93,7 @@ def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
     assert (read_json(sweep.there.mlflow) or {})["run_id"] == found["tune"].info.run_id
 
 
-def test_the_status_of_the_parent_follows_its_cells(sweep: SweepScene) -> None:
+def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
     with hold(sweep.there):
         sweep.ship(0, status="queued")
         assert sweep.parent() == ("SCHEDULED", "2 cells: 1 created, 1 queued")
@@ -114,14 +114,14 @@ def test_the_status_of_the_parent_follows_its_cells(sweep: SweepScene) -> None:
     assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
 
 
-def test_concurrent_shippers_create_one_parent(sweep: SweepScene) -> None:
+def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
     parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
     assert ids == {sweep.entities()["tune"].info.run_id}
 
 
-def test_a_parent_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
+def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     sweep.ship(0)
     known = read_json(sweep.there.mlflow) or {}
     sweep.there.mlflow.write_text(f'{{"run_uid": "{known["run_uid"]}"}}')
@@ -129,7 +129,7 @@ def test_a_parent_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == known["run_id"]
 
 
-def test_the_end_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the last cell does not count as uploaded until the parent is updated."""
 
     def away(self: ParentRun) -> None:
@@ -146,7 +146,9 @@ def test_the_end_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pyt
     assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
 
 
-def test_an_overtaken_update_is_repeated(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
+    sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep.ship(0)
     seen = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
     monkeypatch.setattr(SweepDir, "read_state", lambda self: next(seen))
@@ -156,7 +158,7 @@ def test_an_overtaken_update_is_repeated(sweep: SweepScene, monkeypatch: pytest.
     assert sweep.parent() == ("FINISHED", "new")
 
 
-def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) -> None:
+def test_cell_without_a_sweep_folder_is_an_ordinary_run(sweep: SweepScene) -> None:
     shutil.rmtree(sweep.there.path)
     sweep.ship(0)
     assert set(sweep.entities()) == {"tune-seed_1"}
@@ -166,7 +168,7 @@ def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) ->
     ("broken", "message"),
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
 )
-def test_an_unusable_folder_is_reported(sweep: SweepScene, broken: str, message: str) -> None:
+def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene, broken: str, message: str) -> None:
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
     if broken == "sweep.json":

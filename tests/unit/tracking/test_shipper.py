@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 GONE = -1  # not a process id: a parent that has died
 
 
-def test_an_unreachable_server_is_a_one_line_error_without_the_password(scene: Scene) -> None:
+def test_error_for_an_unreachable_server_contains_no_password(scene: Scene) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         uri = f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}"
@@ -44,7 +44,7 @@ def test_an_unreachable_server_is_a_one_line_error_without_the_password(scene: S
     assert "secret" not in str(caught.value)
 
 
-def test_sync_closes_a_run_of_a_dead_supervisor(scene: Scene) -> None:
+def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2, 3])
     scene.log([2, 4], attempt=2)
     scene.file("journal/attempt-002.rank-00001.jsonl", "garbage")
@@ -67,7 +67,7 @@ def test_sync_closes_a_run_of_a_dead_supervisor(scene: Scene) -> None:
     assert sync(scene.run, scene.uri) == SyncReport()
 
 
-def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
+def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     with lease.hold(scene.run):
         assert not sync(scene.run, scene.uri).closed
     scene.state(status="created", attempt=0)
@@ -82,7 +82,7 @@ def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("state", "status"), [("CANCELLED", "KILLED"), ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED")]
 )
-def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
+def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, state: str, status: str
 ) -> None:
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
@@ -109,7 +109,7 @@ def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
 
 
 @pytest.mark.processes
-def test_the_shipper_of_a_follower_waits_through_requeues(scene: Scene) -> None:
+def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
     shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
@@ -124,20 +124,20 @@ def test_the_shipper_of_a_follower_waits_through_requeues(scene: Scene) -> None:
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_the_exit_of_a_follower_does_not_end_the_run(scene: Scene) -> None:
+def test_exit_of_a_follower_does_not_close_the_run(scene: Scene) -> None:
     scene.state(status="queued")
     assert not ship_forever(scene.run, scene.uri, GONE, through_queue=True)
     assert not scene.run.mlflow.exists()
 
 
-def test_a_requeued_run_ends_the_shipper_of_its_job(scene: Scene) -> None:
+def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued", attempt=1)
     assert ship_forever(scene.run, scene.uri, os.getppid())
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
-def test_a_dead_supervisor_is_reported_to_mlflow(scene: Scene) -> None:
+def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
     scene.log([1, 2])
     assert ship_forever(scene.run, scene.uri, GONE)
     run = scene.entity
@@ -147,13 +147,13 @@ def test_a_dead_supervisor_is_reported_to_mlflow(scene: Scene) -> None:
     assert scene.run.read_state().status == "running", "the truth about a run is its supervisor's to write"
 
 
-def test_an_orphan_leaves_the_run_to_its_next_supervisor(scene: Scene) -> None:
+def test_shipper_of_a_dead_supervisor_leaves_a_held_run_unchanged(scene: Scene) -> None:
     with lease.hold(scene.run):
         assert not ship_forever(scene.run, scene.uri, GONE)
     assert not scene.run.mlflow.exists()
 
 
-def test_a_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -161,7 +161,7 @@ def test_a_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: 
     assert "another shipper uploads first" in caplog.text
 
 
-def test_a_file_system_without_locks_is_reported_and_used(
+def test_shipper_runs_on_a_file_system_without_locks(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.shipper().ship_once()
@@ -178,7 +178,7 @@ def test_a_file_system_without_locks_is_reported_and_used(
     assert "no lock on first" in caplog.text
 
 
-def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
     scene.state(status="finished", ended=2e9)
     with socket.socket() as taken:
@@ -189,7 +189,7 @@ def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.processes
-def test_user_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
@@ -235,7 +235,7 @@ def await_(condition: Any, timeout_s: float) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Path) -> None:
+def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: Path) -> None:
     port = free_port()
     scene.uri = f"http://127.0.0.1:{port}"
     shipped = scene.run.journal / "shipped.json"

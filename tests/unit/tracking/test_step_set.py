@@ -30,7 +30,7 @@ def sequences() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", sequences())
 @pytest.mark.parametrize("max_array", [4, 64, 1024])
-def test_it_holds_what_was_added(name: str, max_array: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_set_equals_a_set(name: str, max_array: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_set, "MAX_ARRAY", max_array)
     found, expected = StepSet(), set[int]()
     for step in sequences()[name]:
@@ -45,7 +45,7 @@ def test_it_holds_what_was_added(name: str, max_array: int, monkeypatch: pytest.
         assert all((other in found) == (other in expected) for other in (step - 1, step + 1))
 
 
-def test_a_regular_sequence_takes_no_memory() -> None:
+def test_regular_steps_are_one_range() -> None:
     found = StepSet()
     for step in range(0, 100_000, 10):
         found.add(step)
@@ -54,7 +54,7 @@ def test_a_regular_sequence_takes_no_memory() -> None:
     assert sum(len(chunk) for chunk in found._chunks if not isinstance(chunk, range)) < 600
 
 
-def test_irregular_steps_lie_in_few_arrays() -> None:
+def test_irregular_steps_are_in_few_arrays() -> None:
     generator = random.Random(1)
     found = StepSet()
     for _ in range(50_000):

@@ -74,14 +74,14 @@ def ask(
     ids=str,
 )
 @pytest.mark.parametrize("path", ["/", "/health", "/static-files/x.js", "/api/2.0/mlflow/runs/delete", "/graphql"])
-def test_without_the_token_nothing_reaches_the_server(headers: list[tuple[str, str]], path: str) -> None:
+def test_requests_without_the_token_are_rejected(headers: list[tuple[str, str]], path: str) -> None:
     status, found, body, reached = ask(*headers, path=path)
     assert (status, reached) == (401, 0)
     assert found[b"www-authenticate"] == b"Bearer"
     assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui_gate.HELP}
 
 
-def test_a_browser_without_the_token_gets_help() -> None:
+def test_browser_without_the_token_gets_a_help_page() -> None:
     status, found, body, _ = ask(("accept", "text/html,*/*"), path="/", query="token=of-an-earlier-start")
     assert status == 401
     assert found[b"content-type"].startswith(b"text/html")
@@ -89,7 +89,7 @@ def test_a_browser_without_the_token_gets_help() -> None:
     assert "earlier" not in ask(path="/", query=f"token={TOKEN}")[2]
 
 
-def test_the_link_becomes_a_cookie_that_scripts_of_a_page_cannot_read() -> None:
+def test_link_sets_an_http_only_cookie_and_redirects() -> None:
     status, found, _, reached = ask(path="/", query=f"token={TOKEN}")
     assert (status, found[b"location"], reached) == (303, b"/", 0)
     assert found[b"set-cookie"] == f"hpcdist-ui-5000={TOKEN}; Path=/; HttpOnly; SameSite=Strict".encode()
@@ -98,7 +98,7 @@ def test_the_link_becomes_a_cookie_that_scripts_of_a_page_cannot_read() -> None:
 
 
 @pytest.mark.parametrize("header", [COOKIE, ("authorization", f"Bearer {TOKEN}"), ("authorization", f"bearer {TOKEN}")])
-def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> None:
+def test_requests_with_the_token_are_passed_on(header: tuple[str, str]) -> None:
     assert ask(header)[0::2] == (200, "runs")
 
 
@@ -115,7 +115,7 @@ def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> No
     ],
     ids=str,
 )
-def test_pages_of_other_servers_cannot_use_the_cookie(headers: list[tuple[str, str]], status: int) -> None:
+def test_cookie_is_rejected_for_pages_of_other_servers(headers: list[tuple[str, str]], status: int) -> None:
     answer = ask(HOST, COOKIE, *headers)
     assert answer[0] == status
     if status == 403:
@@ -123,7 +123,7 @@ def test_pages_of_other_servers_cannot_use_the_cookie(headers: list[tuple[str, s
         assert answer[3] == 0
 
 
-def test_websockets_are_closed_and_the_start_is_passed_on() -> None:
+def test_websockets_are_closed_and_lifespan_events_passed_on() -> None:
     sent, reached = ask(COOKIE, kind="websocket")
     assert (sent, reached) == ([{"type": "websocket.close", "code": 1008}], 0)
     assert ask(kind="lifespan")[1] == 1
@@ -136,7 +136,7 @@ def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [(TOKEN.encode(), TOKEN.encode())]
 
 
-def test_each_start_has_a_new_token_in_a_private_file(tmp_path: Path) -> None:
+def test_make_token_writes_a_new_token_to_a_private_file(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     first, file = ui.make_token(5000, env)
     file.chmod(0o644)
@@ -149,13 +149,13 @@ def test_each_start_has_a_new_token_in_a_private_file(tmp_path: Path) -> None:
     assert ui.make_token(5001, {"HOME": str(tmp_path)})[1].is_relative_to(tmp_path / ".local/state/hpcdist/ui")
 
 
-def test_a_token_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+def test_unwritable_token_file_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserMistake, match=r"token of the UI cannot be written to .*/file/.*: set XDG_STATE_HOME to"):
         ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})
 
 
-def test_a_port_in_use_is_found_before_a_link_is_printed() -> None:
+def test_port_in_use_is_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserMistake, match=rf"port {port} of 127.0.0.1 cannot be used \(Address already in use\)"):
@@ -163,14 +163,14 @@ def test_a_port_in_use_is_found_before_a_link_is_printed() -> None:
     ui.require_port(port)
 
 
-def test_mlflow_knows_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     ui.require_app()
     monkeypatch.setattr(ui, "entry_points", lambda **_: ())
     with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
         ui.require_app()
 
 
-def test_neither_token_nor_store_is_in_the_command_line(tmp_path: Path) -> None:
+def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
     _, file = ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path)})
     options = ["--host", "127.0.0.1", "--port", "5000", "--workers", "1", "--app-name", "hpcdist-token"]
     assert ui.command(5000) == [
