@@ -44,7 +44,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fuzz(share=0.5, command=st.sampled_from(COMMANDS), words=st.lists(WORDS, max_size=3))
-def test_command_lines(empty: None, command: list[str], words: list[str]) -> None:
+def test_command_line_gives_a_result_or_an_error(empty: None, command: list[str], words: list[str]) -> None:
     try:
         app([*command, *words], standalone_mode=False)
     except HpcdistError as error:
