@@ -1,6 +1,6 @@
 """The resolved config as a run folder stores it: YAML with redacted secrets, and the variables that restore them.
 
-Reading it uses no OmegaConf, whose import takes a rank longer than that of all modules of hpcdist together.
+It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=dig
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
 SWEEP = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
+#: Time limit for the start of a process; on a busy machine, the import of MLflow takes more than a minute.
+START_TIMEOUT_S = 240
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
 
@@ -78,14 +80,18 @@ def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
         wait_for(
             lambda: "run_id" in (read_json(runs.run_dir("finished").mlflow) or {}),
             "the first MLflow run",
-            timeout_s=240,
+            timeout_s=START_TIMEOUT_S,
         )
         state = tmp_path_factory.mktemp("ui")
         link = stack.enter_context(ui(runs, state))
         failing = start("run", *config("failing", *FAILING))
         stopped = start("run", *config("stopped", *STOPPED))
         swept = start("run", *config("tune", *SWEEP))
-        wait_for(lambda: runs.attempt("stopped").beat(0).exists(), "the first step of the run to stop")
+        wait_for(
+            lambda: runs.attempt("stopped").beat(0).exists(),
+            "the first step of the run to stop",
+            timeout_s=START_TIMEOUT_S,
+        )
         for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (finished, 0)):
             code, output = finish(process)
             assert code == expected, output
@@ -132,7 +138,7 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
         return request_status(f"http://127.0.0.1:{port}/health") == 401
 
     def wait_for_link() -> str:
-        wait_for(is_up, "a response of MLflow's UI")
+        wait_for(is_up, "a response of MLflow's UI", timeout_s=START_TIMEOUT_S)
         return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=\S+)$", log.read_text(), re.M)[1]  # type: ignore[index]
 
     try:
