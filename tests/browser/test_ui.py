@@ -17,6 +17,7 @@ from hpcdist_runs import HPCDIST, Runs, closed_port, finish, wait_for
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.files.atomic import read_json
+from hpcdist.tracking.mlflow_client import open_client
 
 #: Two epochs of 45 steps.
 FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model", "tracking.tags.team=vision"]
@@ -75,13 +76,9 @@ def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
             stack.callback(process.kill)  # also if the test is interrupted
             return process
 
+        # Concurrent runs would wait for the first one to create the tables.
+        open_client(f"sqlite:///{runs.database}")
         finished = start("run", *config("finished", *FINISHED))
-        # The first run creates the tables of the database; the others start afterwards.
-        wait_for(
-            lambda: "run_id" in (read_json(runs.run_dir("finished").mlflow) or {}),
-            "the first MLflow run",
-            timeout_s=START_TIMEOUT_S,
-        )
         state = tmp_path_factory.mktemp("ui")
         link = stack.enter_context(ui(runs, state))
         failing = start("run", *config("failing", *FAILING))
@@ -93,7 +90,7 @@ def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
             timeout_s=START_TIMEOUT_S,
         )
         for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (finished, 0)):
-            code, output = finish(process)
+            code, output = finish(process, timeout_s=600)
             assert code == expected, output
         (token_file,) = state.glob("hpcdist/ui/*.token")
         yield Site(runs, link(), token_file, output)
@@ -107,8 +104,8 @@ def page(page: Page, site: Site) -> Page:
 
 
 def config(name: str, *overrides: str) -> list[str]:
-    intervals = ["tracking.log_every_steps=2", "tracking.system_interval_s=1"]
-    return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *intervals, *overrides]
+    tracking = ["tracking.log_every_steps=2", "tracking.system_interval_s=1", "tracking.drain_timeout_s=600"]
+    return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *tracking, *overrides]
 
 
 def commit(project: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from config_strategies import values
 from hypothesis import strategies as st
-from werkzeug.serving import WSGIRequestHandler, make_server
+from mlflow_application import in_thread, mlflow_application, serving
 
 #: Method and path of a request.
 Endpoint = tuple[str, str]
@@ -184,63 +184,27 @@ class _Handler(BaseHTTPRequestHandler):
 def replayed(recorded: dict[Endpoint, Reply], uri: str) -> Iterator[Replies]:
     """Repeat the replies of a server at its address: some contain it, and the client caches it by model."""
     port = int(uri.rpartition(":")[2])
-    with Replies(port, recorded) as server, _in_thread(server):
+    with Replies(port, recorded) as server, in_thread(server):
         yield server
-
-
-class _Silent(WSGIRequestHandler):
-    def log(self, *_: object) -> None:  # type: ignore[override]
-        pass
 
 
 @contextmanager
 def recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[Endpoint, Reply]]]:
-    """Run MLflow's server on a new database. Yields its address, and the last reply to each request."""
-    from mlflow import server
-    from mlflow.server import handlers
-    from mlflow.tracking._tracking_service import utils
-
-    from hpcdist.tracking.mlflow_client import open_client
-
-    database = f"sqlite:///{folder}/server.db"
-    open_client(database)
-    # Restored at the end, since MLflow's server reads and sets them for its process.
-    for name, value in (
-        (server.BACKEND_STORE_URI_ENV_VAR, database),
-        ("MLFLOW_TRACKING_URI", database),
-        (server.ARTIFACT_ROOT_ENV_VAR, "mlflow-artifacts:/"),
-        (server.ARTIFACTS_DESTINATION_ENV_VAR, str(folder / "artifacts")),
-        (server.SERVE_ARTIFACTS_ENV_VAR, "true"),
-    ):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(utils, "_tracking_uri", None)
-    monkeypatch.setattr(handlers, "_tracking_store", None)
+    """Serve MLflow with a new database. Yields its address, and the last reply to each request."""
     recorded: dict[Endpoint, Reply] = {}
+    with mlflow_application(folder, "mlflow-artifacts:/", monkeypatch) as application:
 
-    def recorder(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        status = 0
+        def recorder(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            status = 0
 
-        def started(line: str, headers: list[tuple[str, str]], *more: object) -> Any:
-            nonlocal status
-            status = int(line.split()[0])
-            return start_response(line, headers, *more)
+            def start(line: str, headers: list[tuple[str, str]], *more: object) -> Any:
+                nonlocal status
+                status = int(line.split()[0])
+                return start_response(line, headers, *more)
 
-        body = b"".join(server.app.wsgi_app(environ, started))
-        recorded[environ["REQUEST_METHOD"], environ["PATH_INFO"]] = Reply(status, body)
-        return [body]
+            body = b"".join(application(environ, start))
+            recorded[environ["REQUEST_METHOD"], environ["PATH_INFO"]] = Reply(status, body)
+            return [body]
 
-    httpd = make_server("127.0.0.1", 0, recorder, threaded=True, request_handler=_Silent)
-    with _in_thread(httpd):
-        yield f"http://127.0.0.1:{httpd.server_port}", recorded
-    httpd.server_close()
-
-
-@contextmanager
-def _in_thread(server: Any) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
+        with serving(recorder) as uri:
+            yield uri, recorded

@@ -1,4 +1,4 @@
-"""Any config file, override or sweep axis gives a frozen config that can be written and read again, or ConfigError."""
+"""Any config file, override or sweep axis gives ConfigError, or a config that is equal after writing and loading."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words
         return
     written = folder / "written.yaml"
     written.write_text(to_yaml(config))
-    again = load_run_config(written, [], secrets_of(config))
-    # Compared as text: nan is not equal to itself.
-    assert repr(again) == repr(config)
+    loaded = load_run_config(written, [], secrets_of(config))
+    # Compared as text, since nan is not equal to itself.
+    assert repr(loaded) == repr(config)
 
 
 @fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))

@@ -1,4 +1,4 @@
-"""Damaged files of a run folder and bytes of strangers end in the project's errors or are left out."""
+"""Damaged files and random network messages raise the project's errors or are skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ JSON_NOISE = st.sampled_from(
 
 @st.composite
 def damaged(draw: st.DrawFn, original: bytes) -> bytes:
-    """The content of a JSON file with fields changed, bytes replaced, cut off, or something else altogether."""
+    """Draw a damaged JSON document: changed fields, replaced bytes, a truncated document, or other data."""
     tree = json.loads(original)
     kind = draw(st.sampled_from(["fields", "bytes", "cut", "noise", "binary"]))
     if kind == "fields" and isinstance(tree, dict):

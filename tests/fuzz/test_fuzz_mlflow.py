@@ -50,6 +50,7 @@ class Upload:
 
 
 def make_cell(folder: Path) -> RunDir:
+    """Make the run folder of a finished cell of a sweep."""
     config = folder / "run.yaml"
     config.write_text(f"{{experiment: exp, name: tune, runs_dir: {folder}/runs, tracking: {{register_as: digits}}}}\n")
     sweep = make_sweep(parse_axes(["seed=1"], []), lambda more: load_config(config, more), lambda _: "ddp")
@@ -90,7 +91,7 @@ def test_replayed_responses_give_a_complete_upload(upload: Upload) -> None:
     assert "registered" in ShippingState.load(upload.run.journal / "shipped.json").model
 
 
-@fuzz(share=2, fault=faults, position=st.floats(0, 1, exclude_max=True), num_faults=st.sampled_from([1, 2, 1000]))
+@fuzz(share=0.5, fault=faults, position=st.floats(0, 1, exclude_max=True), num_faults=st.sampled_from([1, 2, 1000]))
 def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, position: float, num_faults: int) -> None:
     upload.reset()
     upload.server.expect(fault, first_fault=int(position * upload.num_requests), num_faults=num_faults)
@@ -116,7 +117,7 @@ def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, positio
         assert ShippingState.load(saved).num_points + state.num_refused == upload.num_points
 
 
-@fuzz(fault=faults, first_fault=st.integers(0, 2))
+@fuzz(share=2, fault=faults, first_fault=st.integers(0, 2))
 def test_doctor_survives_invalid_responses(upload: Upload, fault: Fault, first_fault: int) -> None:
     upload.server.expect(fault, first_fault=first_fault)
     uri = upload.server.uri

@@ -1,4 +1,4 @@
-"""Outputs of Slurm's commands, recorded from three releases, with random damage: a parser skips damaged parts."""
+"""Parsers skip the damaged parts of outputs of Slurm, which were recorded from three releases."""
 
 from __future__ import annotations
 

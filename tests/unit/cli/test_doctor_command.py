@@ -34,7 +34,7 @@ def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     )
     monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
     monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
-    monkeypatch.setattr(machine_report.facts, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
     monkeypatch.setattr(machine_report, "in_container", lambda: False)
     return functools.partial(hpcdist, "doctor")
 

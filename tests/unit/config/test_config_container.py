@@ -35,7 +35,7 @@ def test_paths_of_image_files_become_absolute(write: Write, container: str, imag
 
 
 @pytest.mark.parametrize(
-    ("container", "told"),
+    ("container", "problem"),
     [
         ("runtime: podman", "container.image must name the image to start"),
         (
@@ -52,12 +52,12 @@ def test_paths_of_image_files_become_absolute(write: Write, container: str, imag
         ),
     ],
 )
-def test_mistakes_in_the_container_section_are_reported(write: Write, container: str, told: str) -> None:
-    assert problems(write(f"container: {{{container}}}\n")) == (told,)
+def test_mistakes_in_the_container_section_are_reported(write: Write, container: str, problem: str) -> None:
+    assert problems(write(f"container: {{{container}}}\n")) == (problem,)
 
 
 def test_unknown_runtime_is_reported_with_the_allowed_values(write: Write) -> None:
-    (told,) = problems(write("container: {runtime: singularity, image: a}\n"))
-    assert told.startswith("container.runtime must be Literal['none', 'docker', 'podman', 'apptainer', ")
-    assert "got 'singularity'" in told
-    assert "\n" not in told
+    (problem,) = problems(write("container: {runtime: singularity, image: a}\n"))
+    assert problem.startswith("container.runtime must be Literal['none', 'docker', 'podman', 'apptainer', ")
+    assert "got 'singularity'" in problem
+    assert "\n" not in problem

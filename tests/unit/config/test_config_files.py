@@ -135,7 +135,7 @@ def test_config_overrides_its_site_profile(write: Write, tmp_path: Path) -> None
     path = write("cluster:\n  nodes: 2\n  env: {B: run}\n")
     cluster = load_config(path, ["cluster.tasks_per_node=1"], cluster=profile).cluster
     assert (cluster.partition, cluster.nodes, cluster.tasks_per_node) == ("gpu", 2, 1)
-    assert cluster.env == {"B": "run"}, "a key of the config's own wins whole"
+    assert cluster.env == {"B": "run"}, "the values of a key are not merged"
     assert load_config(write("seed: 1\n"), cluster=profile).cluster.nodes == 8
     assert load_config(path).cluster.partition is None
 

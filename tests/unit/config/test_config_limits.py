@@ -59,12 +59,11 @@ def test_malformed_values_are_rejected(write: Write, text: str, expected: str) -
     ],
 )
 def test_escaped_interpolation_is_text(write: Write, tmp_path: Path, override: str, expected: str | None) -> None:
-    """The config that is written must load again."""
     if expected is None:
         config = load_config(write(""), [override])
-        again = tmp_path / "again.yaml"
-        again.write_text(to_yaml(config))
-        assert load_run_config(again, [], {}) == config
+        written = tmp_path / "written.yaml"
+        written.write_text(to_yaml(config))
+        assert load_run_config(written, [], {}) == config
     else:
         assert problems(write(""), override) == (expected,)
 

@@ -94,7 +94,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
         optim: {lrr: 1, name: sgdd, momentum: -1}
         data: {batch_size: 0, num_classes: 1}
         launch: {env: {X: null}}
-        unheard_of: {a: 1}
+        unknown: {a: 1}
         params: {x: "${nope}"}
     """
     found = problems(write(text), "checkpoint.keep_last=0", "no-equals-sign", "optim.weight_decay=abc")
@@ -107,7 +107,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(write: Write) -> None:
         "data.batch_size",
         "data.num_classes",
         "launch.env",
-        "unheard_of.a",
+        "unknown.a",
         "params.x",
         "checkpoint.keep_last",
         "'no-equals-sign'",

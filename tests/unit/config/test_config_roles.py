@@ -25,10 +25,10 @@ def test_roles_keep_the_order_of_the_file(write: Write) -> None:
 
 def test_written_roles_load_in_the_same_order(write: Write, tmp_path: Path) -> None:
     config = load_config(write(ROLES))
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(config))
-    assert load_run_config(again, [], {}) == config
-    assert list(load_run_config(again, [], {}).roles) == ["server", "worker"]
+    written = tmp_path / "written.yaml"
+    written.write_text(to_yaml(config))
+    assert load_run_config(written, [], {}) == config
+    assert list(load_run_config(written, [], {}).roles) == ["server", "worker"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_het_accepts_on_off_and_null(write: Write) -> None:
 @pytest.mark.parametrize(
     ("more", "devices"),
     [
-        ("", ("cpu", "auto")),  # GPUs are asked for, and not for the server
+        ("", ("cpu", "auto")),  # GPUs are requested for the workers only
         ("launch: {device: cpu}", ("cpu", "cpu")),
         ("launch: {device: cuda}", ("cpu", "cuda")),
         ("launch: {devices: {server: auto, worker: cpu}}", ("auto", "cpu")),

@@ -72,9 +72,9 @@ def test_missing_secret_is_reported_with_its_variable(write: Write, tmp_path: Pa
         "launch.env.WANDB_API_KEY was redacted when the run was written: set WANDB_API_KEY in the environment",
         "params.hf_token was redacted when the run was written: set HPCDIST_PARAMS_HF_TOKEN in the environment",
     )
-    left = load_run_config(path, [], env, require_secrets=False)
-    assert (left.launch.env["WANDB_API_KEY"], left.params["hf_token"]) == ("***", "***")
-    assert left.params["nested"] == {"token": "nested-s3cret"}
+    incomplete = load_run_config(path, [], env, require_secrets=False)
+    assert (incomplete.launch.env["WANDB_API_KEY"], incomplete.params["hf_token"]) == ("***", "***")
+    assert incomplete.params["nested"] == {"token": "nested-s3cret"}
     config = load_run_config(path, ["launch.env.WANDB_API_KEY=new", "params.hf_token=new"], env)
     assert (config.launch.env["WANDB_API_KEY"], config.params["hf_token"]) == ("new", "new")
 

@@ -1,4 +1,4 @@
-"""Names and texts that are secrets, and their neighbours that are none."""
+"""Detection and redaction of secrets, and similar names and texts that are not secrets."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def test_written_config_loads_as_an_equal_config(write: Write, tmp_path: Path) -
     assert load_run_config(path, [], {}) == config
 
 
-#: Where what is written and what OmegaConf would read of it differ, or might.
-TRICKY = """\
+#: Values that OmegaConf reads as another type than they are written.
+AMBIGUOUS = """\
 trainer: {script: [train.py, "1e5", "0x10", "1_000", "12:30", "null", "yes", "~", ""]}
 launch: {env: {COMMIT: "12e5", DAY: "2026-01-02", EMPTY: "", COLON: "a: b", EURO: "€ \\U0001F600"}}
 optim: {lr: 1e-30, max_grad_norm: 1}
@@ -35,8 +35,7 @@ params: {half: 1e-5, inf: .inf, text: "1e-5", deep: [{a: [1, 1.0, true, null, "o
 
 
 def test_written_config_keeps_the_types_of_values(write: Write, tmp_path: Path) -> None:
-    """To the type: a commit `12e5` is not a number, whoever reads it."""
-    config = load_config(write(TRICKY))
+    config = load_config(write(AMBIGUOUS))
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert repr(load_run_config(path, [], {})) == repr(config)
@@ -59,7 +58,7 @@ def test_written_shipped_config_loads_without_omegaconf(name: str) -> None:
         ("params: {}", "params: {twice: '${seed}${seed}'}", lambda config: "${seed}" in config.params["twice"]),
         ("target: ddp", "target: 'own.module:train'", lambda config: config.trainer.target == "own.module:train"),
     ],
-    ids=["number", "whole number", "missing key", "interpolation", "plain"],
+    ids=["number", "whole number", "missing key", "interpolation", "own trainer"],
 )
 def test_edited_config_of_a_run_folder_loads(
     write: Write, tmp_path: Path, before: str, after: str, read: Callable[[Config], bool]

@@ -1,4 +1,4 @@
-"""Uploads to a real MLflow in passes, with processes killed at any point."""
+"""Uploads to a real MLflow database, with failing requests and killed processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_pass_is_bounded_while_the_run_keeps_logging(scene: Scene, monkeypatch: 
 
     def send_and_log_more(points: list[Point]) -> int:
         sent.append(len(points))
-        assert len(sent) < 5, "the pass goes on as long as there is more"
+        assert len(sent) < 5, "the pass must end although the run logs more"
         scene.log([10 * (len(sent) + 1)])
         return send(points)
 
@@ -120,7 +120,7 @@ def test_param_changed_by_a_resume_becomes_a_tag(scene: Scene) -> None:
     assert run.data.tags["hpcdist.changed.optim.lr"] == "0.1"
     assert run.data.params["params.new"] == "x" * 6000
     scene.shipper().ship_once()
-    assert "hpcdist.changed.params.new" not in scene.entity.data.tags, "shortened is not changed"
+    assert "hpcdist.changed.params.new" not in scene.entity.data.tags, "a shortened value is not a change"
 
 
 KILLED = """
@@ -169,8 +169,8 @@ def test_mlflow_run_is_created_once_if_its_creator_is_killed(scene: Scene) -> No
 def test_shipper_killed_after_sending_uploads_no_duplicates(scene: Scene) -> None:
     scene.log(range(1500), attempt=2)
     kill_at(scene, BETWEEN_SEND_AND_PERSIST)
-    assert len(scene.steps()) == 1500, "sent, but not remembered"
-    # These records are late: those of the killed shipper must be kept.
+    assert len(scene.steps()) == 1500, "sent, but not recorded as sent"
+    # Late records of the first attempt must not replace those that the killed shipper has sent.
     scene.log(range(500, 1510), attempt=1, offset=0.5)
     scene.log(range(1500, 1600), attempt=2)
     scene.shipper().ship_once()
@@ -188,11 +188,11 @@ def test_failed_request_is_repeated(scene: Scene, monkeypatch: pytest.MonkeyPatc
     def flaky(metrics: list[Any]) -> int:
         calls.append(len(metrics))
         if len(calls) == 2:
-            raise TrackingError("away")
+            raise TrackingError("no answer")
         return send(metrics)
 
     monkeypatch.setattr(opened, "_log_batch", flaky)
-    with pytest.raises(TrackingError, match="away"):
+    with pytest.raises(TrackingError, match="no answer"):
         live.ship_once()
     assert live.ship_once() == 1501
     assert scene.steps() == list(range(1500))
@@ -251,11 +251,11 @@ def test_missing_run_is_recreated_in_another_store_only(scene: Scene, empty_data
 
 def test_unreadable_files_are_reported_and_retried(scene: Scene) -> None:
     live = scene.shipper()
-    strange = scene.run.journal / "attempt-001.rank-00007.jsonl"
-    strange.mkdir()
+    unreadable = scene.run.journal / "attempt-001.rank-00007.jsonl"
+    unreadable.mkdir()
     with pytest.raises(TrackingError, match=r"the journal of first cannot be read: .*Is a directory"):
         live.ship_once()
-    strange.rmdir()
+    unreadable.rmdir()
     scene.log([1])
     assert live.ship_once() == 2
 
@@ -295,7 +295,7 @@ def test_changed_artifacts_are_uploaded_again(scene: Scene, monkeypatch: pytest.
     uploaded.clear()
     log.write_text("one\ntwo\n")
     live.ship_once()
-    assert uploaded == [], "logs once a minute"
+    assert uploaded == [], "logs are uploaded once a minute"
     scene.file("attempts/001/rank-00001.outcome.json", '{"outcome": "failed"}')
     scene.state(status="failed", ended=2e9)
     live.ship_once()
@@ -319,12 +319,16 @@ def test_logs_of_the_first_outcomes_are_uploaded_with_many_ranks(scene: Scene, m
         scene.file(f"attempts/001/rank-{rank:05d}.log", "a line\n")
     for time_s, rank in enumerate((4, 1, 5, 3)):
         os.utime(scene.file(f"attempts/001/rank-{rank:05d}.outcome.json", "{}"), (time_s, time_s))
-    kept = [item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)]
-    assert kept == ["1.log", "1.outcome.json", "4.log", "4.outcome.json", "5.log", "5.outcome.json"]
+    uploaded = [
+        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
+    ]
+    assert uploaded == ["1.log", "1.outcome.json", "4.log", "4.outcome.json", "5.log", "5.outcome.json"]
     for rank in (1, 3, 5):
         scene.run.attempt(1).outcome(rank).unlink()
-    kept = [item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)]
-    assert kept == ["0.log", "1.log", "4.log", "4.outcome.json"]
+    uploaded = [
+        item.target.removeprefix("logs/attempt-001/rank-0000") for item in artifacts.reports(scene.run, ended=True)
+    ]
+    assert uploaded == ["0.log", "1.log", "4.log", "4.outcome.json"]
 
 
 def test_straggler_reports_are_uploaded_with_the_logs(scene: Scene) -> None:
@@ -340,12 +344,12 @@ def test_bounded_number_of_stack_traces_is_uploaded(scene: Scene, monkeypatch: p
         scene.file(f"attempts/001/rank-{rank:05d}.flight.json", "{}")
         scene.file(f"attempts/001/flight-rank-{rank}", "x" * (99 + rank))
     first = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=True)]
-    assert first == ["flight-rank-0", "flight-rank-1"], "stacks not by halves, while they are collected"
-    scene.file("attempts/001/stacks.txt", "rank 2 stands elsewhere\n")
-    kept = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
+    assert first == ["flight-rank-0", "flight-rank-1"], "stacks are uploaded after their collection"
+    scene.file("attempts/001/stacks.txt", "rank 2 differs\n")
+    uploaded = [item.target.removeprefix("logs/attempt-001/") for item in artifacts.reports(scene.run, ended=False)]
     stacks = ["rank-00000.stacks.txt", "rank-00001.stacks.txt"]
     records = ["rank-00000.flight.json", "rank-00001.flight.json", "flight-rank-0", "flight-rank-1"]
-    assert kept == ["stacks.txt", *stacks, *records]
+    assert uploaded == ["stacks.txt", *stacks, *records]
 
 
 def test_journals_of_many_nodes_are_polled_less_often(scene: Scene) -> None:
@@ -360,7 +364,7 @@ def test_best_and_final_checkpoints_are_uploaded_at_the_end(scene: Scene) -> Non
     for step, accuracy in ((10, 0.8), (20, 0.9), (25, 0.9), (28, None), (30, 0.85)):
         scene.file(f"checkpoints/step-{step:08d}/model.pt", f"weights {step}")
         scene.file(f"checkpoints/step-{step:08d}/manifest.json", json.dumps({"metrics": {"eval/accuracy": accuracy}}))
-    scene.file("checkpoints/step-00000040/model.pt", "no manifest: not whole")
+    scene.file("checkpoints/step-00000040/model.pt", "incomplete: no manifest")
     live = scene.shipper()
     for status in ("running", "stopped"):
         scene.state(status=status, ended=2e9)
@@ -391,7 +395,7 @@ def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkey
     assert scene.entity.info.status == "FINISHED"
 
 
-# MLflow's own code warns while it saves and loads a model.
+# MLflow's code emits these warnings when it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
 def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
@@ -434,7 +438,7 @@ def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["artifacts/secret.txt", "artifacts/folder", "code.patch", "checkpoints/step-00000002/x"]
+    "link", ["artifacts/secret.txt", "artifacts/folder", "code.patch", "checkpoints/step-00000002/x"]
 )
 def test_links_that_leave_the_run_folder_are_not_uploaded(
     scene: Scene, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
@@ -458,5 +462,5 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     uploaded = set(shipper.progress.artifacts)
     assert {"mine.txt", "same.txt"} <= uploaded
     assert not {"secret.txt", "folder/id_rsa", "code.patch", "checkpoints/final"} & uploaded
-    said = [record.message for record in caplog.records if "leaves the run folder" in record.message]
-    assert len(said) == (not where.endswith("folder")), "once; folders behind links are not even looked into"
+    warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]
+    assert len(warnings) == (not where.endswith("folder")), "one warning per link; linked folders are not searched"

@@ -1,3 +1,5 @@
+"""Writing and reading of journals, with full disks, outages of the file server and damaged files."""
+
 from __future__ import annotations
 
 import errno
@@ -118,7 +120,7 @@ def test_threads_can_share_a_writer(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An os.pwrite that writes `room` bytes and then fails."""
+    """A replacement of os.pwrite that fails after `room` bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -143,7 +145,7 @@ def test_full_disk_causes_one_warning_and_no_loss(
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
     records, offset = read_records(writer.path)
     assert [record.step for record in records] == [0]
-    assert offset < writer.path.stat().st_size, "the torn line of a live writer is left alone"
+    assert offset < writer.path.stat().st_size, "the incomplete line of a running writer is not read"
     with pytest.raises(
         HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): free space"
     ):
@@ -182,10 +184,10 @@ def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         writer.flush()
         assert len(synced) == 1
 
-        def broken(descriptor: int) -> None:
+        def fail(descriptor: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(journal.os, "fsync", broken)
+        monkeypatch.setattr(journal.os, "fsync", fail)
         with pytest.raises(HpcdistError, match="Input/output error"):
             writer.flush()
 
@@ -211,7 +213,7 @@ def test_last_line_without_newline_is_a_record_when_final(tmp_path: Path) -> Non
     assert [record.step for record in read_records(path, final=True)[0]] == [1]
 
 
-HOSTILE = [
+INVALID_LINES = [
     b"{}",
     b"null",
     b"[1,2]",
@@ -237,10 +239,10 @@ HOSTILE = [
 def test_damaged_line_does_not_affect_other_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "x.jsonl"
-    for hostile in HOSTILE:
-        path.write_bytes(line(1) + hostile + b"\n" + line(2))
+    for invalid in INVALID_LINES:
+        path.write_bytes(line(1) + invalid + b"\n" + line(2))
         chunk = read_chunk(path, 0)
-        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), hostile
+        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), invalid
         assert chunk.offset == path.stat().st_size
 
 
@@ -248,9 +250,9 @@ def test_random_bytes_raise_no_exception(tmp_path: Path, caplog: pytest.LogCaptu
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "x.jsonl"
     draw = random.Random(0)
-    whole = b"".join(line(step) for step in range(20))
+    valid = b"".join(line(step) for step in range(20))
     for _ in range(300):
-        data = bytearray(whole)
+        data = bytearray(valid)
         for _ in range(draw.randrange(1, 40)):
             data[draw.randrange(len(data))] = draw.randrange(256)
         path.write_bytes(data[: draw.randrange(len(data))])
@@ -290,14 +292,14 @@ def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
 class FailingServer:
     """Make one call of the journal fail, as during a short outage of a file server."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, torn: bool = True) -> None:
-        self.left = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, partial: bool = True) -> None:
+        self.num_failures = 0
         real = getattr(os, call)
 
         def operation(*arguments: Any) -> Any:
-            if self.left:
-                self.left -= 1
-                if call == "pwrite" and torn:  # a part of it is written
+            if self.num_failures:
+                self.num_failures -= 1
+                if call == "pwrite" and partial:  # a part of it is written
                     real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
                 raise OSError(error, os.strerror(error))
             return real(*arguments)
@@ -314,7 +316,7 @@ def test_records_are_written_once_and_in_order_after_an_outage(
     failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
-        failing.left = server.left = 1  # the file is opened again after an error
+        failing.num_failures = server.num_failures = 1  # the file is opened again after an error
         for step in range(1, 5):
             writer.log({"loss": 1.0}, step)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
@@ -329,18 +331,18 @@ def test_data_is_written_again_after_a_failed_fsync(tmp_path: Path, monkeypatch:
         synced = writer.path.read_bytes()
         writer.log({"loss": 1.0}, 1)
         writer.path.write_bytes(synced)  # the server loses data that is not on its disk
-        server.left = 1
+        server.num_failures = 1
         writer.flush()
         assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
 
 
 def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, torn=False)
+    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, partial=False)
     with JournalWriter(tmp_path) as writer:
         for step in range(3):
             writer.log({"loss": 1.0}, step)
         os.truncate(writer.path, 7)
-        server.left = 1
+        server.num_failures = 1
         writer.log({"loss": 1.0}, 3)
         writer.log({"loss": 1.0}, 4)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]

@@ -133,8 +133,8 @@ def test_saved_intent_gives_the_same_points(tmp_path: Path) -> None:
     # Late lines of an earlier attempt must wait.
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [30])
-    again = JournalTail(tmp_path, saved)
-    assert again.new_points(again.next_chunks(2, over=False)) == first.new_points(chunks)
+    second = JournalTail(tmp_path, saved)
+    assert second.new_points(second.next_chunks(2, over=False)) == first.new_points(chunks)
 
 
 def test_missing_or_damaged_shipping_state_loads_as_empty(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_missing_or_damaged_shipping_state_loads_as_empty(tmp_path: Path) -> Non
     progress = ShippingState(run_id="r", offsets={"a": 3}, steps={"loss": {"1": [0, 9]}}, num_points=4)
     progress.save(path)
     assert ShippingState.load(path) == progress
-    for nonsense in ('{"offsets": []}', '{"unknown": 1}', "[]", '{"run_id"'):
-        path.write_text(nonsense)
+    for content in ('{"offsets": []}', '{"unknown": 1}', "[]", '{"run_id"'):
+        path.write_text(content)
         assert ShippingState.load(path) == ShippingState()
     with pytest.raises(TrackingError, match=r"shipped\.json cannot be written .No such file"):
         progress.save(tmp_path / "missing" / "shipped.json")

@@ -17,17 +17,17 @@ from hpcdist.tracking.run_metadata import fixed_tags, names, params
 
 
 @pytest.mark.parametrize(
-    ("config", "heeded"),
+    ("config", "used"),
     [
         (["ddp_digits"], {"model", "data", "optim", "schedule", "precision"}),
         (["rl_cartpole"], {"rl", "optim", "schedule"}),
         (["ddp_digits", "trainer=mine:train"], {"model", "data", "optim", "schedule", "precision"}),
     ],
 )
-def test_params_contain_only_sections_that_the_trainer_uses(config: list[str], heeded: set[str]) -> None:
+def test_params_contain_only_sections_that_the_trainer_uses(config: list[str], used: set[str]) -> None:
     found = {key.partition(".")[0] for key in params(yaml.safe_load(to_yaml(load_config(config[0], config[1:]))))}
     trained = {*trainer_sections(), "model", "data", "optim", "schedule", "precision"}
-    assert found & trained == heeded
+    assert found & trained == used
     assert {"seed", "trainer", "stop", "checkpoint", "launch"} <= found
 
 

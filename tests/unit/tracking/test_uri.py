@@ -1,3 +1,5 @@
+"""Resolution and redaction of the tracking URI."""
+
 from __future__ import annotations
 
 from pathlib import Path
