@@ -19,6 +19,9 @@ from playwright.sync_api import Locator, Page, expect
 from hpcdist.files.atomic import read_json
 from hpcdist.tracking.mlflow_client import open_client
 
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
 #: Two epochs of 45 steps.
 FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model", "tracking.tags.team=vision"]
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]

@@ -27,6 +27,8 @@ from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
 from hpcdist.tracking.journal_reader import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
@@ -93,8 +95,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return found
 
 
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: object, **__: object) -> str:
+        raise SlurmError("no Slurm here", installed=False)
+
+    monkeypatch.setattr(client, "run", unavailable)
+
+
 @fuzz(name=st.sampled_from(sorted(FILES)), data=st.data())
-def test_damaged_file_of_a_run_folder_raises_own_errors_only(run: RunDir, name: str, data: st.DataObject) -> None:
+def test_damaged_file_of_a_run_folder_raises_own_errors_only(
+    no_slurm: None, run: RunDir, name: str, data: st.DataObject
+) -> None:
     path = run.path / name
     original = path.read_bytes()
     path.write_bytes(data.draw(damaged(original)))
