@@ -83,7 +83,7 @@ def redacted_argument(text: str) -> str:
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    """Return the keys whose values `to_yaml` redacts."""
+    """Return the keys of the values that `to_yaml` redacts."""
     clean = dict(leaves(redacted(config)))
     return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
 

@@ -136,7 +136,7 @@ class Replies(ThreadingHTTPServer):
         self.expect(None)
 
     def expect(self, fault: Fault | None, *, first_fault: int = 0, num_faults: int = 1) -> None:
-        """Set the fault of the next requests, whose numbers start at 0."""
+        """Set the fault of the next requests; their numbers start at 0."""
         self.num_requests = 0
         self._fault = fault
         self._faulty = range(first_fault, first_fault + num_faults)

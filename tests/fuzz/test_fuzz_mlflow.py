@@ -103,7 +103,7 @@ def test_upload_survives_invalid_responses(upload: Upload, fault: Fault, positio
 
     else:
         assert report.num_points + report.num_refused == upload.num_points
-    # The next upload continues with what MLflow does not have.
+    # The saved state allows the next upload to continue.
     assert isinstance((read_json(upload.run.mlflow) or {}).get("run_id", ""), str)
     state = ShippingState.load(saved)
     (journal,) = upload.run.journal.glob("*.jsonl")

@@ -1,4 +1,4 @@
-"""Commands in this process, run folders, and stand-ins for the supervisor and Slurm."""
+"""Commands in the process of the test, run folders, and replacements of the supervisor and Slurm."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., RunDir]:
-    """Make a run folder in `runs/exp`, as a start does."""
+    """Create a run folder in `runs/exp` as `hpcdist run` does."""
 
     def make(name: str = "first", *overrides: str, **state: Any) -> RunDir:
         path = tmp_path / "made.yaml"

@@ -1,4 +1,4 @@
-"""Shell completion: candidates in bash as its script gets them, without errors and in bounded time."""
+"""Shell completion in bash, zsh and fish, without error messages and in bounded time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Complete = Callable[..., list[str]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs and a sweep in two experiments, and a config of the user's own."""
+    """Make two runs and a sweep in two experiments, and a config of the user."""
     for name, file in (
         ("digits/first", "state.json"),
         ("digits/second", "state.json"),
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bash(folder: Path) -> Complete:
-    """Install the completion with its own option, then complete words in bash."""
+    """Install the completion by its option, and complete words in bash."""
     env = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
     env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     install = [str(BIN / "hpcdist"), "--install-completion", "bash"]
@@ -117,7 +117,6 @@ def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
 
 
 def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second experiment hangs: the runs of the first one are offered."""
     listed = completion._folders
 
     def slow(path: Path) -> Any:

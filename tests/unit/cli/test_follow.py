@@ -234,7 +234,7 @@ def test_follow_closes_a_run_whose_job_died_without_a_status(
     status: str,
     reason: str,
 ) -> None:
-    """Two answers of Slurm must agree, since the folder may be updated later than Slurm."""
+    """Two answers of Slurm must agree, since a network file system may show changes of the folder later."""
     run = submitted(make(status="queued"))
     slurm(snapshot)
     Events(monkeypatch, [lambda: None])

@@ -1,4 +1,4 @@
-"""Options: one form and one meaning on all commands that have them."""
+"""Options have the same form and the same meaning in all commands."""
 
 from __future__ import annotations
 

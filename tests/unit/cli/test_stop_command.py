@@ -64,7 +64,6 @@ def test_stop_and_cancel_remove_a_queued_run_from_the_queue(
     command: str,
     status: str,
 ) -> None:
-    """This includes a run with a supervisor that was killed before Slurm requeued the job."""
     run = make("first", status=before, attempt=1)
     write_json(run.path / "slurm.json", {"job_id": "7"})
     slurm(job("PENDING", reason="Resources"))

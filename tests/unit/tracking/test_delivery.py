@@ -438,22 +438,22 @@ def test_newest_preflight_reports_are_uploaded(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "link", ["artifacts/secret.txt", "artifacts/folder", "code.patch", "checkpoints/step-00000002/x"]
+    "name", ["artifacts/secret.txt", "artifacts/folder", "code.patch", "checkpoints/step-00000002/x"]
 )
 def test_links_that_leave_the_run_folder_are_not_uploaded(
-    scene: Scene, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+    scene: Scene, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "id_rsa").write_text("private")
-    link = scene.run.path / where
+    link = scene.run.path / name
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(outside if where.endswith("folder") else outside / "id_rsa")
+    link.symlink_to(outside if name.endswith("folder") else outside / "id_rsa")
     inside = scene.run.artifacts / "mine.txt"
     inside.parent.mkdir(exist_ok=True)
     inside.write_text("mine")
     (scene.run.artifacts / "same.txt").symlink_to("mine.txt")
-    if where.startswith("checkpoints"):
+    if name.startswith("checkpoints"):
         write_json(link.with_name("manifest.json"), {"step": 2})
     scene.state(status="finished")
     shipper = scene.shipper()
@@ -463,4 +463,4 @@ def test_links_that_leave_the_run_folder_are_not_uploaded(
     assert {"mine.txt", "same.txt"} <= uploaded
     assert not {"secret.txt", "folder/id_rsa", "code.patch", "checkpoints/final"} & uploaded
     warnings = [record.message for record in caplog.records if "leaves the run folder" in record.message]
-    assert len(warnings) == (not where.endswith("folder")), "one warning per link; linked folders are not searched"
+    assert len(warnings) == (not name.endswith("folder")), "one warning per link; linked folders are not searched"
