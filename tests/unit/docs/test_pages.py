@@ -18,6 +18,7 @@ _PATH = re.compile(
     r"(?<![\w./-])((?:hpcdist|tests|benchmarks|scripts|docker|slurm|examples|configs|docs)/[\w./-]*[\w/])(?![\w*])"
 )
 _MODULE = re.compile(r"(?<![\w./-])hpcdist(?:\.[a-z_]\w*)+(?!\w*[(/])")
+_KEY = re.compile(r"`([a-z_]+)\.([a-z_]+(?:\.\w+)*)(?:=[^`]*)?`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Not modules: MLflow tags, labels of containers, and names of packages and images.
 _OTHER_NAMES = re.compile(r"hpcdist\.(image|state|reason|git|run|job|attempt|world|sbom|base|traceback|command)")
@@ -88,6 +89,19 @@ def test_overrides_in_commands_are_config_keys(page: Path) -> None:
         if re.match(r"(sbatch slurm/run.sbatch|hpcdist (run|submit|resume|config|bench)) ", command)
         for word in re.findall(r"(?:^|[\s'])([a-z_]+(?:\.[\w]+)*)=", command)
         if not any(word == key or word.startswith(f"{key}.") for key in known)
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_config_keys_exist(page: Path) -> None:
+    known = _known_keys()
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    named = {f"{match[1]}.{match[2]}": match[1] for match in _KEY.finditer(page.read_text()) if match[2] != "pt"}
+    unknown = [
+        name
+        for name, section in named.items()
+        if section in sections and not any(name.startswith(key) or key.startswith(name) for key in known - sections)
     ]
     assert unknown == []
 
