@@ -77,7 +77,7 @@ def function_costs(num_ranks: int, root: Path) -> dict[str, float]:
         "nodelist, scattered": seconds_of(lambda: expand(scattered)),
         "batch script and srun line": seconds_of(lambda: render(config, run)),
         "parsing srun's messages": seconds_of(lambda: ended_tasks(messages)),
-        "finding the first failure": seconds_of(lambda: first_failure(exits, outcomes, {}, str)),
+        "finding the first failure": seconds_of(lambda: first_failure(exits, outcomes, lambda rank: None, str)),
     }
 
 

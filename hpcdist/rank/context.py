@@ -86,7 +86,7 @@ class Context:
         self.device = device
         self.timer = StepTimer(clock_of(device))
         self.end_reason = ""
-        self._groups = groups
+        self.groups = groups
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
@@ -261,17 +261,17 @@ class Context:
             values: numbers in host memory, the same number of them on each rank.
         """
         with self.timer.waiting():
-            return self._groups.sum(values)
+            return self.groups.sum(values)
 
     def barrier(self) -> None:
         """Wait until every rank has called `barrier`."""
         with self.timer.waiting():
-            self._groups.barrier()
+            self.groups.barrier()
 
     @property
     def store(self) -> Store:
         """The key-value store of all ranks (`torch.distributed.Store`); use a key prefix of your own."""
-        return self._groups.store
+        return self.groups.store
 
     # --- model and random numbers
 
