@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from containers import STRANGER
+from containers import UNKNOWN_UID
 
 
 @pytest.fixture
@@ -14,5 +14,5 @@ def runs(tmp_path: Path) -> Path:
     """A folder for runs that belongs to somebody whom the image does not know."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    os.chown(folder, STRANGER, STRANGER)
+    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
     return folder

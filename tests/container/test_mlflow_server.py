@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import STRANGER, Containers, runs_of_strangers
+from containers import UNKNOWN_UID, Containers, runs_of_other_users
 
 from hpcdist.files.atomic import read_json
 
@@ -149,11 +149,11 @@ def server(
     for name, value in values.items():
         (folder / name).write_text(value)
         (folder / name).chmod(0o600)
-        os.chown(folder / name, STRANGER, STRANGER)
+        os.chown(folder / name, UNKNOWN_UID, UNKNOWN_UID)
     folder.chmod(0o711)
     port, name = free_port(), f"hpcdist-test-mlflow-{os.getpid()}"
     containers.podman(
-        "run", "--detach", "--name", name, "--user", f"{STRANGER}:{STRANGER}",
+        "run", "--detach", "--name", name, "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}",
         "--volume", f"{folder}:/run/secrets:ro",
         "--env", f"DB_URI=postgresql+psycopg2://mlflow@127.0.0.1:{db_port}/mlflow",
         "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
@@ -188,7 +188,7 @@ def test_only_who_knows_the_password_comes_in(server: Server) -> None:
 def test_no_secret_in_any_command_line_and_nothing_runs_as_root(containers: Containers, server: Server) -> None:
     listing = containers.podman("top", server.name, "huser", "args")
     assert "mlflow server" in listing
-    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(STRANGER)}
+    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(UNKNOWN_UID)}
     shown = listing + containers.podman("inspect", server.name)
     assert not [value for value in server.secrets.values() if value in shown]
 
@@ -213,7 +213,7 @@ def user(containers: Containers, image: BuildImage, server: Server) -> tuple[str
     assert server.ask("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
     for _ in range(2):
         said = containers.podman(
-            "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{server.folder}:/run/secrets:ro",
+            "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{server.folder}:/run/secrets:ro",
             "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
         )  # fmt: skip
         assert said == "mlflow-users: user hpcdist has the password in train_password\n"
@@ -224,14 +224,14 @@ def test_the_user_of_training_is_created_where_there_is_none_and_a_failure_is_on
     containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], tmp_path: Path
 ) -> None:
     asking = (
-        "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{tmp_path}:/run/secrets:ro",
+        "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{tmp_path}:/run/secrets:ro",
         "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
     )  # fmt: skip
     tmp_path.chmod(0o755)
     done = containers.try_podman(*asking)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {STRANGER}"
+        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {UNKNOWN_UID}"
         " (No such file or directory)"
     )
     (tmp_path / "train_password").write_text("another-" + server.secrets["train_password"])
@@ -278,15 +278,15 @@ def test_a_run_in_a_container_reports_to_it(
     name, password = user
     credentials.write_text(f"[mlflow]\nmlflow_tracking_username = {name}\nmlflow_tracking_password = {password}\n")
     credentials.chmod(0o600)
-    os.chown(credentials, STRANGER, STRANGER)
+    os.chown(credentials, UNKNOWN_UID, UNKNOWN_UID)
     box = (
-        "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
+        "run", "--rm", "--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
     )  # fmt: skip
     output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.max_epochs=1", "launch.num_ranks=2")
     assert "finished: trained 23 steps" in output
     assert password not in output
-    (run,) = runs_of_strangers(runs)
+    (run,) = runs_of_other_users(runs)
     ids = read_json(run.mlflow) or {}
     admin = server.admin
     status, answer = server.ask(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)

@@ -11,7 +11,7 @@ from hpcdist_runs import AUGMENTED, LAST_STEP, TRAINING, Runs
 
 
 @pytest.fixture(scope="session")
-def ready_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database with its tables and nothing in them."""
     path = tmp_path_factory.mktemp("ready") / "mlflow.db"
     # In a process of its own, since importing MLflow here would take seconds and its libraries' warnings.
@@ -21,9 +21,9 @@ def ready_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
     """One folder for the runs of all tests; each test gives its runs names of their own."""
-    return Runs(tmp_path_factory.mktemp("runs"), ready_database)
+    return Runs(tmp_path_factory.mktemp("runs"), empty_database)
 
 
 def control(runs: Runs, name: str, *overrides: str, export: bool = False) -> str:
@@ -34,12 +34,12 @@ def control(runs: Runs, name: str, *overrides: str, export: bool = False) -> str
 
 
 @pytest.fixture(scope="session")
-def plain_control(runs: Runs) -> str:
+def control_run(runs: Runs) -> str:
     """Name of a run that nothing happened to."""
     return control(runs, "control", export=True)
 
 
 @pytest.fixture(scope="session")
-def augmented_control(runs: Runs) -> str:
+def augmented_control_run(runs: Runs) -> str:
     """The same with augmented images."""
     return control(runs, "control-augmented", *AUGMENTED)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from context_scene import ALONE, new_run, open_context
+from context_scene import SINGLE_RANK, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 
@@ -128,7 +128,7 @@ def test_another_number_of_ranks_keeps_weights_and_draws_anew(ranks: list[dict[s
     assert len({seen["draws"] for seen in others}) == 3
     assert not {seen["draws"] for seen in others} & {seen["after saving"] for seen in ranks}
 
-    with open_context(ALONE, run, CONFIG) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         restored = ctx.restore()
         assert restored is not None
         assert restored.local is None
@@ -144,7 +144,7 @@ def save(ctx: Any, step: int) -> None:
 
 def test_a_broken_newest_checkpoint_is_passed_over_and_replaced(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with open_context(ALONE, run, CONFIG) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         save(ctx, 4)
         save(ctx, 8)
         ctx.close()
@@ -152,7 +152,7 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_replaced(tmp_path: Path) 
     (newest / "model.pt").write_bytes(b"torn")
     leftover = run.checkpoints / ".tmp-step-00000012-0123abcd"
     leftover.mkdir()
-    with open_context(ALONE, run, CONFIG) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         restored = ctx.restore()
         assert restored is not None
         assert restored.step == 4
@@ -165,12 +165,12 @@ def test_a_broken_newest_checkpoint_is_passed_over_and_replaced(tmp_path: Path) 
 def test_leaving_without_saving_an_agreed_stop_is_an_error(tmp_path: Path) -> None:
     run, flag = new_run(tmp_path), StopFlag()
     flag.is_set = True
-    with open_context(ALONE, run, CONFIG, flag) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG, flag) as ctx:
         assert ctx.should_stop(7, 100)
         assert ctx.should_save(7)
         with pytest.raises(CheckpointError, match=r"stopped at step 7 without saving it: call ctx\.save"):
             ctx.close()
-    with open_context(ALONE, run, CONFIG, flag) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG, flag) as ctx:
         assert ctx.should_stop(7, 100)
         save(ctx, 7)
         assert not ctx.should_save(7)
@@ -179,7 +179,7 @@ def test_leaving_without_saving_an_agreed_stop_is_an_error(tmp_path: Path) -> No
 
 def test_a_save_that_fails_in_the_background_is_told_at_the_end(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with open_context(ALONE, run, CONFIG) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         ctx.restore()
         run.checkpoints.rmdir()
         run.checkpoints.write_text("in the way")
@@ -191,7 +191,7 @@ def test_a_save_that_fails_in_the_background_is_told_at_the_end(tmp_path: Path) 
 def test_an_attempt_that_was_replaced_saves_nothing_more(tmp_path: Path) -> None:
     """As the ranks of a supervisor that was stalled for so long that another one took the run over."""
     run = new_run(tmp_path)
-    with open_context(ALONE, run, Config()) as ctx:
+    with open_context(SINGLE_RANK, run, Config()) as ctx:
         ctx.save(1, model=nn.Linear(2, 2), trainer={})
         ctx._checkpoints.saver.wait()
         run.new_attempt()
@@ -203,7 +203,7 @@ def test_an_attempt_that_was_replaced_saves_nothing_more(tmp_path: Path) -> None
 
 def test_the_heartbeat_tells_how_far_the_rank_is(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with open_context(ALONE, run, CONFIG) as ctx:
+    with open_context(SINGLE_RANK, run, CONFIG) as ctx:
         ctx.should_stop(3, 10)
         ctx.log({"loss": 0.25}, 3)
         ctx.close()

@@ -14,9 +14,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def examples(tmp_path: Path, ready_database: Path) -> Runs:
+def examples(tmp_path: Path, empty_database: Path) -> Runs:
     """A folder outside of any repository with nothing but an example in it."""
-    return Runs(tmp_path, ready_database)
+    return Runs(tmp_path, empty_database)
 
 
 def start_in(examples: Runs, name: str) -> Path:

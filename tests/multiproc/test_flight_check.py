@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hpcdist_runs import assert_same
+from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def one_rank(here: Rank) -> dict[str, Any]:
             )
         except PreflightError as error:
             return str(error)
-        assert_same(rng_state(torch.device("cpu")), before)
+        assert_states_equal(rng_state(torch.device("cpu")), before)
         return ""
 
     said = [check()]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish, wait_for
+from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -215,8 +215,8 @@ RUN = [
     "launch.num_threads=1",
 ]
 LAST_STEP = 90
-HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
-EXACT = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
+TRAINING_METRICS = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
 
 
 def arguments(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
@@ -229,7 +229,7 @@ def left_behind(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, 
     state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
     points = runs.points(name)
     assert len({(key, step) for key, step, _ in points}) == len(points), "points that are in MLflow more than once"
-    return state, {(key, step): value for key, step, value in points if key in EXACT}
+    return state, {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def control(runs: Runs) -> str:
 
 def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None:
     _, series = left_behind(runs, control)
-    assert {key for key, _ in series} == set(EXACT)
+    assert {key for key, _ in series} == set(TRAINING_METRICS)
     assert series["eval/auc", LAST_STEP] > series["eval/best_auc", LAST_STEP] - 0.01
     model = runs.run_dir(control).model
     code = (
@@ -264,8 +264,8 @@ def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None
 
 def test_stopped_in_the_middle_and_resumed_it_ends_as_if_it_had_not_been(runs: Runs, control: str) -> None:
     name = "hybrid-stopped"
-    process = runs.start("run", *arguments(runs, name, *HELD, "params.pace_s=0.1"))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES, "params.pace_s=0.1"))
+    runs.wait_until_held(name)
     os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # a server hands the wish on
     runs.release(name)
     code, output = finish(process)
@@ -274,7 +274,7 @@ def test_stopped_in_the_middle_and_resumed_it_ends_as_if_it_had_not_been(runs: R
     assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_same(left_behind(runs, name), left_behind(runs, control))
+    assert_states_equal(left_behind(runs, name), left_behind(runs, control))
 
 
 def rank_pid(supervisor: int, rank: int) -> int:
@@ -289,8 +289,8 @@ def rank_pid(supervisor: int, rank: int) -> int:
 )
 def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control: str, rank: int, role: str) -> None:
     name = f"hybrid-killed-{rank}"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
     os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
     began = time.monotonic()
     runs.release(name)
@@ -301,4 +301,4 @@ def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control:
     assert f"rank {rank} ({role}) on " in output
     assert "was killed by SIGKILL (out of memory?) at step " in output
     assert "restart 1 of 3 from the newest checkpoint" in output
-    assert_same(left_behind(runs, name), left_behind(runs, control))
+    assert_states_equal(left_behind(runs, name), left_behind(runs, control))

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from hpcdist_runs import Runs, finish, wait_for
-from swept import mend, mlflow_runs
+from sweep_results import mlflow_runs, repair_trainer
 
 #: One rank a cell, and no training: it is all about what becomes of the cells.
 SMALL = ["trainer=picky:train", "launch.num_ranks=1", "launch.max_restarts=0"]
 
 
 @pytest.fixture
-def own_runs(tmp_path: Path, ready_database: Path) -> Runs:
+def own_runs(tmp_path: Path, empty_database: Path) -> Runs:
     """A folder of its own, since the user's code is changed."""
-    return Runs(tmp_path, ready_database)
+    return Runs(tmp_path, empty_database)
 
 
 def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
@@ -32,7 +32,7 @@ def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
         "seed=2": ("FAILED", "tune"),
     }
 
-    mend(own_runs.project)
+    repair_trainer(own_runs.project)
     code, output = own_runs.command(*swept)
     assert code == 0, output
     assert "  0: seed=2 (failed)  tune-seed_2\n  -: seed=1 (finished)\n" in output

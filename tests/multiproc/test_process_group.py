@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import Rank, quiet_env, spawn_ranks
+from spawn import Rank, rank_env, spawn_ranks
 from torch.distributed import TCPStore
 
 from hpcdist.config.schema import Config, LaunchConfig
@@ -119,7 +119,7 @@ def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, str
     }
     done = subprocess.run(
         [sys.executable, "-P", "-m", "hpcdist.rank.worker", str(run.path)],
-        env={**quiet_env(), **variables},
+        env={**rank_env(), **variables},
         capture_output=True,
         text=True,
         timeout=60,

@@ -7,13 +7,13 @@ import signal
 
 from hpcdist_runs import (
     AUGMENTED,
-    HELD,
-    HOLD_AT,
+    HOLD_OVERRIDES,
+    HOLD_STEP,
     LAST_STEP,
     TRAINING,
     Descendants,
     Runs,
-    assert_as_undisturbed,
+    assert_equals_control,
     assert_sockets_as_documented,
     finish,
     listening,
@@ -21,18 +21,18 @@ from hpcdist_runs import (
 )
 
 
-def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, plain_control: str) -> None:
-    series = runs.series(plain_control)
+def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, control_run: str) -> None:
+    series = runs.series(control_run)
     assert series["eval/accuracy", LAST_STEP] > 0.9
     assert series["train/lr", LAST_STEP] < series["train/lr", 40]
-    assert (runs.run_dir(plain_control).model / "MLmodel").is_file()
-    assert any(key.startswith("system/") for key, _, _ in runs.points(plain_control))
+    assert (runs.run_dir(control_run).model / "MLmodel").is_file()
+    assert any(key.startswith("system/") for key, _, _ in runs.points(control_run))
 
 
-def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, plain_control: str) -> None:
+def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, control_run: str) -> None:
     name = "stopped"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD))
-    held = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
     assert_sockets_as_documented([listening(pid) for pid in held])
     assert (runs.attempt(name).key.stat().st_mode & 0o777, len(runs.attempt(name).read_key())) == (0o600, 32)
     code, output = runs.command("stop", name)
@@ -41,23 +41,23 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, plain_control
     assert code == 0, output
     assert "stopped: stopped with everything saved (`hpcdist stop` by" in output
     at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= at < LAST_STEP, "stopped in the middle of the second epoch"
+    assert HOLD_STEP <= at < LAST_STEP, "stopped in the middle of the second epoch"
     assert runs.mlflow_status(name) == "KILLED"
 
     code, output = runs.command("resume", name)
     assert code == 0, output
     assert f"resumed at step {at} from" in runs.attempt(name, 2).log(0).read_text()
-    assert_as_undisturbed(runs, name, plain_control)
+    assert_equals_control(runs, name, control_run)
     assert len(runs.run_dir(name).attempts()) == 2
 
     code, output = runs.command("resume", name)
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
-def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmented_control: str) -> None:
+def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmented_control_run: str) -> None:
     name = "truncated"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
-    for pid in runs.wait_held(name):
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
+    for pid in runs.wait_until_held(name):
         os.kill(pid, signal.SIGUSR2)  # the other way to ask for a stop, here without the supervisor's knowledge
     runs.release(name)
     code, output = finish(process)
@@ -72,13 +72,13 @@ def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmente
     log = runs.attempt(name, 2).log(0).read_text()
     assert f"skipping checkpoint {weights.parent}: model.pt has " in log
     assert f"resumed at step {before} from" in log
-    assert_as_undisturbed(runs, name, augmented_control)
+    assert_equals_control(runs, name, augmented_control_run)
 
 
-def test_a_rank_is_killed(runs: Runs, augmented_control: str) -> None:
+def test_a_rank_is_killed(runs: Runs, augmented_control_run: str) -> None:
     name = "rank-killed"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
-    _, victim = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
+    _, victim = runs.wait_until_held(name)
     os.kill(victim, signal.SIGKILL)
     runs.release(name)
     code, output = finish(process)
@@ -88,18 +88,18 @@ def test_a_rank_is_killed(runs: Runs, augmented_control: str) -> None:
     assert "restart 1 of 3 from the newest checkpoint" in output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
-    assert_as_undisturbed(runs, name, augmented_control)
+    assert_equals_control(runs, name, augmented_control_run)
 
 
-def test_the_supervisor_is_killed(runs: Runs, plain_control: str) -> None:
+def test_the_supervisor_is_killed(runs: Runs, control_run: str) -> None:
     name = "supervisor-killed"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, "params.grandchild=true"))
-    ranks = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, "params.grandchild=true"))
+    ranks = runs.wait_until_held(name)
     below = Descendants(process.pid)
     assert {process.pid for process in below.processes} >= set(ranks)
     assert sum(command == "sleep 1000" for command in below.commands) == 2, below.commands
     process.kill()
-    below.wait_gone(30)
+    below.wait_until_ended(30)
     assert finish(process)[0] == -signal.SIGKILL
 
     code, output = runs.command("status", name)
@@ -109,7 +109,7 @@ def test_the_supervisor_is_killed(runs: Runs, plain_control: str) -> None:
     assert runs.mlflow_status(name) == "FAILED", "its shipper told MLflow before it left"
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_as_undisturbed(runs, name, plain_control)
+    assert_equals_control(runs, name, control_run)
     # No process of a user's trainer outlives a run that ended well, either.
     wait_for(lambda: not _sleepers(runs), "the second attempt's grandchildren to be gone", timeout_s=10)
 

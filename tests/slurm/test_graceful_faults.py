@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from hpcdist_runs import HOLD_AT, LAST_STEP, wait_for
+from hpcdist_runs import HOLD_STEP, LAST_STEP, wait_for
 from slurm_faults import FaultScene
 
 from hpcdist.devcluster import cluster
@@ -19,7 +19,7 @@ def test_a_requeue(scene: FaultScene) -> None:
     scene.cluster.run("scontrol", "requeue", scene.job)
     scene.release()
     assert scene.wait_queued() == "stopped with everything saved (SIGTERM to the supervisor)"
-    assert HOLD_AT <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
+    assert HOLD_STEP <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
     scene.start_now()
     scene.conclude(lost_at_most=0)
     assert (scene.lives(), scene.cell.attempts, scene.cell.restarts) == (2, 2, 0)
@@ -61,7 +61,7 @@ def test_preemption(scene: FaultScene, grace_s: int) -> None:
     wait_for(scene.runs.attempt(scene.name).request.exists, "the supervisor to be told")
     scene.release()
     scene.wait_queued()
-    assert scene.runs.checkpoint_steps(scene.name)[-1] >= HOLD_AT
+    assert scene.runs.checkpoint_steps(scene.name)[-1] >= HOLD_STEP
     scene.cluster.until(lambda: scene.cluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
     scene.start_now()
     scene.conclude(lost_at_most=0)
@@ -86,7 +86,7 @@ def test_two_requeues_at_once(scene: FaultScene) -> None:
 def test_a_signal_before_the_process_group_exists(scene: FaultScene, fault: str) -> None:
     """The ranks have caught it long before there is anything to save, and nothing is lost if they get no time to."""
     scene.submit(fault, "trainer=held_import:train")
-    scene.wait_held()
+    scene.wait_until_held()
     if fault.startswith("USR2"):
         scene.cluster.run("scancel", "--signal=USR2", scene.job)
         scene.release()
@@ -106,7 +106,7 @@ def test_a_requeue_before_the_ranks_can_hear_it(scene: FaultScene) -> None:
     """Ranks that have not imported anything die of SIGTERM, and have nothing to lose."""
     path = f"{scene.runs.project}/before_all:{scene.runs.no_mlflow}:{scene.runs.project}"
     scene.submit("requeue before any import", f"launch.env.PYTHONPATH={path}")
-    scene.wait_held()
+    scene.wait_until_held()
     scene.cluster.run("scontrol", "requeue", scene.job)
     assert "was killed by SIGTERM" in scene.wait_queued()
     scene.start_now()

@@ -61,7 +61,7 @@ def test_the_supervisor_is_killed(scene: FaultScene) -> None:
     scene.submit_held("SIGKILL of the supervisor")
     supervisor = scene.runs.holder_pid(scene.name)
     assert "submitit.core._submit" in " ".join(psutil.Process(supervisor).cmdline())
-    ranks = scene.wait_held()
+    ranks = scene.wait_until_held()
     os.kill(supervisor, signal.SIGKILL)
     scene.conclude_hard()
     assert "the supervisor was killed (exit code 137): restarting it" in scene.runs.job_log(scene.name)

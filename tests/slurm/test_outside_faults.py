@@ -39,7 +39,7 @@ def test_the_tracking_server_is_down_for_a_minute(scene: FaultScene, server: Ser
     early = 4
     pace = ["trainer=gated:train", f"params.hold_at={early}", f"params.pace_s={PACE_S}"]
     scene.submit("MLflow server down 60 s", *pace, f"tracking.uri={server.uri}")
-    scene.wait_held()
+    scene.wait_until_held()
     wait_for(scene.runs.run_dir(scene.name).mlflow.exists, "the run in MLflow")
     wait_for(lambda: scene.runs.points(scene.name), "points in MLflow")
     server.kill()
@@ -88,7 +88,7 @@ def test_the_disk_is_full_during_a_save(scene: FaultScene, small_disk: list[Path
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", checkpoints], check=True)
     small_disk.append(checkpoints)
     scene.start_now()
-    scene.wait_held()
+    scene.wait_until_held()
     ballast = fill(checkpoints)
     scene.release()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD
+from hpcdist_runs import HOLD_OVERRIDES
 from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
@@ -46,7 +46,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(slurm_runs: SlurmRuns, devclust
     server.start()
     uri = server.uri.replace("http://", f"http://ada:{PASSWORD}@")
     arguments = [
-        *slurm_runs.config(name, *ON_FOUR_RANKS, *HELD),
+        *slurm_runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES),
         "--cluster",
         "devcluster",
         # Nothing of the submitting shell comes along, so the job has what the run folder says.
@@ -68,7 +68,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(slurm_runs: SlurmRuns, devclust
         assert code == 0, texts["submit"]
         run = slurm_runs.run_dir(name)
         job = str((read_json(run.path / "slurm.json") or {})["job_id"])
-        slurm_runs.wait_held(name, NUM_RANKS)
+        slurm_runs.wait_until_held(name, NUM_RANKS)
         assert run.secrets.stat().st_mode & 0o777 == 0o600
         assert run.path.stat().st_mode & 0o077 == 0
 

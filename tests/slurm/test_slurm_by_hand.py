@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD, HOLD_AT, HPCDIST, LAST_STEP, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -26,7 +26,7 @@ def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] =
     """Submit the script with a short run whose ranks are held in the second epoch; returns the job's id."""
     command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
     done = subprocess.run(
-        [*command, *runs.config(name, *ON_FOUR_RANKS, *HELD, *overrides)],
+        [*command, *runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES, *overrides)],
         cwd=runs.project,
         env=runs.env(HPCDIST=str(HPCDIST)),
         capture_output=True,
@@ -43,12 +43,12 @@ def said(runs: SlurmRuns, name: str) -> str:
 def test_a_requeue_loses_no_step(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
     name = "by-hand"
     job = sbatch(slurm_runs, name)
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     slurm_runs.wait_status(name, "queued")
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < LAST_STEP, "stopped in the middle of the second epoch"
+    assert HOLD_STEP <= saved < LAST_STEP, "stopped in the middle of the second epoch"
     slurm_runs.start_now(job)
 
     slurm_runs.assert_finished_as(name, job, slurm_control)
@@ -79,7 +79,7 @@ def test_a_job_that_may_not_be_requeued_saves_and_is_resumed(
     """SIGUSR2 is what Slurm sends ahead of the time limit."""
     name = "by-hand-once"
     job = sbatch(slurm_runs, name, "--no-requeue")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     assert "WARNING Slurm will not requeue this job: " in said(slurm_runs, name)
     devcluster.run("scancel", "--signal=USR2", job)
     slurm_runs.release(name)
@@ -88,7 +88,7 @@ def test_a_job_that_may_not_be_requeued_saves_and_is_resumed(
     assert "; Slurm does not requeue the job (scontrol requeue " in state.reason
     assert devcluster.job(job)["JobState"] == "COMPLETED"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
 
     code, output = slurm_runs.command("resume", name, "--detach")
     assert code == 0, output

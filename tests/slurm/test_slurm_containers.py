@@ -12,7 +12,7 @@ import psutil
 import pytest
 from container_image import ContainerImage
 from containers import Containers
-from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
@@ -115,7 +115,7 @@ def test_a_requeue_in_the_middle_loses_no_step(
     slurm_runs.release(name)
     assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < LAST_STEP
+    assert HOLD_STEP <= saved < LAST_STEP
     assert_nothing_left(in_image, slurm_runs, name)
     slurm_runs.start_now(job)
 
@@ -170,7 +170,7 @@ def test_a_cancelled_run_saves_and_leaves_no_container(
     wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
     slurm_runs.release(name)
     assert slurm_runs.wait_end(name, job).status == "stopped"
-    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
     assert_nothing_left(in_image, slurm_runs, name)
 
 
@@ -199,7 +199,7 @@ def test_a_preempted_run_goes_on(
     slurm_runs.release(name)
     slurm_runs.wait_status(name, "queued")
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
     assert_nothing_left(in_image, slurm_runs, name)
     devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
     slurm_runs.start_now(job)
@@ -212,7 +212,7 @@ def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control
     """The ranks hold until they are asked to stop, which only the time limit does."""
     name = "time-limit-podman"
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
-    job = slurm_runs.submit(name, *HELD, *overrides(in_image, "podman", slurm_runs), *limits)
+    job = slurm_runs.submit(name, *HOLD_OVERRIDES, *overrides(in_image, "podman", slurm_runs), *limits)
     reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     saved = slurm_runs.checkpoint_steps(name)[-1]

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hpcdist_runs import assert_same, wait_for
+from hpcdist_runs import assert_states_equal, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import cluster, nodes
 from hpcdist.files.atomic import read_json
 
-STEPS, SAVED_AT, HOLD_AT = 40, 20, 25
+STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25
 NUM_RANKS = 5
 ROLES = [
     "trainer=roles:train",
@@ -76,10 +76,10 @@ def control(slurm_runs: SlurmRuns) -> str:
 
 def submit_held(runs: SlurmRuns, name: str, *overrides: str) -> tuple[str, str]:
     """Submit, wait until the trainer holds all ranks; returns the job's id and what was printed."""
-    arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_AT}", *overrides)
+    arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_STEP}", *overrides)
     code, output = runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output
-    runs.wait_held(name, NUM_RANKS)
+    runs.wait_until_held(name, NUM_RANKS)
     return str((read_json(runs.run_dir(name).path / "slurm.json") or {})["job_id"]), output
 
 
@@ -107,7 +107,7 @@ def conclude(runs: SlurmRuns, name: str, job: str, control: str, resumed_at: int
     code, output = runs.command("sync", name)
     assert code == 0, output
     assert runs.checkpoint_steps(name)[-1] == STEPS
-    assert_same(runs.final_state(name), runs.final_state(control))
+    assert_states_equal(runs.final_state(name), runs.final_state(control))
     points = sorted(point for point in runs.points(name) if point[0] == "train/norm")
     assert points == sorted(point for point in runs.points(control) if point[0] == "train/norm")
     assert len(points) == STEPS
@@ -130,7 +130,7 @@ def test_a_heterogeneous_job_is_requeued(slurm_runs: SlurmRuns, devcluster: DevC
     slurm_runs.release(name)
     assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
     conclude(slurm_runs, name, job, control, saved)
     assert devcluster.job(job)["Restarts"] == "1"
@@ -166,7 +166,7 @@ def test_roles_in_one_allocation_are_requeued(slurm_runs: SlurmRuns, devcluster:
     slurm_runs.release(name)
     slurm_runs.wait_status(name, "queued")
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
     conclude(slurm_runs, name, job, control, saved)
     assert who(slurm_runs, name, 2) == expected("n4", "n2", "n3")
@@ -187,7 +187,7 @@ def test_a_part_of_a_heterogeneous_job_is_preempted(
     slurm_runs.release(name)
     slurm_runs.wait_status(name, "queued")
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
     devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
     slurm_runs.start_now(job)
     conclude(slurm_runs, name, job, control, saved)

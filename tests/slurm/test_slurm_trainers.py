@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import assert_same, listening, wait_for
+from hpcdist_runs import assert_states_equal, listening, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
@@ -248,7 +248,7 @@ def test_roles_on_different_nodes_go_on_after_a_requeue(finished: dict[str, Fini
     assert files == sorted(path.name for path in folders[1].glob("*.pt"))
     for name in files:
         mine, undisturbed = (torch.load(folder / name, weights_only=True) for folder in folders)
-        assert_same(mine, undisturbed, name)
+        assert_states_equal(mine, undisturbed, name)
 
 
 def test_ranks_listen_on_the_interface_between_the_nodes_alone(

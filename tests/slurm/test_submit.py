@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_AT, LAST_STEP, closed_port
+from hpcdist_runs import HOLD_STEP, LAST_STEP, unused_port
 from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
@@ -74,7 +74,7 @@ def test_scancel_ends_a_run_as_stopped(slurm_runs: SlurmRuns, devcluster: DevClu
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
     assert (state.status, state.reason) == ("stopped", "stopped with everything saved (SIGTERM to the supervisor)")
-    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
     slurm_runs.assert_no_process_left(name)
 
 
@@ -107,7 +107,7 @@ def test_a_run_waits_for_another_and_for_its_time(slurm_runs: SlurmRuns, devclus
 def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
     slurm_runs: SlurmRuns, devcluster: DevCluster
 ) -> None:
-    uri = f"http://127.0.0.1:{closed_port()}"
+    uri = f"http://127.0.0.1:{unused_port()}"
     arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
     code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hpcdist_runs import HELD, finish
+from hpcdist_runs import HOLD_OVERRIDES, finish
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -71,14 +71,14 @@ def test_a_run_is_followed_through_reasons_and_a_requeue_to_its_end(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
     name = "followed"
-    following, job = submitting(slurm_runs, name, *HELD, WAITING, "--follow")
+    following, job = submitting(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")
     devcluster.run("scontrol", "release", job)
     slurm_runs.start_now(job)
     following.until(f"running: job {job} on n[1-2]")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     following.until("queued: stopped with everything saved (SIGTERM to the supervisor); job ")
@@ -150,9 +150,9 @@ def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_
     slurm_runs: SlurmRuns,
 ) -> None:
     name = "told"
-    following, job = submitting(slurm_runs, name, *HELD, "--follow")
+    following, job = submitting(slurm_runs, name, *HOLD_OVERRIDES, "--follow")
     following.until(f"running: job {job} on n[1-2]")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     code, lines = following.interrupt()
     said = f"run {name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` stops it"
     assert (code, lines[-1], slurm_runs.state(name).status) == (130, said, "running"), lines

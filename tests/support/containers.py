@@ -25,7 +25,7 @@ BASE = "localhost/debian-base:bookworm"
 DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
 TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}
 #: Somebody whom no image knows.
-STRANGER = 1234
+UNKNOWN_UID = 1234
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Containers:
         return TAGS[target]
 
 
-def why_not(containers: Containers) -> str | None:
+def missing_requirement(containers: Containers) -> str | None:
     """Why there can be no containers here; None where there can."""
     if os.getuid() != 0:
         return "the container tests need root, for debootstrap and podman's overlays"
@@ -209,7 +209,7 @@ def _write_index_secrets(folder: Path, canary: str) -> None:
         path.chmod(0o600)
 
 
-def runs_of_strangers(folder: Path) -> list[RunDir]:
+def runs_of_other_users(folder: Path) -> list[RunDir]:
     """The runs in a folder of another user, which `find_runs` leaves out."""
     return [RunDir(path.parent) for path in sorted(folder.glob("*/*/state.json"))]
 

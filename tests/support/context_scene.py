@@ -22,7 +22,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 #: No world: for what one process can do without a process group.
-ALONE = Rank(0, 1, Path())
+SINGLE_RANK = Rank(0, 1, Path())
 
 
 def new_run(folder: Path, name: str = "first") -> RunDir:

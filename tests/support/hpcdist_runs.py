@@ -27,14 +27,14 @@ from hpcdist.run.folder import RunDir
 HPCDIST = Path(sys.executable).with_name("hpcdist")
 USER_CODE = Path(__file__).resolve().parent / "user_code"
 #: Metrics that training alone determines.
-EXACT = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
+TRAINING_METRICS = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
 #: 45 steps an epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
 TRAINING = ["data.batch_size=16", "stop.max_epochs=2", "checkpoint.every_steps=20"]
 AUGMENTED = ["data.augment=true"]
 LAST_STEP = 90
 #: In the second epoch, behind its start and before the next checkpoint.
-HOLD_AT = 50
-HELD = ["trainer=gated:train", f"params.hold_at={HOLD_AT}"]
+HOLD_STEP = 50
+HOLD_OVERRIDES = ["trainer=gated:train", f"params.hold_at={HOLD_STEP}"]
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], T], what: str, *, timeout_s: float = 90.0) 
     return value
 
 
-def closed_port() -> int:
+def unused_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -121,7 +121,7 @@ class Runs:
     def attempt(self, name: str, number: int = 1) -> Attempt:
         return self.run_dir(name).attempt(number)
 
-    def wait_held(self, name: str, num_ranks: int = 2) -> list[int]:
+    def wait_until_held(self, name: str, num_ranks: int = 2) -> list[int]:
         """Process ids of the ranks, once the trainer of `gated.py` holds all of them."""
         paths = [self.attempt(name).path / f"held-{rank}" for rank in range(num_ranks)]
         wait_for(lambda: all(path.exists() for path in paths), "the ranks to be held")
@@ -146,7 +146,7 @@ class Runs:
         points = self.points(name)
         counts = Counter((key, step) for key, step, _ in points)
         assert not [item for item in counts.items() if item[1] > 1], "points that are in MLflow more than once"
-        return {(key, step): value for key, step, value in points if key in EXACT}
+        return {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
 
     def mlflow_status(self, name: str) -> str:
         return str(self._query("select status from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
@@ -191,17 +191,17 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[in
     return process.returncode, output
 
 
-def assert_same(left: Any, right: Any, path: str = "") -> None:
+def assert_states_equal(left: Any, right: Any, path: str = "") -> None:
     """Assert that two states are equal bit by bit."""
     assert type(left) is type(right), path
     if isinstance(left, dict):
         assert left.keys() == right.keys(), path
         for key in left:
-            assert_same(left[key], right[key], f"{path}.{key}")
+            assert_states_equal(left[key], right[key], f"{path}.{key}")
     elif isinstance(left, list | tuple):
         assert len(left) == len(right), path
         for index, pair in enumerate(zip(left, right, strict=True)):
-            assert_same(*pair, f"{path}[{index}]")
+            assert_states_equal(*pair, f"{path}[{index}]")
     elif isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype, path
         assert torch.equal(left, right), f"{path} differs"
@@ -209,13 +209,13 @@ def assert_same(left: Any, right: Any, path: str = "") -> None:
         assert left == right, path
 
 
-def assert_as_undisturbed(runs: Runs, name: str, control: str, controls: Runs | None = None) -> None:
+def assert_equals_control(runs: Runs, name: str, control: str, controls: Runs | None = None) -> None:
     """Assert on the whole last checkpoint bit by bit, and on each metric point: once, and of the same value."""
     controls = controls or runs
     assert runs.checkpoint_steps(name)[-1] == LAST_STEP
-    assert_same(runs.final_state(name), controls.final_state(control))
+    assert_states_equal(runs.final_state(name), controls.final_state(control))
     expected = controls.series(control)
-    assert {key for key, _ in expected} == set(EXACT)
+    assert {key for key, _ in expected} == set(TRAINING_METRICS)
     assert len(expected) == 3 * LAST_STEP // 2 + 2 * 2
     assert runs.series(name) == expected
     assert runs.mlflow_status(name) == "FINISHED"
@@ -229,7 +229,7 @@ class Descendants:
         self.commands = [" ".join(process.cmdline()) for process in self.processes]
         self._descriptors = {os.pidfd_open(process.pid): process for process in self.processes}
 
-    def wait_gone(self, timeout_s: float) -> None:
+    def wait_until_ended(self, timeout_s: float) -> None:
         """Return when all have ended; AssertionError when one has not after `timeout_s`."""
         end = time.monotonic() + timeout_s
         alive = dict(self._descriptors)

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from hpcdist_runs import closed_port, wait_for
+from hpcdist_runs import unused_port, wait_for
 
 
 class Server:
@@ -26,7 +26,7 @@ class Server:
         self._root = root
         self._database = database or root / "mlflow.db"
         self._host = host
-        self._port = closed_port()
+        self._port = unused_port()
         self.uri = f"http://{host}:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -12,10 +12,10 @@ WAIT_S = 20.0
 
 
 class NamedPipe:
-    """The reading end. `line` waits for the next line; `has_ended` for the end of every process that holds it.
+    """The reading end. `line` waits for the next line; `is_released` for the end of every process that holds it.
 
     Args:
-        reopened: writers come and go, and `has_ended` is of no interest.
+        reopened: writers come and go, and `is_released` is of no interest.
     """
 
     def __init__(self, path: Path, *, reopened: bool = False) -> None:
@@ -38,7 +38,7 @@ class NamedPipe:
         first, _, self._text = self._text.partition(b"\n")
         return first.decode()
 
-    def has_ended(self, timeout_s: float) -> bool:
+    def is_released(self, timeout_s: float) -> bool:
         """Whether all who had opened it are gone within this time; what they still wrote is dropped."""
         while (events := self._poll(timeout_s)) & select.POLLIN:
             if not os.read(self._descriptor, 4096):

@@ -70,7 +70,7 @@ class DevCluster:
         self.until(lambda: not self.run("squeue", "--noheader"), "all jobs are gone")
 
 
-def why_not(layout: Layout) -> str | None:
+def missing_requirement(layout: Layout) -> str | None:
     """Why no cluster can be brought up here; None where one can."""
     try:
         host.require_root("up")
@@ -88,7 +88,7 @@ def why_not(layout: Layout) -> str | None:
 def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
     """A cluster for as long as the block lasts; skips the test where there can be none."""
     layout = Layout()
-    if (reason := why_not(layout)) is not None:
+    if (reason := missing_requirement(layout)) is not None:
         if os.environ.get(REQUIRE) == "1":
             pytest.fail(f"{REQUIRE}=1, but {reason}")
         pytest.skip(reason)

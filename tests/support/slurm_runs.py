@@ -6,7 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import DevCluster
 
 from hpcdist.devcluster.processes import node_members
@@ -39,8 +39,8 @@ class SlurmRuns(Runs):
 
     def submit_held(self, name: str, *overrides: str) -> str:
         """The same, returning when the trainer of `gated.py` holds all ranks in the second epoch."""
-        job = self.submit(name, *HELD, *overrides)
-        self.wait_held(name, NUM_RANKS)
+        job = self.submit(name, *HOLD_OVERRIDES, *overrides)
+        self.wait_until_held(name, NUM_RANKS)
         assert self.state(name).status == "running"
         return job
 
@@ -96,7 +96,7 @@ class SlurmRuns(Runs):
         assert self.cluster.job(job)["JobState"] == "COMPLETED"
         code, output = self.command("sync", name)
         assert code == 0, output
-        assert_as_undisturbed(self, name, control)
+        assert_equals_control(self, name, control)
         self.assert_no_process_left(name)
 
     def assert_no_process_left(self, name: str) -> None:

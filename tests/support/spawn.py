@@ -35,7 +35,7 @@ class Rank:
     folder: Path  #: empty at first, the same for all ranks
 
 
-def quiet_env() -> dict[str, str]:
+def rank_env() -> dict[str, str]:
     """This environment for a rank: one thread, loopback alone."""
     return {
         **os.environ,
@@ -87,7 +87,7 @@ def _run(folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
         for rank in range(num_ranks):
             with open(folder / f"{rank}.log", "wb") as log:
                 processes[rank] = subprocess.Popen(
-                    [sys.executable, __file__, str(folder), str(rank)], env=quiet_env(), stdout=log, stderr=log
+                    [sys.executable, __file__, str(folder), str(rank)], env=rank_env(), stdout=log, stderr=log
                 )
             descriptors[rank] = os.pidfd_open(processes[rank].pid)
         end = time.monotonic() + timeout_s

@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from io_faults import Fault, Preloaded
-from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.files import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 
 #: What the ranks do: finish, fail once and then finish, or stop when they are asked to.
-OBEY: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
+STOP_ON_SIGNAL: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
 SCRIPTS: dict[str, dict[str, Any]] = {
     "done": {"first": [[["beat", 1], ["sleep", 0.1], *DONE], []]},
     "restart": {"first": [fails("RuntimeError: broken"), []], "second": [[*DONE], []]},
     "slow": {"first": [[["beat", 1], ["sleep", 3.0], *DONE], [["beat", 1], ["sleep", 3.0]]]},
-    "stop by signal": {"first": [OBEY, OBEY[:-1]]},
-    "stop": {"first": [[["beat", 3], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]]},
+    "stop by signal": {"first": [STOP_ON_SIGNAL, STOP_ON_SIGNAL[:-1]]},
+    "stop": {"first": [[["beat", 3], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]]},
 }
 
 
@@ -51,7 +51,7 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
         library.arm(run.path, Fault(**cell["fault"]))
     try:
         with retry.patient(retry.UNATTENDED_S), lease.hold(run):
-            state = scene.supervise_on_any_disk(supervisor)
+            state = scene.supervise_unchecked(supervisor)
         said |= {"status": state.status, "reason": state.reason}
     except Exception as error:
         said["error"] = "".join(traceback.format_exception(error))

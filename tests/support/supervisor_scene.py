@@ -31,7 +31,7 @@ Script = dict[str, list[list[Any]]]
 
 #: What ranks do that end well.
 DONE: list[list[Any]] = [["beat", 9], ["report", {"outcome": "done", "reason": "all epochs are done"}]]
-STOP_WHEN_ASKED: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
+STOP_ON_REQUEST: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
 
 
 def fails(error: str, *, step: int = 5, **changes: Any) -> list[list[Any]]:
@@ -112,11 +112,11 @@ class Scene:
 
     def supervise(self, supervisor: Supervisor | None = None) -> State:
         """Run to the end with fake ranks, and return the last state, which must also be on disk."""
-        state = self.supervise_on_any_disk(supervisor)
+        state = self.supervise_unchecked(supervisor)
         assert self.run.read_state() == state
         return state
 
-    def supervise_on_any_disk(self, supervisor: Supervisor | None = None) -> State:
+    def supervise_unchecked(self, supervisor: Supervisor | None = None) -> State:
         """The same where the last state may not be on disk."""
 
         scene = self

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
@@ -744,7 +744,7 @@ def test_ui_starts_mlflow_behind_a_token(hpcdist: Cli, monkeypatch: pytest.Monke
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text("{}")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store})
-    port = closed_port()
+    port = unused_port()
     shown = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
     address = f"http://127.0.0.1:{port}"

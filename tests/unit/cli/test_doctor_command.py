@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.cli import app
 from hpcdist.config.loading import load_config
@@ -105,7 +105,7 @@ def test_a_finding_that_would_fail_a_run_gives_exit_code_1(
 
 
 def test_an_unavailable_mlflow_is_not_a_failure(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{unused_port()}")
     code, out, _ = doctor("--json")
     assert code == 0
     server = checks(out)["MLflow", "server"]

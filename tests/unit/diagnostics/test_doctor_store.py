@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.diagnostics.doctor import mlflow_store as module
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, revisions, store_checks
@@ -149,7 +149,7 @@ def test_a_server_that_answers(answering: Callable[..., str]) -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    uri = f"http://ada:secret@127.0.0.1:{closed_port()}"
+    uri = f"http://ada:secret@127.0.0.1:{unused_port()}"
     check = looked(uri)
     assert check.level == "warning", "training goes on without it"
     assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
@@ -199,7 +199,7 @@ def test_a_folder_of_files_is_no_store_any_more() -> None:
 @pytest.mark.processes
 def test_a_database_server_without_its_driver_and_one_that_is_away() -> None:
     """sqlalchemy knows the drivers' names; none of them is part of hpcdist."""
-    port = closed_port()
+    port = unused_port()
     check = looked(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
     assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
     check = looked(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")

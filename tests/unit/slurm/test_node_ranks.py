@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from still_ranks import still_ranks
+from hung_ranks import hung_ranks
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -25,7 +25,7 @@ def test_ranks_are_found_and_killed_with_what_they_have_started(
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     run = attempt.path.parent.parent
-    with still_ranks(attempt, tmp_path, 2) as ranks:
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
         started = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
         assert len(started) == 3, "two ranks, and a process that rank 1 has forked"
         main([str(run), "list"])

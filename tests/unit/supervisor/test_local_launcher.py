@@ -126,9 +126,9 @@ def test_a_signal_goes_to_the_ranks_that_run_and_to_them_alone(scene: Scene, pip
         ranks.wait(SOON_S)
     ranks.signal(signal.SIGTERM)
     assert wait_for_all(ranks) == {1: 0, 0: -15}
-    assert not pipe.has_ended(0), "what the rank has started was signalled too"
+    assert not pipe.is_released(0), "what the rank has started was signalled too"
     scene.close(ranks)
-    assert pipe.has_ended(SOON_S)
+    assert pipe.is_released(SOON_S)
 
 
 def test_closing_kills_every_group_with_its_grandchildren(scene: Scene, pipe: NamedPipe) -> None:
@@ -142,7 +142,7 @@ def test_closing_kills_every_group_with_its_grandchildren(scene: Scene, pipe: Na
         ranks.wait(SOON_S)
     assert ranks.exits == {1: 0}
     scene.close(ranks)
-    assert pipe.has_ended(SOON_S)
+    assert pipe.is_released(SOON_S)
     assert list(ranks.exits.items()) == [(1, 0), (0, -9)]
 
 
@@ -257,7 +257,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, pipe: NamedPipe, n
             assert [pipe.line() for _ in range(4)] == ["alive"] * 4
             supervisor.send_signal(number)
             assert supervisor.wait() == -number
-            assert pipe.has_ended(SOON_S)
+            assert pipe.is_released(SOON_S)
             assert select.select([guard], [], [], SOON_S)[0], "the guard itself is still there"
         finally:
             os.close(guard)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from named_pipe import NamedPipe
-from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.files.atomic import read_json
@@ -114,7 +114,7 @@ def test_a_failing_fake_rank_ends_the_attempt_and_the_next_one_finishes(scene: S
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
     assert scene.report.notes == ["restart 1 of 3 from the newest checkpoint"]
-    assert alive.has_ended(10), "the first attempt's grandchild is still there"
+    assert alive.is_released(10), "the first attempt's grandchild is still there"
 
 
 def test_a_killed_fake_rank_is_named_and_not_the_peers_that_lost_it(scene: Scene) -> None:
@@ -241,7 +241,7 @@ def test_restarts_of_an_earlier_supervisor_are_counted_on(scene: Scene) -> None:
 
 
 def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
-    scene.script(first=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]])
+    scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
@@ -253,7 +253,7 @@ def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene)
     """As the supervisor is asking whether ranks can be started here again."""
     scene.script(
         first=[fails("nan"), QUIETLY],
-        second=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]],
+        second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]],
     )
     supervisor = scene.supervisor()
 
@@ -345,7 +345,7 @@ def test_cancelled_fake_ranks_are_killed(scene: Scene, alive: NamedPipe) -> None
     )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
 
 
 def test_a_supervisor_that_was_replaced_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
@@ -365,7 +365,7 @@ def test_a_supervisor_that_was_replaced_kills_its_ranks_and_writes_nothing(scene
     scene.report.on_progress = take_over
     with pytest.raises(LeaseLostError, match="taken over by process 7 of ada on n2"):
         scene.supervise(supervisor)
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     assert scene.run.read_state() == successor[0]
 
 
@@ -378,7 +378,7 @@ def test_an_error_of_the_supervisor_itself_is_the_last_state(scene: Scene, alive
     scene.report.on_progress = fail
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         scene.supervise()
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     state = scene.run.read_state()
     assert (state.status, state.attempt) == ("failed", 1)
     assert state.reason == "the supervisor failed with ZeroDivisionError: a mistake of ours"
@@ -415,7 +415,7 @@ def test_a_plain_script_that_fails_while_stopping_has_failed(scene: Scene) -> No
 
 
 def test_a_signal_before_the_first_attempt_stops_fake_ranks_at_once(scene: Scene) -> None:
-    scene.script(first=[STOP_WHEN_ASKED, QUIETLY])
+    scene.script(first=[STOP_ON_REQUEST, QUIETLY])
     supervisor = scene.supervisor()
     supervisor._on_signal(signal.SIGTERM, None)
     state = scene.supervise(supervisor)
@@ -456,7 +456,7 @@ def supervisor_process(scene: Scene) -> Iterator[subprocess.Popen[str]]:
 def test_one_signal_to_the_supervisor_lets_fake_ranks_save(
     scene: Scene, said: NamedPipe, number: signal.Signals
 ) -> None:
-    scene.script(first=[[["say", "up"], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]])
+    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     with supervisor_process(scene) as process:
         assert said.line() == "up"
         process.send_signal(number)
@@ -482,7 +482,7 @@ def test_a_second_interrupt_kills_fake_ranks(scene: Scene, said: NamedPipe, aliv
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert out.splitlines()[-1] == "cancelled: cancelled (SIGINT to the supervisor)"
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
 
 
 def test_no_fake_rank_outlives_a_killed_supervisor(scene: Scene, said: NamedPipe, alive: NamedPipe) -> None:
@@ -490,13 +490,13 @@ def test_no_fake_rank_outlives_a_killed_supervisor(scene: Scene, said: NamedPipe
     with supervisor_process(scene) as process:
         assert [said.line(), said.line()] == ["up", "up"]
         process.kill()
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     assert scene.run.read_state().status == "running"
 
 
 def test_fake_ranks_save_when_the_terminal_is_closed(scene: Scene, said: NamedPipe) -> None:
     """Writing to the closed terminal fails; the run must not."""
-    scene.script(first=[[["say", "up"], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]])
+    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(with_scene())

@@ -31,7 +31,7 @@ def mlflow_runs(database: Path, sweep: str) -> dict[str, Child]:
     return found
 
 
-def mend(project: Path) -> None:
+def repair_trainer(project: Path) -> None:
     """Mend the trainer of `picky.py`: from now on it bears every seed."""
     path = project / "picky.py"
     path.write_text(path.read_text().replace("BAD_SEED = 2", "BAD_SEED = -1"))

@@ -72,7 +72,7 @@ SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {rea
 
 
 @contextmanager
-def still_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[LocalRanks]:
+def hung_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[LocalRanks]:
     """Ranks of an attempt, once all of them stand still."""
     real = Path(hpcdist.__file__).parent
     for name in ("", "rank"):
