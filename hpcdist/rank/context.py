@@ -22,7 +22,6 @@ from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
-from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -287,6 +286,9 @@ class Context:
         Returns:
             The wrapped model; its backward pass averages gradients over all ranks.
         """
+        # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
+        from hpcdist.rank.telemetry.timed_ddp import TimedDDP
+
         return TimedDDP(
             module.to(self.device),
             self.timer,
