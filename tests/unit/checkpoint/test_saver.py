@@ -20,7 +20,7 @@ from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.checkpoint.host_copy import HostBuffers
 from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
 from hpcdist.checkpoint.saver import AsyncSaver
-from hpcdist.checkpoint.state_dict import clean_state_dict, load_clean_state_dict
+from hpcdist.checkpoint.state_dict import clean_state_dict
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.errors import CheckpointError, HpcdistError
@@ -109,7 +109,7 @@ def test_buffers_are_used_again(saver: AsyncSaver, monkeypatch: pytest.MonkeyPat
     write = checkpoint_folder.write_checkpoint
 
     def spy(*args: Any, **kwargs: Any) -> None:
-        pointers.append(kwargs["model"]["w"].data_ptr())
+        pointers.append(args[1].model["w"].data_ptr())
         write(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint_folder, "write_checkpoint", spy)
@@ -313,7 +313,7 @@ def test_a_resumed_training_is_bit_equal(store: CheckpointStore, saver: AsyncSav
     assert found is not None
     loaded = store.load(found.path)
     again, its_optimizer, its_schedule = make()
-    load_clean_state_dict(again, loaded.model)
+    again.load_state_dict(loaded.model)
     its_optimizer.load_state_dict(loaded.trainer["optimizer"])
     its_schedule.load_state_dict(loaded.trainer["schedule"])
     set_rng_state(loaded.rank_states[0], cpu)
