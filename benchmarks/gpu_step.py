@@ -119,9 +119,11 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
         )
         journal = stack.enter_context(JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank))
         try:
+            import pynvml  # noqa: F401  # the monitor imports it later
+
             from hpcdist.rank.telemetry.system_metrics import NodeMonitor
-        except ModuleNotFoundError:
-            print("psutil is not installed: no system metrics", file=sys.stderr)
+        except ModuleNotFoundError as error:
+            print(f"{error.name} is not installed: no system metrics", file=sys.stderr)
         else:
             interval_s = config.tracking.system_interval_s if topology.local_rank == 0 else 0.0
             began = run.read_state().created

@@ -122,6 +122,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         found.seconds = report.duration
         found.verdict = "ok" if report.passed else "FAILED"
         report.user_properties.append(("cell", asdict(found)))
+    if started and report.when == "teardown" and report.passed and item.get_closest_marker("processes") is None:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} starts processes without the marker `processes`: {started[0]}"
     return report
 
 

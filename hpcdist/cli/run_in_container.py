@@ -20,7 +20,7 @@ from hpcdist.containers.images.labels import inspect, require_driver, require_fi
 from hpcdist.containers.local_container import folder_overrides, for_config, host_container, with_mount, without_secrets
 from hpcdist.containers.runtimes import RUNTIMES
 from hpcdist.errors import UserMistake
-from hpcdist.machine.facts import driver_version
+from hpcdist.machine.gpus import driver_version
 from hpcdist.run.lease import user_name
 from hpcdist.run.runs_dir import claim
 from hpcdist.supervisor.plan import Machine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +54,3 @@ DATASETS: Mapping[str, DatasetSpec] = {
 }
 
 DATASET_NAMES: tuple[str, ...] = tuple(DATASETS)
-
-
-class DataParams(Protocol):
-    """The fields of the config section `data` that this package reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def root(self) -> str: ...
-    @property
-    def download(self) -> bool: ...
-    @property
-    def image_size(self) -> int | None: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def preload(self) -> str: ...
-    @property
-    def augment(self) -> bool: ...
-    @property
-    def num_samples(self) -> int: ...
-    @property
-    def num_classes(self) -> int: ...

@@ -1,7 +1,7 @@
 """Random crops and flips that depend on (seed, epoch, sample index) only.
 
-torchvision's transforms draw from a global generator. Without one, an epoch that resumes in the middle, or on another
-number of ranks, has exactly the same samples as an uninterrupted one.
+torchvision's transforms are not used: they draw from a global generator. Without one, an epoch that resumes in the
+middle, or on another number of ranks, has exactly the same samples as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -76,8 +76,3 @@ def random_resized_box(width: int, height: int, sample_hash: int) -> tuple[int, 
     w, h = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
-
-
-def random_flip(sample_hash: int) -> bool:
-    """Return whether to mirror, from the same bit as in crop_params."""
-    return bool((sample_hash >> 32) & 1)

@@ -18,9 +18,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcdist.data import DataParams
+from hpcdist.config.schema import DataConfig
 from hpcdist.errors import DataError
-from hpcdist.files.lock import NO_FLOCK, flock_if_possible
+from hpcdist.files.lock import flock_if_possible
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,14 @@ IDX_FILES = {  # split -> images, labels; .gz files are accepted as well
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+CIFAR10_MD5 = {  # as in torchvision.datasets.CIFAR10
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
 # Below data.root, as in torchvision.
 FOLDERS = {
     "mnist": "MNIST/raw",
@@ -41,7 +48,7 @@ FOLDERS = {
     "image_folder": "train",
 }
 # Folder of Debian's package dataset-fashion-mnist.
-SYSTEM_FOLDERS = {"fashion_mnist": Path("/usr/share/datasets/fashion-mnist")}
+SYSTEM_FOLDERS = {"fashion_mnist": [Path("/usr/share/datasets/fashion-mnist")]}
 
 _FIX = "put it there or point data.root (or HPCDIST_DATA_DIR) at it"
 
@@ -53,9 +60,7 @@ def idx_file(folder: Path, name: str) -> Path | None:
 
 def find(name: str, root: Path) -> Path | None:
     """Return the folder of the dataset, or None unless it has all files."""
-    folders = [root / FOLDERS[name]]
-    if name in SYSTEM_FOLDERS:
-        folders.append(SYSTEM_FOLDERS[name])
+    folders = [root / FOLDERS[name], *SYSTEM_FOLDERS.get(name, [])]
     return next((folder for folder in folders if _is_complete(name, folder)), None)
 
 
@@ -72,11 +77,11 @@ def _is_complete(name: str, folder: Path) -> bool:
     if name == "image_folder":
         return folder.is_dir()
     if name == "cifar10":
-        return all((folder / file).is_file() for file in CIFAR10_FILES)
+        return all((folder / file).is_file() for file in CIFAR10_MD5)
     return all(idx_file(folder, file) for files in IDX_FILES.values() for file in files)
 
 
-def missing(data: DataParams) -> str:
+def missing(data: DataConfig) -> str:
     """Return a message if the dataset is not on disk, else an empty string."""
     if data.name not in FOLDERS or find(data.name, root := Path(data.root).expanduser()):
         return ""
@@ -87,7 +92,7 @@ def _not_found(name: str, root: Path) -> str:
     return f"{name} was not found in {root} ({FOLDERS[name]} is missing or incomplete)"
 
 
-def prepare(data: DataParams) -> None:
+def prepare(data: DataConfig) -> None:
     """Download the dataset if it is not on disk and `data.download` is true.
 
     Call it on one rank of each node while the others wait. Concurrent processes take turns.
@@ -123,13 +128,10 @@ def _exclusive_lock(root: Path) -> Iterator[None]:
     with (root / LOCK_NAME).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that downloads into %s", root)
-            flock_if_possible(file)
         except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise
-            flock_if_possible(file)  # warns
+            if isinstance(error, BlockingIOError):
+                log.info("waiting for another process that downloads into %s", root)
+            flock_if_possible(file)
         yield  # the lock is released when the file is closed or the process ends
 
 

@@ -1,45 +1,25 @@
 """Image sources: tensors in memory, folders of image files, and synthetic patterns.
 
 A source returns uint8 images of one size: `image(index, crop_hash)` one, `all_images()` all. `crop_hash` (see
-augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used, because its
-transforms do not get the index of the sample, and because an unreadable image raises an error without its path.
+augment.sample_hashes) selects a random crop, None the plain image. torchvision's ImageFolder is not used: its
+transforms do not receive the index of the sample, it takes hidden folders for classes, and its errors name no file.
 """
 
 from __future__ import annotations
 
-import os
-import struct
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everyone uses)
 from torch import Tensor
 
-from hpcdist.data.augment import crop_image, random_flip, random_resized_box, sample_hashes
+from hpcdist.data.augment import crop_image, crop_params, random_resized_box, sample_hashes
 from hpcdist.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-
-
-class ImageSource(Protocol):
-    """Labelled images, available one by one or all at once."""
-
-    labels: Tensor
-    """int64 [N]"""
-    shape: tuple[int, int, int]
-    """C, H, W of every returned image."""
-
-    def image(self, index: int, crop_hash: int | None) -> Tensor:
-        """Return one image, uint8 [C, H, W]."""
-        ...
-
-    def all_images(self) -> Tensor:
-        """Return all images, not augmented, uint8 [N, C, H, W]."""
-        ...
 
 
 def resize(images: Tensor, size: int) -> Tensor:
@@ -47,9 +27,8 @@ def resize(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
     resized = torch.empty(*images.shape[:2], size, size, dtype=torch.uint8)
-    for part, out in zip(
-        torch.split(images, 4096), torch.split(resized, 4096), strict=True
-    ):  # limits the memory for floats
+    # Parts limit the memory for floats.
+    for part, out in zip(torch.split(images, 4096), torch.split(resized, 4096), strict=True):
         floats = F.interpolate(part.float(), (size, size), mode="bilinear", antialias=True)
         out.copy_(floats.round_())
     return resized
@@ -109,7 +88,7 @@ class SyntheticImages:
 
 
 class FolderImages:
-    """Image files in one folder per class, read with PIL as RGB.
+    """Image files in one folder per class, read with PIL as RGB; torchvision.io reads no BMP, PPM and TIFF files.
 
     Training crops are RandomResizedCrop and flip. Otherwise the centre square of 224/256 of the shorter side is scaled
     to `image_size`: resize and centre crop in one step.
@@ -131,11 +110,7 @@ class FolderImages:
         try:
             with Image.open(path) as opened:
                 rgb = opened.convert("RGB")
-        # PIL's decoders document no exceptions for damaged content.
-        except (
-            *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, zlib.error),
-            *(EOFError, MemoryError, NotImplementedError, RuntimeError, Image.DecompressionBombError),
-        ) as error:
+        except Exception as error:  # PIL's decoders document no exceptions for damaged content
             raise DataError(f"{path} cannot be read as an image ({error}): repair or remove it") from error
         if crop_hash is None:
             side = min(rgb.size) * self.CENTER_FRACTION
@@ -144,7 +119,7 @@ class FolderImages:
         else:
             box = random_resized_box(rgb.width, rgb.height, crop_hash)
         rgb = rgb.resize((size, size), Image.Resampling.BILINEAR, box=box)
-        if crop_hash is not None and random_flip(crop_hash):
+        if crop_hash is not None and crop_params(crop_hash)[2]:
             rgb = rgb.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
         return pixels.reshape(size, size, 3).permute(2, 0, 1).contiguous()
@@ -158,9 +133,13 @@ class FolderImages:
         return images
 
 
+ImageSource: TypeAlias = TensorImages | SyntheticImages | FolderImages
+"""Labelled images of shape (C, H, W), available one by one (`image`, uint8 [C, H, W]) or all at once."""
+
+
 def class_names(folder: Path) -> list[str]:
     """Return the sorted names of the folders in `folder`, one per class."""
-    names = sorted(entry.name for entry in _scan(folder) if entry.is_dir())
+    names = [path.name for path in _scan(folder) if path.is_dir()]
     if not names:
         raise DataError(f"{folder} has no class folders: image_folder expects {folder}/CLASS/IMAGE.jpg")
     return names
@@ -173,23 +152,20 @@ def list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], Tenso
     """
     files: list[Path] = []
     labels: list[int] = []
-    known = {name: label for label, name in enumerate(classes)}
     for name in class_names(folder):
-        if name not in known:
+        if name not in classes:
             raise DataError(f"{folder / name} is not a class of the training images")
-        found = sorted(
-            Path(entry.path) for entry in _scan(folder / name) if entry.name.lower().endswith(IMAGE_SUFFIXES)
-        )
+        found = [path for path in _scan(folder / name) if path.suffix.lower() in IMAGE_SUFFIXES]
         if not found:
             raise DataError(f"{folder / name} has no images ({', '.join(IMAGE_SUFFIXES)})")
         files += found
-        labels += [known[name]] * len(found)
+        labels += [classes.index(name)] * len(found)
     return files, torch.tensor(labels)
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
+def _scan(folder: Path) -> list[Path]:
+    """Return the entries of a folder, sorted, without hidden ones."""
     try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"{folder} cannot be listed ({error.strerror}): check data.root") from error

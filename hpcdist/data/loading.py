@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcdist.data import DATASETS, DataParams, DatasetSpec
-from hpcdist.data.batches import AugmentedSplit, PreloadedSplit, Split, StreamingSplit
-from hpcdist.data.download import IDX_FILES, find_or_raise, idx_file
+from hpcdist.config.schema import DataConfig
+from hpcdist.data import DATASETS, DatasetSpec
+from hpcdist.data.batches import PreloadedSplit, Split, StreamingSplit
+from hpcdist.data.download import CIFAR10_MD5, IDX_FILES, find_or_raise, idx_file
 from hpcdist.data.images import FolderImages, ImageSource, SyntheticImages, TensorImages, class_names, list_images
-from hpcdist.data.readers import CIFAR10_MD5, read_cifar10_batch, read_digits, read_idx_pair
+from hpcdist.data.readers import read_cifar10_batch, read_digits, read_idx_pair
 from hpcdist.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -24,25 +25,19 @@ PRELOAD_MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """Both splits of a dataset. Mean and std are per channel, of pixels scaled to [0, 1]."""
+    """Both splits of a dataset."""
 
     train: Split
     test: Split
     num_classes: int
     in_channels: int
     image_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _Sources:
-    train: ImageSource
-    test: ImageSource
-    num_classes: int
+_Sources = tuple[ImageSource, ImageSource, int]  # training and test images, and the number of classes
 
 
-def load_datasets(data: DataParams, seed: int) -> ImageData:
+def load_datasets(data: DataConfig, seed: int) -> ImageData:
     """Read the dataset `data.name` (one of DATASET_NAMES) from disk; call download.prepare before.
 
     `seed` determines the augmentation and synthetic images. Raises DataError for missing, unreadable or truncated
@@ -50,19 +45,17 @@ def load_datasets(data: DataParams, seed: int) -> ImageData:
     """
     spec = DATASETS[data.name]
     size = data.image_size or spec.image_size
-    sources = _sources(data, spec, size, seed)
+    train, test, num_classes = _sources(data, spec, size, seed)
     return ImageData(
-        train=_split(sources.train, data, spec, seed if data.augment else None),
-        test=_split(sources.test, data, spec, None),
-        num_classes=sources.num_classes,
+        train=_split(train, data, spec, seed if data.augment else None),
+        test=_split(test, data, spec, None),
+        num_classes=num_classes,
         in_channels=spec.in_channels,
         image_size=size,
-        mean=spec.mean,
-        std=spec.std,
     )
 
 
-def _split(source: ImageSource, data: DataParams, spec: DatasetSpec, augment_seed: int | None) -> Split:
+def _split(source: ImageSource, data: DataConfig, spec: DatasetSpec, augment_seed: int | None) -> Split:
     # Random crops of image files need the original sizes.
     needs_files = isinstance(source, FolderImages) and augment_seed is not None
     if needs_files and data.preload == "always":
@@ -71,12 +64,18 @@ def _split(source: ImageSource, data: DataParams, spec: DatasetSpec, augment_see
     small = num_bytes <= PRELOAD_MAX_BYTES
     if data.preload == "always" or (data.preload == "auto" and small and not needs_files):
         log.info("preloading %d images, %.0f MB", len(source.labels), num_bytes / 1e6)
-        plain = PreloadedSplit(source.all_images(), source.labels, mean=spec.mean, std=spec.std)
-        return plain if augment_seed is None else AugmentedSplit(plain, seed=augment_seed, flip=spec.flip)
+        return PreloadedSplit(
+            source.all_images(),
+            source.labels,
+            mean=spec.mean,
+            std=spec.std,
+            augment_seed=augment_seed,
+            flip=spec.flip,
+        )
     return StreamingSplit(source, mean=spec.mean, std=spec.std, num_workers=data.num_workers, augment_seed=augment_seed)
 
 
-def _sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sources:
+def _sources(data: DataConfig, spec: DatasetSpec, size: int, seed: int) -> _Sources:
     if data.name == "synthetic":
         return _synthetic_sources(data, spec, size, seed)
     if data.name == "digits":
@@ -88,7 +87,7 @@ def _sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sour
         arrays = _cifar10_arrays(folder) if data.name == "cifar10" else _idx_arrays(folder)
     train, test = (TensorImages(images, labels, image_size=size, flip=spec.flip) for images, labels in arrays)
     assert spec.num_classes is not None
-    return _Sources(train, test, spec.num_classes)
+    return train, test, spec.num_classes
 
 
 _Arrays = tuple[Tensor, Tensor]  # images uint8 [N, C, H, W], labels int64 [N]
@@ -129,10 +128,10 @@ def _folder_sources(train_folder: Path, size: int, num_threads: int) -> _Sources
         FolderImages(*list_images(folder, classes), image_size=size, num_threads=num_threads)
         for folder in (train_folder, test_folder)
     )
-    return _Sources(train, test, len(classes))
+    return train, test, len(classes)
 
 
-def _synthetic_sources(data: DataParams, spec: DatasetSpec, size: int, seed: int) -> _Sources:
+def _synthetic_sources(data: DataConfig, spec: DatasetSpec, size: int, seed: int) -> _Sources:
     """Return both splits; the test split has a fifth of the size and the same patterns."""
 
     def make(num_samples: int, split: int) -> SyntheticImages:
@@ -146,4 +145,4 @@ def _synthetic_sources(data: DataParams, spec: DatasetSpec, size: int, seed: int
         )
 
     test = make(max(data.num_classes, data.num_samples // 5), 1)
-    return _Sources(make(data.num_samples, 0), test, data.num_classes)
+    return make(data.num_samples, 0), test, data.num_classes

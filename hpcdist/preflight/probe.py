@@ -1,8 +1,8 @@
 """The preflight probe, which runs on every node before the ranks: `python -P -m hpcdist.preflight.probe REQUEST`.
 
 It examines its machine, its file systems and its connections to the other nodes, and prints the facts. node_checks.py
-compares the facts of all nodes. The probe uses the standard library alone, because it must start quickly and also
-work on a node where installed packages such as torch are broken.
+compares the facts of all nodes. The probe needs no torch, because it must start quickly and also work on a node where
+torch is broken; psutil and pynvml are imported when their facts are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from hpcdist.errors import HpcdistError
 from hpcdist.machine import facts as machine
-from hpcdist.machine import storage
+from hpcdist.machine import gpus, storage
 from hpcdist.machine.time_limit import done_within, start, within
 from hpcdist.preflight.mesh import Mesh
 
@@ -150,7 +150,7 @@ def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
     for key, folder in (("shm", "/dev/shm"), ("tmp", env.get("TMPDIR") or "/tmp")):  # noqa: S108
         found[key] = storage.describe(Path(folder), FOLDER_S)
     found["witness"] = done_within(FOLDER_S, witness, False)
-    facts: dict[str, Any] = done_within(machine.NVIDIA_SMI_S, machine_facts, {})
+    facts: dict[str, Any] = done_within(gpus.DRIVER_S, machine_facts, {})
     found |= facts
     found["lookups"] = lookups.result(LOOKUP_S)
     return found | {"seconds": round(time.monotonic() - began, 2)}
@@ -158,12 +158,12 @@ def answer(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
 
 def read_machine(env: Mapping[str, str]) -> dict[str, Any]:
     """Return versions, GPUs, cores and interfaces."""
-    gpus = machine.gpus()
+    found = gpus.gpus()
     return {
         "versions": machine.versions(),
-        "gpus": [asdict(gpu) for gpu in gpus],
-        "visible_gpus": machine.visible_gpus(len(gpus), env),
-        "gpu_device_files": machine.gpu_device_files(),
+        "gpus": [asdict(gpu) for gpu in found],
+        "visible_gpus": gpus.visible_gpus(len(found), env),
+        "gpu_device_files": gpus.gpu_device_files(),
         "cores": machine.num_cores(),
         "interfaces": machine.interfaces(),
         "infiniband": machine.infiniband(),

@@ -11,7 +11,8 @@ from typing import Literal
 
 from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import ConfigError
-from hpcdist.machine.facts import count_gpus, num_cores
+from hpcdist.machine.facts import num_cores
+from hpcdist.machine.gpus import count_gpus, selected_gpus
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
@@ -30,13 +31,9 @@ class Machine:
 
     @classmethod
     def inspect(cls, env: Mapping[str, str]) -> Machine:
-        """Usable cores, and GPUs as CUDA_VISIBLE_DEVICES or else nvidia-smi shows them (no torch needed)."""
-        visible = env.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            num_gpus = len([item for item in visible.split(",") if item.strip() not in ("", "-1")])
-        else:
-            num_gpus = count_gpus()
-        return cls(num_cpus=num_cores(), num_gpus=num_gpus)
+        """Usable cores, and GPUs as CUDA_VISIBLE_DEVICES or else the driver shows them (no torch needed)."""
+        selected = selected_gpus(env)
+        return cls(num_cpus=num_cores(), num_gpus=count_gpus() if selected is None else len(selected))
 
 
 @dataclass(frozen=True, kw_only=True)

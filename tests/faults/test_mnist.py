@@ -1,4 +1,4 @@
-"""Training on all of MNIST while rank, supervisor and tracking server are killed, against an undisturbed run."""
+"""Training on all of MNIST while a rank, the supervisor and the tracking server are killed."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def step_of(runs: Runs, name: str, attempt: int) -> int:
 
 def wait_step(runs: Runs, name: str, attempt: int, step: int) -> None:
     wait_for(lambda: step_of(runs, name, attempt) >= step, f"step {step} in attempt {attempt}", timeout_s=300)
-    assert step_of(runs, name, attempt) < LAST_STEP, "too late for a fault in the middle"
+    assert step_of(runs, name, attempt) < LAST_STEP, "the run has ended already"
 
 
-def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server, cell: Cell) -> None:
+def test_killed_rank_supervisor_and_server_do_not_change_the_results(
+    tmp_path: Path, server: Server, cell: Cell
+) -> None:
     cell.fault = "rank, supervisor, server killed (MNIST, no Slurm)"
     runs = Runs(tmp_path, experiment="mnist")
 
@@ -69,9 +71,9 @@ def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server, cell
     rank_1 = next(process for process in ranks if process.environ()["HPCDIST_RANK"] == "1")
     rank_1.kill()
     wait_step(runs, name, 2, 520)
-    below = Descendants(first.pid)
+    descendants = Descendants(first.pid)
     first.kill()
-    below.wait_until_ended(60)  # the shipper may be waiting for an answer of the server
+    descendants.wait_until_ended(60)  # the shipper may be waiting for the server
     code, output = finish(first)
     assert code == -signal.SIGKILL
     assert "rank 1 on " in output
@@ -85,7 +87,7 @@ def test_kills_in_the_middle_change_nothing(tmp_path: Path, server: Server, cell
     code, output = finish(second, timeout_s=600)
     assert code == 0, output
     assert "no records were lost" in (folder / "shipper.log").read_text()
-    assert "hpcdist sync" not in output, "MLflow has everything by itself"
+    assert "hpcdist sync" not in output, "all records are in MLflow"
 
     for attempt in (2, 3):
         assert "resumed at step " in runs.attempt(name, attempt).log(0).read_text()

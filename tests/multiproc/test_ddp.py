@@ -53,7 +53,7 @@ def some_images(num: int) -> ImageData:
     generator = torch.Generator().manual_seed(num)
     images = torch.randint(0, 256, (num, 1, 8, 8), dtype=torch.uint8, generator=generator)
     split = PreloadedSplit(images, torch.randint(0, 5, (num,), generator=generator), mean=(0.5,), std=(0.25,))
-    return ImageData(train=split, test=split, num_classes=5, in_channels=1, image_size=8, mean=(0.5,), std=(0.25,))
+    return ImageData(train=split, test=split, num_classes=5, in_channels=1, image_size=8)
 
 
 def evaluations(ctx: Context) -> dict[str, dict[str, float]]:

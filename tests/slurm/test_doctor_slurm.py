@@ -1,4 +1,4 @@
-"""`hpcdist doctor` on a real Slurm: what a newcomer reads there, and what it says of a run's nodes."""
+"""`hpcdist doctor` on a real Slurm: the report on the cluster and on the nodes of a run."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ DRAINED = "bad DIMM in slot 4"
 
 
 @pytest.fixture
-def grace_s(devcluster: DevCluster) -> Iterator[int]:
+def grace_s(devcluster: DevCluster) -> Iterator[None]:
     cluster.set_grace_time(devcluster.layout, 7)
-    yield 7
+    yield
     cluster.set_grace_time(devcluster.layout, 0)
 
 
-def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
-    code, page = slurm_runs.command("doctor")
-    assert (code, "FAILURE" in page) == (0, False), page
-    words = " ".join(page.split())
-    for said in (
+@pytest.mark.usefixtures("grace_s")
+def test_report_describes_the_cluster(slurm_runs: SlurmRuns) -> None:
+    code, report = slurm_runs.command("doctor")
+    assert (code, "FAILURE" in report) == (0, False), report
+    words = " ".join(report.split())
+    for line in (
         "ok controller hpcdist, Slurm 22.",
         "ok accounting root may use devcluster, root",
         "ok main 4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day (default)",
@@ -40,7 +41,7 @@ def test_a_page_of_a_cluster(slurm_runs: SlurmRuns, grace_s: int) -> None:
         "jobs in high are never preempted",
         "(preempt_send_user_signal is not set)",
     ):
-        assert said in words, page
+        assert line in words, report
 
 
 @pytest.fixture
@@ -51,15 +52,17 @@ def drained(devcluster: DevCluster) -> Iterator[str]:
     devcluster.run("scontrol", "update", "nodename=n2", "state=resume")
 
 
-def test_the_nodes_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster, request: pytest.FixtureRequest) -> None:
-    """Its job sleeps: ranks would add nothing to what is looked at."""
+def test_report_on_a_run_shows_drained_nodes(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, request: pytest.FixtureRequest
+) -> None:
+    """The job only sleeps: the report does not depend on ranks."""
     project = slurm_runs.project
     config = load_config("ddp_digits", ["name=examined", f"runs_dir={slurm_runs.folder}", "cluster.nodes=2"])
     run = create.create_run(config, project)
     job = devcluster.sbatch("sleep 600", "--nodes=2", "--job-name=digits/examined", f"--chdir={project}")
     write_json(run.path / "slurm.json", {"job_id": job, "job_name": "digits/examined", "cluster": "hpcdist"})
     run.write_state(replace(run.read_state(), status="running"))
-    devcluster.until(lambda: devcluster.job(job)["JobState"] == "RUNNING", f"job {job} runs")
+    devcluster.wait_job_state(job, "RUNNING")
     request.getfixturevalue("drained")
     code, text = slurm_runs.command("doctor", "examined", "--json")
     assert code == 0, text
@@ -67,10 +70,10 @@ def test_the_nodes_of_a_run(slurm_runs: SlurmRuns, devcluster: DevCluster, reque
         (check["section"], check["name"]): check for check in json.loads(text)["checks"]
     }
     assert found["Run", "state"]["text"].startswith(f"running; job {job} is RUNNING on n[1-2]")
-    two = found["Nodes in Slurm", "n2"]
-    assert (two["level"], two["node"]) == ("warning", "n2")
-    assert two["text"].startswith("draining, since 20")
-    assert two["text"].endswith(f"{DRAINED!r} by root")
+    drained = found["Nodes in Slurm", "n2"]
+    assert (drained["level"], drained["node"]) == ("warning", "n2")
+    assert drained["text"].startswith("draining, since 20")
+    assert drained["text"].endswith(f"{DRAINED!r} by root")
     assert found["Nodes in Slurm", "n1"]["level"] == "ok"
     assert found["Node preflight", "preflight"]["text"].startswith("2 of 2 nodes answered")
     assert not list(run.path.glob(".doctor-*"))

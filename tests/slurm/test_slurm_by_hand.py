@@ -1,9 +1,8 @@
-"""`slurm/run.sbatch`: runs in jobs that a user's own batch script has made, without submitit."""
+"""`slurm/run.sbatch`: runs in jobs that the user submits with sbatch."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,11 @@ from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
-from hpcdist.files.atomic import read_json
-
 SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
-@pytest.fixture(autouse=True)
-def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
-    yield
-    devcluster.cancel_all()
-
-
 def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] = ()) -> str:
-    """Submit the script with a short run whose ranks are held in the second epoch; returns the job's id."""
+    """Submit the script with a short run whose ranks are held in the second epoch; return the job id."""
     command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
     done = subprocess.run(
         [*command, *runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES, *overrides)],
@@ -36,36 +27,36 @@ def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] =
     return done.stdout.strip()
 
 
-def said(runs: SlurmRuns, name: str) -> str:
+def job_log(runs: SlurmRuns, name: str) -> str:
     return (runs.folder.parent / f"{name}.log").read_text()
 
 
-def test_a_requeue_loses_no_step(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
+def test_requeued_job_resumes_at_the_last_step(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
     name = "by-hand"
     job = sbatch(slurm_runs, name)
     slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
-    slurm_runs.wait_status(name, "queued")
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    saved = slurm_runs.wait_queued_again(name)
     assert HOLD_STEP <= saved < LAST_STEP, "stopped in the middle of the second epoch"
     slurm_runs.start_now(job)
 
     slurm_runs.assert_finished_as(name, job, slurm_control)
     assert slurm_runs.resumed_at(name, 2) == saved
     assert (devcluster.job(job)["Restarts"], slurm_runs.state(name).restarts) == ("1", 0)
-    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in said(slurm_runs, name)
+    assert f"finished: trained {LAST_STEP} steps, 2 epochs" in job_log(slurm_runs, name)
 
 
 @pytest.mark.faults
-def test_the_time_limit_queues_the_job_again(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
+def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slurm_control: str) -> None:
     name = "by-hand-time-limit"
     flags = ("--time=2", "--signal=USR2@60")
     job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
     state = slurm_runs.run_dir(name).path / "state.json"
-    wait_for(state.exists, "the run to be made")
-    slurm_runs.wait_status(name, "queued", timeout_s=100)
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    wait_for(state.exists, "the run folder")
+    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
     assert 0 < saved < LAST_STEP
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, slurm_control)
@@ -73,14 +64,14 @@ def test_the_time_limit_queues_the_job_again(slurm_runs: SlurmRuns, devcluster: 
 
 
 @pytest.mark.faults
-def test_a_job_that_may_not_be_requeued_saves_and_is_resumed(
+def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
-    """SIGUSR2 is what Slurm sends ahead of the time limit."""
+    """SIGUSR2 is the signal that Slurm sends ahead of the time limit."""
     name = "by-hand-once"
     job = sbatch(slurm_runs, name, "--no-requeue")
     slurm_runs.wait_until_held(name, NUM_RANKS)
-    assert "WARNING Slurm will not requeue this job: " in said(slurm_runs, name)
+    assert "WARNING Slurm will not requeue this job: " in job_log(slurm_runs, name)
     devcluster.run("scancel", "--signal=USR2", job)
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
@@ -92,8 +83,8 @@ def test_a_job_that_may_not_be_requeued_saves_and_is_resumed(
 
     code, output = slurm_runs.command("resume", name, "--detach")
     assert code == 0, output
-    second = str((read_json(slurm_runs.run_dir(name).path / "slurm.json") or {})["job_id"])
-    facts = devcluster.job(second)
-    assert (facts["NumNodes"].partition("-")[0], facts["TimeLimit"]) == ("2", "00:30:00")
+    second = slurm_runs.job_id(name)
+    fields = devcluster.job(second)
+    assert (fields["NumNodes"].partition("-")[0], fields["TimeLimit"]) == ("2", "00:30:00")
     slurm_runs.assert_finished_as(name, second, slurm_control)
     assert slurm_runs.resumed_at(name, 2) == saved

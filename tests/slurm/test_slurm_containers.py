@@ -1,4 +1,4 @@
-"""Ranks in containers under a real Slurm: podman, whose containers are no children of the step, and charliecloud."""
+"""Ranks in containers on a real Slurm: charliecloud, and podman with containers that are not children of the step."""
 
 from __future__ import annotations
 
@@ -19,52 +19,46 @@ from slurm_runs import JOB_ENDED, SlurmRuns
 from hpcdist.files.atomic import read_json
 
 RUNTIMES = ("podman", "charliecloud")
-#: The first test builds the image, unless other tests have done so.
+#: The first test may have to build the image.
 pytestmark = pytest.mark.timeout(1200)
-#: No container may outlive its job by more.
-GONE_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
-    yield
-    devcluster.cancel_all()
+#: Containers end at most this long after their job.
+REMOVAL_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def boxed(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
+def unpacked_image(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
     with container_image.unpacked(containers, image("slim")) as found:
         yield found
 
 
 @pytest.fixture
-def in_image(boxed: ContainerImage, monkeypatch: pytest.MonkeyPatch) -> ContainerImage:
-    """For the time of a test, whatever is started finds podman's store."""
-    for name, value in boxed.env.items():
+def in_image(unpacked_image: ContainerImage, monkeypatch: pytest.MonkeyPatch) -> ContainerImage:
+    """The image; the environment of the test points to podman's store."""
+    for name, value in unpacked_image.env.items():
         monkeypatch.setenv(name, value)
-    return boxed
+    return unpacked_image
 
 
 def overrides(image: ContainerImage, runtime: str, runs: SlurmRuns) -> list[str]:
     name = image.name if runtime == "podman" else str(image.folder)
-    # Only the folder that stands in for a missing MLflow is not mounted by itself.
+    # The folder with the fake mlflow module is the only one that is not mounted automatically.
     return [f"container.runtime={runtime}", f"container.image={name}", f"container.mounts=[{runs.no_mlflow}]"]
 
 
 @pytest.fixture(scope="module")
-def control(boxed: ContainerImage, slurm_runs: SlurmRuns) -> str:
-    """Name of a run in the image that nothing happened to."""
+def control(unpacked_image: ContainerImage, slurm_runs: SlurmRuns) -> str:
+    """Name of the control run: in the image, without faults."""
     name = "contained-control"
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in boxed.env.items():
+        for key, value in unpacked_image.env.items():
             patch.setenv(key, value)
-        job = slurm_runs.submit(name, *overrides(boxed, "podman", slurm_runs))
+        job = slurm_runs.submit(name, *overrides(unpacked_image, "podman", slurm_runs))
         slurm_runs.assert_finished_as(name, job, name)
     return name
 
 
 def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
-    """The ranks' processes as the host sees them, by rank."""
+    """Return the ranks' processes in the host's process table, by rank."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -73,27 +67,30 @@ def ranks(runs: SlurmRuns, name: str) -> dict[int, psutil.Process]:
     return found
 
 
-def clients(verb: str, word: str) -> list[psutil.Process]:
-    """podman's own processes with a word in their command line."""
-    found = psutil.process_iter(["cmdline"])
-    return [it for it in found if (it.info["cmdline"] or [])[:2] == ["podman", verb] and word in it.info["cmdline"]]
+def clients(subcommand: str, argument: str) -> list[psutil.Process]:
+    """Return the processes of a podman subcommand with an argument."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (words := process.info["cmdline"] or [])[:2] == ["podman", subcommand] and argument in words
+    ]
 
 
 def containers(image: ContainerImage, runs: SlurmRuns, name: str) -> list[str]:
-    """Names of the run's containers, ended ones included."""
+    """Return the names of the run's containers, including stopped ones."""
     label = f"label=hpcdist.run={runs.run_dir(name).path}"
     return image.podman("ps", "--all", "--filter", label, "--format", "{{.Names}}").split()
 
 
 def assert_nothing_left(image: ContainerImage, runs: SlurmRuns, name: str) -> None:
-    wait_for(lambda: not containers(image, runs, name), "the containers to be gone", timeout_s=GONE_S)
+    wait_for(lambda: not containers(image, runs, name), "the containers to be removed", timeout_s=REMOVAL_TIMEOUT_S)
     assert not ranks(runs, name)
     folder = runs.attempt(name).path
     assert not [*folder.glob("*.line"), *folder.glob("*.exit")]
 
 
 @pytest.mark.parametrize("runtime", ["podman", pytest.param("charliecloud", marks=pytest.mark.faults)])
-def test_a_requeue_in_the_middle_loses_no_step(
+def test_requeued_job_resumes_at_the_last_step(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str, runtime: str
 ) -> None:
     name = f"requeued-{runtime}"
@@ -101,17 +98,17 @@ def test_a_requeue_in_the_middle_loses_no_step(
     inside = ranks(slurm_runs, name)
     assert sorted(inside) == [0, 1, 2, 3]
     for rank, process in inside.items():
-        # The image's own Python, in a root of its own.
+        # The rank runs the image's Python in its own root file system.
         assert process.exe() != os.path.realpath(psutil.Process().exe())
         assert os.stat(f"/proc/{process.pid}/root").st_ino != os.stat("/").st_ino
         assert process.environ()["SLURMD_NODENAME"] == f"n{rank // 2 + 1}"
     if runtime == "podman":
         assert sorted(containers(in_image, slurm_runs, name)) == [f"hpcdist-{job}-1-{rank}" for rank in range(4)]
-        # Where Slurm tells processes by their parents, its signals may end podman's clients: the ranks stay.
+        # Slurm's signals may end podman's client, which is a child of the step: the rank continues.
         clients("run", f"--name=hpcdist-{job}-1-1")[0].kill()
-        wait_for(lambda: clients("attach", f"hpcdist-{job}-1-1"), "another client to take its place")
+        wait_for(lambda: clients("attach", f"hpcdist-{job}-1-1"), "a new client to attach")
     devcluster.run("scontrol", "requeue", job)
-    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
     assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
@@ -135,7 +132,7 @@ def test_a_requeue_in_the_middle_loses_no_step(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_killed_rank_is_restarted_in_place(
+def test_killed_rank_restarts_the_ranks_in_place(
     slurm_runs: SlurmRuns, in_image: ContainerImage, control: str, runtime: str
 ) -> None:
     name = f"killed-{runtime}"
@@ -148,26 +145,26 @@ def test_a_killed_rank_is_restarted_in_place(
     assert_nothing_left(in_image, slurm_runs, name)
 
 
-def test_containers_end_with_their_step_when_nobody_is_left_to_remove_them(
+def test_containers_are_removed_after_slurm_kills_the_whole_job(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage
 ) -> None:
-    """As at the end of KillWait: supervisor, srun and all tasks are killed at once, and Slurm knows no container."""
+    """After KillWait Slurm kills supervisor, srun and tasks at once; it does not know the containers."""
     name = "killed-whole"
     job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
     assert len(containers(in_image, slurm_runs, name)) == 4
     devcluster.run("scancel", "--full", "--signal=KILL", job)
-    devcluster.until(lambda: devcluster.job(job)["JobState"] in JOB_ENDED, "the job is over")
+    devcluster.wait_job_state(job, *JOB_ENDED)
     assert_nothing_left(in_image, slurm_runs, name)
 
 
 @pytest.mark.faults
-def test_a_cancelled_run_saves_and_leaves_no_container(
+def test_cancelled_job_saves_and_leaves_no_container(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage
 ) -> None:
     name = "scancelled-podman"
     job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
     devcluster.run("scancel", job)
-    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
     assert slurm_runs.wait_end(name, job).status == "stopped"
     assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
@@ -175,7 +172,7 @@ def test_a_cancelled_run_saves_and_leaves_no_container(
 
 
 @pytest.mark.faults
-def test_the_next_supervisor_ends_the_containers_of_a_killed_one(
+def test_restarted_supervisor_removes_the_containers_of_the_killed_one(
     slurm_runs: SlurmRuns, in_image: ContainerImage, control: str
 ) -> None:
     name = "supervisor-killed-podman"
@@ -184,32 +181,33 @@ def test_the_next_supervisor_ends_the_containers_of_a_killed_one(
     os.kill(slurm_runs.holder_pid(name), signal.SIGKILL)
     slurm_runs.assert_finished_as(name, job, control)
     assert slurm_runs.state(name).attempt == 2
-    assert not any(process.is_running() for process in old), "they were never released"
+    assert not any(process.is_running() for process in old), "ranks that were never released are killed"
     assert_nothing_left(in_image, slurm_runs, name)
 
 
 @pytest.mark.faults
-def test_a_preempted_run_goes_on(
+def test_preempted_job_saves_and_resumes(
     slurm_runs: SlurmRuns, devcluster: DevCluster, in_image: ContainerImage, control: str
 ) -> None:
     name = "preempted-podman"
     job = slurm_runs.submit_held(name, *overrides(in_image, "podman", slurm_runs))
-    high = devcluster.sbatch("true", "--partition=high", "--nodes=4", "--exclusive")
-    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    high = devcluster.start_high_priority_job("--nodes=4")
+    slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
-    slurm_runs.wait_status(name, "queued")
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    saved = slurm_runs.wait_queued_again(name)
     assert saved >= HOLD_STEP
     assert_nothing_left(in_image, slurm_runs, name)
-    devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    devcluster.wait_job_state(high, "COMPLETED")
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, control)
     assert slurm_runs.resumed_at(name, 2) == saved
 
 
 @pytest.mark.faults
-def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control: str) -> None:
-    """The ranks hold until they are asked to stop, which only the time limit does."""
+def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(
+    slurm_runs: SlurmRuns, in_image: ContainerImage, control: str
+) -> None:
+    """The ranks are held until they are asked to stop; only the time limit causes that."""
     name = "time-limit-podman"
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job = slurm_runs.submit(name, *HOLD_OVERRIDES, *overrides(in_image, "podman", slurm_runs), *limits)
@@ -222,10 +220,10 @@ def test_the_time_limit(slurm_runs: SlurmRuns, in_image: ContainerImage, control
     assert slurm_runs.resumed_at(name, 2) == saved
 
 
-# --- what a user can get wrong
+# --- user errors
 
 
-def test_a_runtime_that_the_nodes_have_not_ends_the_run_at_once(
+def test_run_is_rejected_if_the_nodes_lack_the_container_runtime(
     slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path: Path
 ) -> None:
     name = "no-runtime"
@@ -237,22 +235,22 @@ def test_a_runtime_that_the_nodes_have_not_ends_the_run_at_once(
 
 
 def foreign_image(folder: Path) -> Path:
-    """A root file system whose Python is for a processor that nobody has."""
+    """Create a root file system with executables for an unknown processor architecture."""
     for name in ("usr/bin", "dev", "proc", "sys", "tmp", "etc", "home", "run"):
         (folder / name).mkdir(parents=True)
     for name in ("passwd", "group"):
         (folder / "etc" / name).touch()
-    own = bytearray(Path("/bin/sh").read_bytes())
-    own[18:20] = b"\xfe\xca"  # the machine that an ELF file is for
+    executable = bytearray(Path("/bin/sh").read_bytes())
+    executable[18:20] = b"\xfe\xca"  # e_machine of the ELF header
     for name in ("python3", "sh"):
-        (folder / "usr/bin" / name).write_bytes(own)
+        (folder / "usr/bin" / name).write_bytes(executable)
         (folder / "usr/bin" / name).chmod(0o755)
     (folder / "bin").symlink_to("usr/bin")
     return folder
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("settings", "message"),
     [
         (["container.runtime=podman", "container.image=localhost/typo"], "localhost/typo is not in podman's store on"),
         (
@@ -275,15 +273,15 @@ def foreign_image(folder: Path) -> Path:
         (["container.runtime=lxc", "container.image=IMAGE"], "container.runtime must be "),
     ],
 )
-def test_before_the_queue_a_mistake_is_one_line(
-    slurm_runs: SlurmRuns, in_image: ContainerImage, tmp_path: Path, words: list[str], told: str
+def test_submit_rejects_invalid_container_settings(
+    slurm_runs: SlurmRuns, in_image: ContainerImage, tmp_path: Path, settings: list[str], message: str
 ) -> None:
-    name = "mistaken"
-    places = {"IMAGE": in_image.name, "FOLDER": str(in_image.folder)}
-    if "container.image=FOREIGN" in words:
-        places["FOREIGN"] = str(foreign_image(tmp_path / "foreign"))
-    for word, place in places.items():
-        words = [text.replace(f"={word}", f"={place}") for text in words]
-    code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", *words)
-    assert (code, told in output, output.count("\n")) == (2, True, 1), output
+    name = "invalid"
+    images = {"IMAGE": in_image.name, "FOLDER": str(in_image.folder)}
+    if "container.image=FOREIGN" in settings:
+        images["FOREIGN"] = str(foreign_image(tmp_path / "foreign"))
+    for placeholder, image in images.items():
+        settings = [text.replace(f"={placeholder}", f"={image}") for text in settings]
+    code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", *settings)
+    assert (code, message in output, output.count("\n")) == (2, True, 1), output
     assert not slurm_runs.run_dir(name).path.exists()

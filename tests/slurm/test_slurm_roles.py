@@ -1,4 +1,4 @@
-"""Roles on different nodes: one heterogeneous job, or one allocation in which each rank is told its node."""
+"""Roles on different nodes: a heterogeneous job, or one allocation with an explicit node per rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hpcdist_runs import assert_states_equal, wait_for
+from hpcdist_runs import assert_states_equal
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.devcluster import cluster, nodes
+from hpcdist.devcluster import nodes
 from hpcdist.files.atomic import read_json
 
 STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25
@@ -25,11 +25,10 @@ ROLES = [
     "roles.worker=4",
     "launch.devices.worker=cpu",  # the dev cluster's GPUs are not real
 ]
-#: One node for the server, two for the workers, who alone get GPUs.
+#: One node for the server, two nodes with GPUs for the workers.
 HET = ["cluster.roles.server.gpus_per_node=0", "cluster.gpus_per_node=2"]
-#: So that order by component and order by name differ.
+#: The order by component differs from the order by name.
 SERVER_ON_THE_LAST_NODE = ["cluster.roles.server.sbatch.nodelist=n4"]
-#: What the nodes are good for, for those who ask.
 FEATURES = {"n1": "plain", "n2": "fast", "n3": "fast", "n4": "plain"}
 PLACED = [
     "cluster.het=off",
@@ -40,20 +39,14 @@ PLACED = [
 
 
 @pytest.fixture(autouse=True)
-def a_whole_cluster_again(devcluster: DevCluster) -> Iterator[None]:
+def restored_nodes(devcluster: DevCluster) -> Iterator[None]:
     yield
-    devcluster.cancel_all()
-    for name in cluster.status(devcluster.layout).dead:
-        nodes.start_node(devcluster.layout, name.removeprefix("slurmd-"))
-    devcluster.until(
-        lambda: {node.state for node in cluster.status(devcluster.layout).nodes} == {"idle"}, "all nodes are idle"
-    )
+    devcluster.restore_nodes()
 
 
 @pytest.fixture
 def features(devcluster: DevCluster) -> Iterator[None]:
-    """Nodes of two kinds, told apart by their features."""
-
+    """Give the nodes the features of FEATURES for the duration of a test."""
     for node, feature in FEATURES.items():
         for kind in ("AvailableFeatures", "ActiveFeatures"):
             devcluster.run("scontrol", "update", f"NodeName={node}", f"{kind}={feature}")
@@ -65,7 +58,7 @@ def features(devcluster: DevCluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def control(slurm_runs: SlurmRuns) -> str:
-    """Name of a run of five ranks on this machine, without Slurm, that nothing happened to."""
+    """Name of the control run: five ranks on this machine, without Slurm and without faults."""
     name = "roles-control"
     code, output = slurm_runs.command("run", *slurm_runs.config(name, *ROLES))
     assert code == 0, output
@@ -75,32 +68,32 @@ def control(slurm_runs: SlurmRuns) -> str:
 
 
 def submit_held(runs: SlurmRuns, name: str, *overrides: str) -> tuple[str, str]:
-    """Submit, wait until the trainer holds all ranks; returns the job's id and what was printed."""
+    """Submit a run and wait until all ranks are held; return the job id and the output of `submit`."""
     arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_STEP}", *overrides)
     code, output = runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output
     runs.wait_until_held(name, NUM_RANKS)
-    return str((read_json(runs.run_dir(name).path / "slurm.json") or {})["job_id"]), output
+    return runs.job_id(name), output
 
 
-def who(runs: SlurmRuns, name: str, attempt: int = 1) -> list[list[Any]]:
-    """Of each rank: rank, name, role, index, host, local rank; as the ranks have told each other."""
+def placement(runs: SlurmRuns, name: str, attempt: int = 1) -> list[list[Any]]:
+    """Return rank, name, role, role index, host and local rank of each rank, as recorded by the ranks."""
     return list((read_json(runs.attempt(name, attempt).path / "who.json") or {})["ranks"])
 
 
-def expected(server: str, *workers: str) -> list[list[Any]]:
+def expected_placement(server: str, *workers: str) -> list[list[Any]]:
     rows: list[list[Any]] = [[0, "server:0", "server", 0, server, 0]]
     return rows + [[1 + i, f"worker:{i}", "worker", i, workers[i // 2], i % 2] for i in range(4)]
 
 
 def table_of(runs: SlurmRuns, name: str) -> list[str]:
-    """The rank tables of the job's log, without times and heads."""
+    """Return the lines of the rank tables in the job's log, without times and headers."""
     lines = [line.partition(" INFO ")[2] for line in runs.job_log(name).splitlines()]
     return [" ".join(line.split()) for line in lines if "server:" in line or "worker:" in line]
 
 
-def conclude(runs: SlurmRuns, name: str, job: str, control: str, resumed_at: int) -> None:
-    """Assert that the run went on from a step and ended as the undisturbed one, in MLflow as well."""
+def assert_recovered(runs: SlurmRuns, name: str, job: str, control: str, resumed_at: int) -> None:
+    """Assert that the second attempt resumed at a step and that the results equal those of the control run."""
     state = runs.wait_end(name, job)
     assert (state.status, state.attempt) == ("finished", 2), f"{state}\n{runs.job_log(name)}"
     assert runs.resumed_at(name, 2) == resumed_at
@@ -115,14 +108,16 @@ def conclude(runs: SlurmRuns, name: str, job: str, control: str, resumed_at: int
     runs.assert_no_process_left(name)
 
 
-def test_a_heterogeneous_job_is_requeued(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
+) -> None:
     name = "het-requeued"
     job, output = submit_held(slurm_runs, name, *HET, *SERVER_ON_THE_LAST_NODE)
     assert "0     server:0    cpu     component 0: 1 node × 1, partition main\n" in output
     assert "1-4   worker:0-3  cpu     component 1: 2 nodes × 2, 2 GPUs each, partition main\n" in output
     records = devcluster.run("scontrol", "--oneliner", "show", "job", job).splitlines()
     assert [("HetJobOffset=" in line, "gres/gpu=4" in line) for line in records] == [(True, False), (True, True)]
-    assert who(slurm_runs, name) == expected("n4", "n1", "n2")
+    assert placement(slurm_runs, name) == expected_placement("n4", "n1", "n2")
     assert table_of(slurm_runs, name) == ["0 server:0 cpu n4", "1-2 worker:0-1 cpu n1", "3-4 worker:2-3 cpu n2"]
     assert "INFO rank 3 on n2: this is worker:2 of server 1, worker 4\n" in slurm_runs.attempt(name).log(3).read_text()
 
@@ -132,103 +127,95 @@ def test_a_heterogeneous_job_is_requeued(slurm_runs: SlurmRuns, devcluster: DevC
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
-    conclude(slurm_runs, name, job, control, saved)
+    assert_recovered(slurm_runs, name, job, control, saved)
     assert devcluster.job(job)["Restarts"] == "1"
-    assert who(slurm_runs, name, 2) == expected("n4", "n1", "n2")
+    assert placement(slurm_runs, name, 2) == expected_placement("n4", "n1", "n2")
     assert slurm_runs.param(name, "roles.worker") == "4"
 
 
 @pytest.mark.faults
-def test_a_rank_of_the_second_component_is_killed(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
+def test_killed_rank_of_the_second_component_restarts_in_place(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
+) -> None:
     name = "het-rank-killed"
     job, _ = submit_held(slurm_runs, name, *HET)
     os.kill(int((slurm_runs.attempt(name).path / "held-3").read_text()), signal.SIGKILL)
     slurm_runs.release(name)
-    conclude(slurm_runs, name, job, control, SAVED_AT)
+    assert_recovered(slurm_runs, name, job, control, SAVED_AT)
     assert devcluster.job(job)["Restarts"] == "0"
-    # srun counts a component's tasks from 0, and says 2 of this rank.
+    # srun numbers the tasks of each component from 0: it reports task 2 for this rank.
     assert "rank 3 (worker:2) on n3 was killed by SIGKILL (out of memory?) at step " in slurm_runs.job_log(name)
 
 
 @pytest.mark.faults
 @pytest.mark.usefixtures("features")
-def test_roles_in_one_allocation_are_requeued(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
-    """Rank 0 stands on the last node, since that is of the kind that the server asks for."""
+def test_requeued_allocation_resumes_with_the_same_placement(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
+) -> None:
+    """Rank 0 is on the last node, the only one with the feature that the server requests."""
     name = "placed-requeued"
     job, output = submit_held(slurm_runs, name, *PLACED)
     assert "0     server:0    cpu     1 node × 1, partition main, plain\n" in output
     assert "HetJob" not in devcluster.run("scontrol", "--oneliner", "show", "job", job)
     assert devcluster.job(job)["Features"] == "[plain*1&fast*2]"
-    assert who(slurm_runs, name) == expected("n4", "n2", "n3")
+    assert placement(slurm_runs, name) == expected_placement("n4", "n2", "n3")
     assert table_of(slurm_runs, name) == ["0 server:0 cpu n4", "1-2 worker:0-1 cpu n2", "3-4 worker:2-3 cpu n3"]
 
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
-    slurm_runs.wait_status(name, "queued")
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    saved = slurm_runs.wait_queued_again(name)
     assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
-    conclude(slurm_runs, name, job, control, saved)
-    assert who(slurm_runs, name, 2) == expected("n4", "n2", "n3")
-
-
-# --- heavier faults
+    assert_recovered(slurm_runs, name, job, control, saved)
+    assert placement(slurm_runs, name, 2) == expected_placement("n4", "n2", "n3")
 
 
 @pytest.mark.faults
-def test_a_part_of_a_heterogeneous_job_is_preempted(
+def test_preemption_of_one_component_requeues_the_heterogeneous_job(
     slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
 ) -> None:
-    """Slurm queues all components again when one of them has to go."""
     name = "het-preempted"
     job, _ = submit_held(slurm_runs, name, *HET)
-    high = devcluster.sbatch("true", "--partition=high", "--nodelist=n3", "--exclusive")
-    wait_for(slurm_runs.attempt(name).request.exists, "the supervisor to be told")
+    high = devcluster.start_high_priority_job("--nodelist=n3")
+    slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
-    slurm_runs.wait_status(name, "queued")
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    saved = slurm_runs.wait_queued_again(name)
     assert saved >= HOLD_STEP
-    devcluster.until(lambda: devcluster.job(high)["JobState"] == "COMPLETED", "the job of high has run")
+    devcluster.wait_job_state(high, "COMPLETED")
     slurm_runs.start_now(job)
-    conclude(slurm_runs, name, job, control, saved)
+    assert_recovered(slurm_runs, name, job, control, saved)
 
 
 @pytest.mark.faults
-def test_the_time_limit_of_a_heterogeneous_job(slurm_runs: SlurmRuns, devcluster: DevCluster, control: str) -> None:
-    """Nobody releases the ranks: they go on once they are asked to stop, which only the time limit does."""
+def test_heterogeneous_job_requeues_itself_ahead_of_the_time_limit(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, control: str
+) -> None:
+    """The ranks are held until they are asked to stop; only the time limit causes that."""
     name = "het-time-limit"
     arguments = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job, _ = submit_held(slurm_runs, name, *HET, *arguments)
-    slurm_runs.wait_status(name, "queued", timeout_s=100)
-    saved = slurm_runs.checkpoint_steps(name)[-1]
+    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
     assert 0 < saved < STEPS
     slurm_runs.start_now(job)
-    conclude(slurm_runs, name, job, control, saved)
+    assert_recovered(slurm_runs, name, job, control, saved)
     assert devcluster.job(job)["Restarts"] == "1"
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", ["n1", "n3"])
-def test_a_node_of_a_heterogeneous_job_dies(
+def test_heterogeneous_job_restarts_without_its_dead_node(
     slurm_runs: SlurmRuns, devcluster: DevCluster, control: str, victim: str
 ) -> None:
-    """n1 is the batch host and the server's node, n3 one of the workers'.
+    """n1 is the batch host and the server's node, n3 is a worker node.
 
-    With n1 the supervisor dies and Slurm queues the first component alone: the standby sees to the rest.
+    If n1 dies, the supervisor dies, too, and Slurm requeues only the first component: the watchdog requeues the rest.
     """
     name = f"het-dead-{victim}"
     job, _ = submit_held(slurm_runs, name, *HET)
     nodes.kill_node(devcluster.layout, victim)
     slurm_runs.release(name)
-
-    def runs_again() -> bool:
-        facts = devcluster.job(job)
-        if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-            slurm_runs.start_now(job)
-        return facts["JobState"] == "RUNNING" and int(facts["Restarts"]) > 0
-
-    devcluster.until(runs_again, f"job {job} runs again", within_s=150)
-    conclude(slurm_runs, name, job, control, SAVED_AT)
-    assert victim not in {row[4] for row in who(slurm_runs, name, 2)}
+    slurm_runs.wait_restarted(job)
+    assert_recovered(slurm_runs, name, job, control, SAVED_AT)
+    assert victim not in {row[4] for row in placement(slurm_runs, name, 2)}
     log = (devcluster.layout.logs / "slurmctld.log").read_text()
-    assert f"requeue job JobId={job}+{0 if victim == 'n1' else 1}(" in log, "it was the node's failure"
+    assert f"requeue job JobId={job}+{0 if victim == 'n1' else 1}(" in log, "requeued because of the node failure"

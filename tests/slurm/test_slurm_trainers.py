@@ -1,6 +1,6 @@
-"""The RPC trainers on Slurm: roles on nodes of their own, a requeue in the middle, and the end of an undisturbed run.
+"""The trainers with roles or stages on two nodes of a real Slurm: requeue, exact resume, and network security.
 
-All four go through it at the same time: most of it is waiting.
+All four trainers run at the same time, since the tests mostly wait.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import pytest
 import torch
 from hpcdist_runs import assert_states_equal, listening, wait_for
 from slurm_cluster import DevCluster
-from slurm_runs import SlurmRuns
+from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.devcluster import argv
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
 
 ATTACKER = Path(__file__).resolve().parents[1] / "support" / "attacker.py"
-#: The trainer that is attacked: its ranks listen for RPC.
+#: The trainer under attack: its ranks listen for RPC connections.
 ATTACKED = "rnn"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shipped config made short, with nodes for its roles."""
+    """A shipped config, shortened, with nodes for its roles."""
 
     config: str
     trainer: str
@@ -41,7 +41,7 @@ class Case:
     last_step: int
     overrides: tuple[str, ...]
     nodes: tuple[str, ...]
-    #: Ranks that step; the others serve them, and are not held.
+    #: Ranks that run a training loop and can be held; the other ranks serve them.
     num_stepping: int = 1
     shards: tuple[int, ...] = field(default=())
 
@@ -109,7 +109,7 @@ CASES = {
 
 
 def arguments(runs: SlurmRuns, case: Case, name: str, *more: str) -> list[str]:
-    """Of `run` and `submit`, for a run that is held and saved at every step from the first on."""
+    """Return arguments of `run` and `submit` for a run whose ranks are held at a step."""
     (uri,) = [word for word in runs.config(name) if word.startswith("tracking.uri=")]
     common = ["tracking.register_as=null", "tracking.log_every_steps=1", "tracking.system_interval_s=0"]
     path = next(word for word in runs.config(name) if word.startswith("launch.env.PYTHONPATH="))
@@ -119,21 +119,21 @@ def arguments(runs: SlurmRuns, case: Case, name: str, *more: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Finished:
-    """What the fixture has seen of one trainer."""
+    """The requeued run of a trainer after its end, and its control run."""
 
     run: RunDir
     control: RunDir
     hosts: list[str]
     status: str
-    lives: int
+    num_starts: int
     resumed_at: int
     job_state: str
     log: str
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The sockets of every trainer's ranks while they were held, and the answers that an attacker got."""
+class SocketReport:
+    """The listening sockets of every trainer's ranks while they were held, and the results of an attack."""
 
     sockets: dict[str, dict[int, set[tuple[str, int]]]] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -141,12 +141,12 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched() -> Watched:
-    return Watched()
+def socket_report() -> SocketReport:
+    return SocketReport()
 
 
 def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
-    """Where each rank of a run listens."""
+    """Return host and port of each rank's listening sockets."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -156,7 +156,7 @@ def sockets_of(run: RunDir) -> dict[int, set[tuple[str, int]]]:
 
 
 def attack(cluster: DevCluster, marker: Path, runs: Path, sockets: set[tuple[str, int]]) -> tuple[list[Any], str]:
-    """Let another user on another node try everything on these sockets; returns the answers it got."""
+    """Attack sockets as another user on another node; return the attacker's results and its error output."""
     targets = [f"{host}:{port}" for host, port in sorted(sockets)]
     done = subprocess.run(
         argv.inside(cluster.layout, "n4", [sys.executable, str(ATTACKER), str(marker), *targets]),
@@ -171,13 +171,13 @@ def attack(cluster: DevCluster, marker: Path, runs: Path, sockets: set[tuple[str
 
 @pytest.fixture(scope="module")
 def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that exists once the attacker has executed a command."""
+    """A file that the attacker creates if it can execute a command."""
     return tmp_path_factory.mktemp("attack") / "executed"
 
 
 @pytest.fixture(scope="module")
-def finished(slurm_runs: SlurmRuns, watched: Watched, marker: Path) -> Iterator[dict[str, Finished]]:
-    """Every trainer's run, requeued while its ranks were held, and one on this machine that nothing happened to."""
+def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -> Iterator[dict[str, Finished]]:
+    """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
     runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
     for case in CASES.values():
         words = arguments(runs, case, f"{case.trainer}-requeued", *case.nodes, "cluster.het=off")
@@ -187,12 +187,12 @@ def finished(slurm_runs: SlurmRuns, watched: Watched, marker: Path) -> Iterator[
     for case in CASES.values():
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
         wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=150)
-        found = watched.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
+        found = socket_report.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
         if case.trainer == ATTACKED:
             outside = {(host, port) for sockets in found.values() for host, port in sockets if host != "127.0.0.1"}
             answers, errors = attack(cluster, marker, runs.folder, outside)
-            watched.answers.extend(answers)
-            watched.errors.append(errors)
+            socket_report.answers.extend(answers)
+            socket_report.errors.append(errors)
         cluster.run("scontrol", "requeue", jobs[case.trainer])
     for job in jobs.values():
         runs.start_now(job)
@@ -200,7 +200,7 @@ def finished(slurm_runs: SlurmRuns, watched: Watched, marker: Path) -> Iterator[
         words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
         code, output = runs.command("run", *words)
         assert code == 0, output
-    yield {case.trainer: look(runs, case, jobs[case.trainer]) for case in CASES.values()}
+    yield {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in CASES.values()}
     cluster.cancel_all()
 
 
@@ -208,10 +208,9 @@ def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:
     return RunDir(runs.folder / case.experiment / f"{case.trainer}-{kind}")
 
 
-def look(runs: SlurmRuns, case: Case, job: str) -> Finished:
+def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
     run, cluster = run_of(runs, case, "requeued"), runs.cluster
-    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-    cluster.until(lambda: cluster.job(job)["JobState"] in ended, f"job {job} is over", within_s=150)
+    cluster.wait_job_state(job, *JOB_ENDED, timeout_s=150)
     state = run.read_state()
     logs = [path.read_text() for path in sorted((run.path / "submitit").glob("*.out"))]
     second = run.attempt(2).log(0).read_text() if state.attempt > 1 else ""
@@ -224,7 +223,7 @@ def look(runs: SlurmRuns, case: Case, job: str) -> Finished:
         control=run_of(runs, case, "control"),
         hosts=[str(beat.get("host")) for beat in beats],
         status=state.status,
-        lives=int(cluster.job(job)["Restarts"]) + 1,
+        num_starts=int(cluster.job(job)["Restarts"]) + 1,
         resumed_at=resumed[0] if resumed else -1,
         job_state=cluster.job(job)["JobState"],
         log="".join(logs) + second,
@@ -232,13 +231,13 @@ def look(runs: SlurmRuns, case: Case, job: str) -> Finished:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: str(case.trainer))
-def test_roles_on_different_nodes_go_on_after_a_requeue(finished: dict[str, Finished], case: Case) -> None:
+def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Finished], case: Case) -> None:
     found = finished[case.trainer]
     assert (found.status, found.job_state) == ("finished", "COMPLETED"), found.log
-    assert found.lives == 2, found.log
-    # The ranks agree on a stop some steps after they have heard of it.
+    assert found.num_starts == 2, found.log
+    # The ranks agree on a common step at which they stop.
     assert case.hold_at <= found.resumed_at < case.last_step, found.log
-    # The first role on one node, the other on another.
+    # One node per role or stage.
     first, last = found.hosts[0], found.hosts[-1]
     assert first != last
     assert set(found.hosts) == {first, last}
@@ -251,27 +250,27 @@ def test_roles_on_different_nodes_go_on_after_a_requeue(finished: dict[str, Fini
         assert_states_equal(mine, undisturbed, name)
 
 
-def test_ranks_listen_on_the_interface_between_the_nodes_alone(
-    finished: dict[str, Finished], watched: Watched, slurm_runs: SlurmRuns
+def test_ranks_listen_only_on_loopback_and_the_cluster_network(
+    finished: dict[str, Finished], socket_report: SocketReport, slurm_runs: SlurmRuns
 ) -> None:
     network = slurm_runs.cluster.settings.network
-    for trainer, by_rank in watched.sockets.items():
+    for trainer, by_rank in socket_report.sockets.items():
         assert set(by_rank) == set(range(len(finished[trainer].hosts)))
         for rank, sockets in by_rank.items():
             inside = {port for host, port in sockets if host == "127.0.0.1"}
             outside = {(host, port) for host, port in sockets if host != "127.0.0.1"}
-            assert len(inside) == (2 if rank == 0 else 1), "the store and a relay, or a relay"
+            assert len(inside) == (2 if rank == 0 else 1), "rank 0: store and relay; other ranks: relay"
             assert {host for host, _ in outside} <= {str(address) for address in network.hosts()}, (trainer, rank)
             assert len([port for _, port in outside if 20480 <= port < 32768]) == (rank == 0), "the gate"
 
 
-def test_a_stranger_on_another_node_reads_changes_and_executes_nothing(
-    finished: dict[str, Finished], watched: Watched, marker: Path
+def test_other_user_on_another_node_cannot_use_the_sockets(
+    finished: dict[str, Finished], socket_report: SocketReport, marker: Path
 ) -> None:
-    (summary,) = [answer for answer in watched.answers if "reachable" in answer]
-    assert len(summary["reachable"]) == 1, f"the gate alone takes connections, and ends them: {watched.errors}"
-    assert len(watched.answers) > 1
-    assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in watched.answers)
+    (summary,) = [answer for answer in socket_report.answers if "reachable" in answer]
+    assert len(summary["reachable"]) == 1, f"only the gate accepts connections: {socket_report.errors}"
+    assert len(socket_report.answers) > 1
+    assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in socket_report.answers)
     assert not marker.exists()
     log = finished[ATTACKED].run.attempt(1).log(0).read_text()
     assert "without this attempt's key" in log

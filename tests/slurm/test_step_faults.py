@@ -1,10 +1,9 @@
-"""Faults of Slurm itself: steps that it loses track of, and daemons that are restarted under a run."""
+"""Faults of Slurm itself: reboots that it does not notice, killed slurmstepds, restarts of its daemons."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,74 +18,72 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "victim", [pytest.param("n2", marks=pytest.mark.quick_fault), pytest.param("n1", marks=pytest.mark.faults)]
 )
-def test_a_node_reboots_within_seconds(scene: FaultScene, victim: str) -> None:
-    """Slurm has not noticed that the node was away and keeps the step, so that the nodes stay busy for the next one.
+def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: str) -> None:
+    """Slurm does not notice the reboot and keeps the step, whose nodes are then busy for the next attempt.
 
-    n1 is the batch host, on which the supervisor dies as well; Slurm misses the batch step and queues the job again.
+    n1 is the batch host, where the supervisor dies, too; Slurm misses the batch step and requeues the job.
     """
     scene.submit_held("batch host reboots within seconds" if victim == "n1" else "node reboots within seconds")
     nodes.kill_node(scene.cluster.layout, victim)
     nodes.start_node(scene.cluster.layout, victim)
     if victim == "n2":
-        assert "attempt-001" in scene.steps(), "Slurm has noticed nothing"
+        assert "attempt-001" in scene.steps(), "Slurm has noticed the reboot"
     scene.release()
-    scene.wait_second_life()
-    scene.conclude_hard()
-    assert (scene.lives(), scene.cell.attempts) == (2, 2)
+    scene.wait_restarted()
+    scene.assert_recovered_from_checkpoint()
+    assert (scene.num_starts(), scene.cell.attempts) == (2, 2)
     if victim == "n2":
-        left = " (attempt-001) does not end, although none of its ranks is left (n2 has rebooted)\n"
-        assert left in scene.runs.job_log(scene.name)
-        assert scene.cluster.job(scene.job)["ExcNodeList"] == "(null)", "n2 itself is well"
+        message = " (attempt-001) does not end, although none of its ranks is left (n2 has rebooted)\n"
+        assert message in scene.runs.job_log(scene.name)
+        assert scene.cluster.job(scene.job)["ExcNodeList"] == "(null)", "n2 is not excluded"
 
 
 @pytest.mark.faults
-def test_a_slurmstepd_is_killed(scene: FaultScene) -> None:
-    """Its ranks go on, and nobody tells srun when they have ended."""
+def test_run_finishes_after_slurmstepd_is_killed(scene: FaultScene) -> None:
+    """The ranks continue, but srun is not informed of their end."""
     scene.submit_held("SIGKILL of a slurmstepd")
     scene.kill_stepd("n2")
     scene.release()
-    scene.conclude(lost_at_most=0)
-    assert (scene.lives(), scene.cell.attempts) == (1, 1)
+    scene.assert_recovered(max_lost_steps=0)
+    assert (scene.num_starts(), scene.cell.attempts) == (1, 1)
     assert "srun waits for ranks that have ended" in scene.runs.job_log(scene.name)
 
 
 @pytest.mark.faults
-def test_a_slurmstepd_is_killed_and_then_a_rank(scene: FaultScene) -> None:
-    """The ranks that have lost their slurmstepd hear no signal of Slurm's, and survive their job: the supervisor ends
-    them before another life of the job can start beside them."""
+def test_orphaned_ranks_are_killed_before_the_job_restarts(scene: FaultScene) -> None:
+    """Without their slurmstepd, ranks receive no signals from Slurm and survive their job: the supervisor kills them.
+
+    They are never released, so the end of their peers does not end them.
+    """
     scene.submit_held("slurmstepd killed, then a rank")
     orphans = [scene.pid_of(2), scene.pid_of(3)]
     scene.kill_stepd("n2")
     os.kill(scene.pid_of(1), signal.SIGKILL)
-    # They are never released: they do not run into the end of their peers.
-    scene.wait_second_life()
+    scene.wait_restarted()
     assert not any(psutil.pid_exists(pid) for pid in orphans)
-    scene.conclude_hard()
+    scene.assert_recovered_from_checkpoint()
     assert " (attempt-001) does not end, although none of its ranks is left\n" in scene.runs.job_log(scene.name)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("daemon", ["slurmd-n2", "slurmctld"])
-def test_a_daemon_is_restarted(scene: FaultScene, daemon: str) -> None:
-    """Ranks, srun and supervisor do without it."""
+def test_restart_of_slurm_daemon_does_not_affect_the_run(scene: FaultScene, daemon: str) -> None:
     scene.submit_held(f"{daemon} is restarted")
     before = scene.kill_daemon(daemon)
     scene.start_daemon(daemon)
     assert scene.pid_of_daemon(daemon) not in (None, before)
     scene.release()
-    scene.conclude(lost_at_most=0)
-    assert (scene.lives(), scene.cell.attempts) == (1, 1)
+    scene.assert_recovered(max_lost_steps=0)
+    assert (scene.num_starts(), scene.cell.attempts) == (1, 1)
 
 
 @pytest.mark.faults
-def test_a_rank_is_killed_while_the_controller_is_away(scene: FaultScene) -> None:
-    """The nodes are there all the same: the ranks are started again when the controller is back."""
+def test_ranks_killed_while_slurmctld_is_down_restart_when_it_is_back(scene: FaultScene) -> None:
     scene.submit_held("rank killed without slurmctld")
     scene.kill_daemon("slurmctld")
     os.kill(scene.pid_of(3), signal.SIGKILL)
     scene.release()
-    log = Path(scene.runs.run_dir(scene.name).path / "submitit")
-    wait_for(lambda: any("SIGKILL" in path.read_text() for path in log.glob("*.out")), "the failure", timeout_s=150)
+    wait_for(lambda: "SIGKILL" in scene.runs.job_log(scene.name), "the failure", timeout_s=150)
     scene.start_daemon("slurmctld")
-    scene.conclude_hard()
-    assert (scene.lives(), scene.cell.attempts) == (1, 2)
+    scene.assert_recovered_from_checkpoint()
+    assert (scene.num_starts(), scene.cell.attempts) == (1, 2)

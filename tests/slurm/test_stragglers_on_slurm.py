@@ -1,4 +1,4 @@
-"""A node that is slower than the others, on a real Slurm: told by its name after a minute, and kept with the run."""
+"""Detection of a slow node on a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from hpcdist_runs import wait_for
 from slurm_runs import SlurmRuns
 
-#: A whole minute is waited for, as it is for people.
+#: The detection needs measurements of a whole minute.
 pytestmark = pytest.mark.faults
 
 
-def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRuns) -> None:
+def test_only_the_slow_one_of_four_nodes_is_reported(slurm_runs: SlurmRuns) -> None:
     name = "uneven"
     job = slurm_runs.submit(
         name,
@@ -20,7 +20,7 @@ def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRu
         "cluster.nodes=4",
         "cluster.tasks_per_node=1",
         "tracking.log_every_steps=50",
-        # Who submits it ships until there is nothing new.
+        # `submit` ships records until there are no new ones.
         "tracking.system_interval_s=10",
     )
     attempt = slurm_runs.attempt(name)
@@ -40,7 +40,7 @@ def test_the_slow_one_of_four_nodes_is_named_and_nobody_else(slurm_runs: SlurmRu
     code, output = slurm_runs.command("sync", name)
     assert code == 0, output
     keys = {key for key, _, _ in slurm_runs.points(name)}
-    assert {f"time/n{node}/{what}_s" for node in range(1, 5) for what in ("step", "data", "compute")} <= keys
+    assert {f"time/n{node}/{part}_s" for node in range(1, 5) for part in ("step", "data", "compute")} <= keys
     means = {
         node: [value for key, _, value in slurm_runs.points(name) if key == f"time/n{node}/compute_s"]
         for node in range(1, 5)

@@ -1,9 +1,8 @@
-"""Runs through a real Slurm: submitted, requeued, hurt and ended; no bit of them differs from an undisturbed run."""
+"""`hpcdist submit`, `stop` and `cancel` on a real Slurm."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,20 @@ from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
-from hpcdist.files.atomic import read_json
 from hpcdist.slurm.command_output import parse_time
 
 
-@pytest.fixture(autouse=True)
-def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
-    yield
-    devcluster.cancel_all()
-
-
-def test_a_run_from_the_queue_to_its_end(slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str) -> None:
+def test_submitted_run_equals_the_control_run(
+    slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
+) -> None:
     name = "plain"
-    # Where a site wants jobs to start without the submitter's environment, ranks must not lose the job's.
+    # With --export=NONE the job does not get the submitter's environment; the ranks must still get the job's.
     site = ["cluster.sbatch.begin=now+1hour", "cluster.sbatch.export=NONE", "cluster.env.NCCL_DEBUG=WARN"]
     job = slurm_runs.submit(name, *site)
     assert slurm_runs.mlflow_status(name) == "SCHEDULED"
-    facts = devcluster.job(job)
-    assert (facts["JobState"], facts["JobName"], facts["NumNodes"]) == ("PENDING", f"digits/{name}", "2-2")
-    assert (facts["Requeue"], facts["TimeLimit"], facts["Partition"]) == ("1", "00:30:00", "main")
+    fields = devcluster.job(job)
+    assert (fields["JobState"], fields["JobName"], fields["NumNodes"]) == ("PENDING", f"digits/{name}", "2-2")
+    assert (fields["Requeue"], fields["TimeLimit"], fields["Partition"]) == ("1", "00:30:00", "main")
     code, output = slurm_runs.command("status", name)
     assert code == 0, output
     slurm_runs.start_now(job)
@@ -46,7 +40,7 @@ def test_a_run_from_the_queue_to_its_end(slurm_runs: SlurmRuns, devcluster: DevC
     assert f"finished: trained {LAST_STEP} steps, 2 epochs" in slurm_runs.job_log(name)
 
 
-def test_stop_and_cancel_reach_a_run_on_other_nodes(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+def test_stop_and_cancel_end_a_running_job(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     for action, status in (("stop", "stopped"), ("cancel", "cancelled")):
         name = f"to-{action}"
         job = slurm_runs.submit_held(name)
@@ -58,16 +52,16 @@ def test_stop_and_cancel_reach_a_run_on_other_nodes(slurm_runs: SlurmRuns, devcl
         assert devcluster.job(job)["JobState"] == "COMPLETED"
         slurm_runs.assert_no_process_left(name)
         if action == "stop":
-            # Started again all the same: what someone has stopped stays so.
+            # A stopped run stays stopped if its job is requeued.
             devcluster.run("scontrol", "requeue", job)
             slurm_runs.start_now(job)
-            devcluster.until(lambda job=job: devcluster.job(job)["Restarts"] == "1", "the job runs again")  # type: ignore[misc]
+            devcluster.wait_until(lambda job=job: devcluster.job(job)["Restarts"] == "1", "the job runs again")  # type: ignore[misc]
             assert slurm_runs.wait_end(name, job) == state
             assert "the run has ended already: stopped: " in slurm_runs.job_log(name)
 
 
 @pytest.mark.faults
-def test_scancel_ends_a_run_as_stopped(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+def test_scancelled_run_saves_and_has_status_stopped(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "scancelled"
     job = slurm_runs.submit_held(name)
     devcluster.run("scancel", job)
@@ -78,17 +72,17 @@ def test_scancel_ends_a_run_as_stopped(slurm_runs: SlurmRuns, devcluster: DevClu
     slurm_runs.assert_no_process_left(name)
 
 
-# --- what belongs to one submission
+# --- options of one submission
 
 
-def test_a_run_waits_for_another_and_for_its_time(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+def test_dependency_and_begin_time_are_passed_to_slurm(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     arguments = [*slurm_runs.config("second"), "--cluster", "devcluster", "--dependency"]
     code, output = slurm_runs.command("submit", *arguments, "afterok:waits-first")
     assert (code, "no run 'waits-first' under " in output) == (2, True), output
     first = slurm_runs.submit("waits-first", "--begin", "now+1hour")
     code, output = slurm_runs.command("submit", *arguments, "afterok:waits-first", "--begin", "now+2hours")
     assert code == 0, output
-    second = str((read_json(slurm_runs.run_dir("second").path / "slurm.json") or {})["job_id"])
+    second = slurm_runs.job_id("second")
     before, after = devcluster.job(first), devcluster.job(second)
     assert before["Dependency"] == "(null)"
     assert after["Dependency"] == f"afterok:{first}(unfulfilled)"
@@ -97,16 +91,14 @@ def test_a_run_waits_for_another_and_for_its_time(slurm_runs: SlurmRuns, devclus
         assert begin is not None
         assert submitted is not None
         assert 0 <= begin - submitted - 3600 * hours < 60
-    # They belong to this submission alone.
+    # These options are not part of the run's configuration.
     assert "afterok" not in slurm_runs.run_dir("second").config.read_text()
     code, output = slurm_runs.command("submit", *arguments, f"afterok:{first}", "name=third", "--dry-run")
     assert code == 0, output
     assert f"\n#SBATCH --dependency=afterok:{first}\n" in output
 
 
-def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
-    slurm_runs: SlurmRuns, devcluster: DevCluster
-) -> None:
+def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRuns) -> None:
     uri = f"http://127.0.0.1:{unused_port()}"
     arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
     code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
@@ -116,8 +108,8 @@ def test_a_tracking_server_that_is_away_keeps_no_run_from_the_queue(
     assert slurm_runs.state("offline").status == "queued"
 
 
-@pytest.mark.faults  # for the time that a server takes to start
-def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+@pytest.mark.faults  # starting a server takes long
+def test_submitted_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns) -> None:
     server = Server(slurm_runs.folder.parent)
     server.start()
     try:
@@ -127,11 +119,11 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
         server.kill()
     assert code == 0, output
     assert output.splitlines()[-1].startswith("MLflow: 0 points and ")
-    # The server stands on the same database.
+    # The server uses the same database.
     assert slurm_runs.mlflow_status("online") == "SCHEDULED"
 
 
-# --- what a user can get wrong
+# --- user errors
 
 
 @pytest.mark.parametrize(
@@ -162,13 +154,13 @@ def test_a_run_is_scheduled_on_a_tracking_server(slurm_runs: SlurmRuns, devclust
         ("cluster.srun.foo=1", "cluster.srun.foo=1: srun has no such flag"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_told_in_one_line(slurm_runs: SlurmRuns, override: str, line: str) -> None:
+def test_submit_rejects_impossible_requests(slurm_runs: SlurmRuns, override: str, line: str) -> None:
     arguments = [*slurm_runs.config("refused"), "--cluster", "devcluster", override]
     assert slurm_runs.command("submit", *arguments) == (2, f"hpcdist: {line}\n")
     assert not slurm_runs.run_dir("refused").path.exists()
 
 
-def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+def test_without_slurm_submit_fails_and_dry_run_shows_the_script(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
     name = "no-slurm"
     for command in ("git", "sh"):
         (tmp_path / command).symlink_to(shutil.which(command) or command)
@@ -187,7 +179,9 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(slurm_runs: Slu
     assert not slurm_runs.run_dir(name).path.exists()
 
 
-def test_slurm_estimates_the_start_and_nothing_is_submitted(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
+def test_test_option_shows_the_expected_start_and_submits_nothing(
+    slurm_runs: SlurmRuns, devcluster: DevCluster
+) -> None:
     name = "estimated"
     code, output = slurm_runs.command("submit", *slurm_runs.config(name), "--cluster", "devcluster", "--test")
     assert code == 0, output

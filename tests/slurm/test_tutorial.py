@@ -14,7 +14,7 @@ from slurm_runs import SlurmRuns
 PAGE = ROOT / "docs" / "tutorials" / "first-slurm-job.md"
 
 
-def test_the_slurm_tutorial_runs(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+def test_commands_of_the_slurm_tutorial_succeed(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
     commands = [command for block in blocks(PAGE) if "slurm" in block.words for command in block.commands]
     assert len(commands) >= 3
     env = {

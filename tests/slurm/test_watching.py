@@ -1,11 +1,10 @@
-"""Watching runs on a real Slurm: what is said while they wait, run and die, with accounting and without."""
+"""`follow`, `--wait`, `status`, `explain` and `sync` for jobs on a real Slurm, with accounting and without."""
 
 from __future__ import annotations
 
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,29 +18,23 @@ from hpcdist.files.atomic import read_json, write_json
 WAITING = "cluster.sbatch.begin=now+1hour"
 
 
-@pytest.fixture(autouse=True)
-def no_jobs_left(devcluster: DevCluster) -> Iterator[None]:
-    yield
-    devcluster.cancel_all()
-
-
 @pytest.fixture
 def without_accounting(tmp_path: Path) -> str:
-    """A PATH with all that a login node has, except sacct."""
+    """A PATH with Slurm's commands except sacct."""
     for command in ("scontrol", "squeue", "scancel", "sbatch", "git", "sh"):
         (tmp_path / command).symlink_to(shutil.which(command) or command)
     return str(tmp_path)
 
 
-class Following:
-    """A command that goes on, and the lines that it has printed."""
+class RunningCommand:
+    """A running command and the lines that it has printed."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.lines: list[str] = []
 
     def until(self, start: str) -> str:
-        """The next line that begins so."""
+        """Wait for the next line with this beginning and return it."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.lines.append(line.rstrip())
@@ -50,28 +43,28 @@ class Following:
         raise AssertionError(f"no line {start!r} in {self.lines}")
 
     def interrupt(self) -> tuple[int, list[str]]:
-        """The same as `end`, after Ctrl-C."""
+        """Send SIGINT, then return the same as `end`."""
         self._process.send_signal(signal.SIGINT)
         return self.end()
 
     def end(self) -> tuple[int, list[str]]:
-        """Exit code and the lines that were left."""
+        """Wait for the end; return the exit code and the remaining lines."""
         code, output = finish(self._process)
         return code, output.splitlines()
 
 
-def submitting(runs: SlurmRuns, name: str, *arguments: str) -> tuple[Following, str]:
-    """`hpcdist submit` with an option that goes on, and the job's id."""
+def start_submit(runs: SlurmRuns, name: str, *arguments: str) -> tuple[RunningCommand, str]:
+    """Start `hpcdist submit` with --follow or --wait; return the command and the job id."""
     config = runs.config(name, *ON_FOUR_RANKS)
-    following = Following(runs.start("submit", *config, *arguments, "--cluster", "devcluster"))
+    following = RunningCommand(runs.start("submit", *config, *arguments, "--cluster", "devcluster"))
     return following, following.until(f"{name} is job ").split()[3].rstrip(":")
 
 
-def test_a_run_is_followed_through_reasons_and_a_requeue_to_its_end(
+def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
     name = "followed"
-    following, job = submitting(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")
@@ -85,7 +78,7 @@ def test_a_run_is_followed_through_reasons_and_a_requeue_to_its_end(
     slurm_runs.start_now(job)
     code, lines = following.end()
     assert (code, lines[-1]) == (0, "finished: trained 90 steps, 2 epochs"), lines
-    # Whoever followed it has shipped it.
+    # `submit --follow` ships the records.
     assert slurm_runs.mlflow_status(name) == "FINISHED"
     tags = slurm_runs.tags(name)
     assert (tags["hpcdist.slurm.job_id"], tags["hpcdist.slurm.lives"]) == (job, "2")
@@ -93,11 +86,9 @@ def test_a_run_is_followed_through_reasons_and_a_requeue_to_its_end(
     slurm_runs.assert_finished_as(name, job, slurm_control)
 
 
-def test_who_waits_is_told_that_the_job_was_cancelled_in_the_queue(
-    slurm_runs: SlurmRuns, devcluster: DevCluster
-) -> None:
+def test_wait_reports_a_job_cancelled_in_the_queue(slurm_runs: SlurmRuns, devcluster: DevCluster) -> None:
     name = "waited-for"
-    waiting, job = submitting(slurm_runs, name, WAITING, "--wait")
+    waiting, job = start_submit(slurm_runs, name, WAITING, "--wait")
     waiting.until(f"queued: job {job} waits (BeginTime)")
     code, output = slurm_runs.command("explain", name)
     assert code == 0
@@ -108,10 +99,9 @@ def test_who_waits_is_told_that_the_job_was_cancelled_in_the_queue(
     assert slurm_runs.mlflow_status(name) == "KILLED"
 
 
-def test_a_run_leaves_the_queue_for_now_and_the_other_for_good(
+def test_stop_and_cancel_remove_a_pending_job_without_accounting(
     slurm_runs: SlurmRuns, devcluster: DevCluster, without_accounting: str
 ) -> None:
-    """With squeue and scontrol alone, as where nobody keeps accounts."""
     env = {"PATH": without_accounting}
     for action, status in (("stop", "stopped"), ("cancel", "cancelled")):
         name = f"queue-{action}"
@@ -119,8 +109,8 @@ def test_a_run_leaves_the_queue_for_now_and_the_other_for_good(
         code, output = slurm_runs.command("status", name, **env)
         assert f"job {job} waits (BeginTime), expected to start at " in output
         code, output = slurm_runs.command(action, name, **env)
-        said = f"job {job} of {name} was taken out of the queue; `hpcdist resume {name}` submits it again\n"
-        assert (code, output) == (0, said)
+        message = f"job {job} of {name} was taken out of the queue; `hpcdist resume {name}` submits it again\n"
+        assert (code, output) == (0, message)
         assert devcluster.job(job)["JobState"] == "CANCELLED"
         assert slurm_runs.state(name).status == status
     code, output = slurm_runs.command("runs", **env)
@@ -135,7 +125,7 @@ def test_sync_closes_runs_whose_jobs_are_gone(
     code, output = slurm_runs.command("sync", name)
     assert (code, "closed" in output) == (0, False), output
     devcluster.run("scancel", job)
-    # A long time later: the controller has forgotten it, and nobody keeps accounts.
+    # Simulate a job that is no longer in the controller's memory, without accounting.
     path = slurm_runs.run_dir(name).path / "slurm.json"
     write_json(path, (read_json(path) or {}) | {"job_id": "99999"})
     code, output = slurm_runs.command("sync", name, PATH=without_accounting)
@@ -146,22 +136,20 @@ def test_sync_closes_runs_whose_jobs_are_gone(
 
 
 @pytest.mark.faults
-def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_slurm_says(
-    slurm_runs: SlurmRuns,
-) -> None:
-    name = "told"
-    following, job = submitting(slurm_runs, name, *HOLD_OVERRIDES, "--follow")
+def test_follow_survives_ctrl_c_and_reports_the_job_state_of_a_killed_supervisor(slurm_runs: SlurmRuns) -> None:
+    name = "followed-killed"
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, "--follow")
     following.until(f"running: job {job} on n[1-2]")
     slurm_runs.wait_until_held(name, NUM_RANKS)
     code, lines = following.interrupt()
-    said = f"run {name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` stops it"
-    assert (code, lines[-1], slurm_runs.state(name).status) == (130, said, "running"), lines
-    following = Following(slurm_runs.start("follow", name))
+    message = f"run {name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` stops it"
+    assert (code, lines[-1], slurm_runs.state(name).status) == (130, message, "running"), lines
+    following = RunningCommand(slurm_runs.start("follow", name))
     following.until(f"running: job {job} on n[1-2]")
     supervisor = psutil.Process(slurm_runs.holder_pid(name))
     shell = supervisor.parent()
     assert shell is not None
-    shell.kill()  # it would start the supervisor again
+    shell.kill()  # the batch script would restart the supervisor
     supervisor.kill()
     code, lines = following.end()
     assert code == 1, lines
@@ -174,9 +162,9 @@ def test_ctrl_c_leaves_a_run_and_a_job_that_dies_without_a_word_is_told_by_what_
     slurm_runs.assert_no_process_left(name)
 
 
-def test_a_rejected_run_is_explained(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
+def test_explain_shows_why_a_run_was_rejected(slurm_runs: SlurmRuns, tmp_path: Path) -> None:
     name = "rejected"
-    waiting, job = submitting(slurm_runs, name, "data.name=mnist", f"data.root={tmp_path}/nowhere", "--wait")
+    waiting, job = start_submit(slurm_runs, name, "data.name=mnist", f"data.root={tmp_path}/nowhere", "--wait")
     code, lines = waiting.end()
     assert code == 2, lines
     code, output = slurm_runs.command("explain", name)

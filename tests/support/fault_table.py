@@ -1,22 +1,22 @@
-"""The table at the end of `make faults`: one row for each fault that struck each trainer."""
+"""The table at the end of `make faults`: one row per fault and trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-COLUMNS = ("fault", "trainer", "s", "steps lost", "lives", "attempts", "restarts", "weights", "points", "MLflow", "")
+COLUMNS = ("fault", "trainer", "s", "steps lost", "starts", "attempts", "restarts", "weights", "points", "MLflow", "")
 
 
 @dataclass
 class Cell:
-    """What is known of one fault; a test fills it in as it looks, so that a failed one shows how far it came."""
+    """A row of the table. Tests fill it in step by step, so that the row of a failed test shows where it failed."""
 
     fault: str
     trainer: str
     seconds: float = 0.0
-    steps_lost: int | None = None  #: steps that were trained twice, in all
-    lives: int | None = None  #: of the Slurm job
+    steps_lost: int | None = None  #: total number of steps that were repeated
+    starts: int | None = None  #: of the Slurm job
     attempts: int | None = None
     restarts: int | None = None
     weights: str = "?"
@@ -26,7 +26,7 @@ class Cell:
 
 
 def as_lines(cells: Sequence[Cell]) -> list[str]:
-    """The table, its columns aligned."""
+    """Render the table with aligned columns."""
     rows = [COLUMNS]
     for cell in cells:
         values = [getattr(cell, field.name) for field in fields(cell)]

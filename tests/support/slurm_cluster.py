@@ -1,4 +1,4 @@
-"""The dev cluster that tests use: how they speak with it, and why there may be none."""
+"""The dev cluster of the tests: start it, run Slurm's commands on it, wait for jobs."""
 
 from __future__ import annotations
 
@@ -13,65 +13,79 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.devcluster import cluster, host
+from hpcdist.devcluster import cluster, host, nodes
 from hpcdist.devcluster.settings import Layout, Settings
 from hpcdist.errors import DevClusterError
 
 REQUIRE = "HPCDIST_REQUIRE_SLURM"
-"""Set to 1, it turns the skip for want of a cluster into a failure: for machines that must have one."""
+"""If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
 
 @dataclass(frozen=True)
 class DevCluster:
-    """The cluster under test, and how to speak with it."""
-
     layout: Layout
     settings: Settings
     hosts_before: str
-    """/etc/hosts before the cluster came."""
+    """Contents of /etc/hosts before the cluster was started."""
 
     @property
     def env(self) -> dict[str, str]:
         return {**os.environ, **cluster.client_env(self.layout)}
 
-    def run(self, *command: str, within_s: float = 120) -> str:
-        """Run a command of Slurm's, or anything that needs SLURM_CONF; returns what it prints."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=within_s, check=False)
+    def run(self, *command: str, timeout_s: float = 120) -> str:
+        """Run a command with SLURM_CONF set and return its standard output."""
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def hpcdist(self, *arguments: str, within_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """Run our command line as a user does."""
+    def hpcdist(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hpcdist", *arguments]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=within_s, check=False)
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def sbatch(self, script: str, *options: str, output: Path | str = "/dev/null") -> str:
-        """Submit a shell script; returns the job's id."""
+        """Submit a shell script and return its job id."""
         flags = ("--parsable", "--open-mode=append", f"--output={output}", *options)
         return self.run("sbatch", *flags, f"--wrap={script}").strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says, by key."""
+        """Return the fields of `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until(self, condition: Callable[[], object], what: str, within_s: float = 60) -> None:
-        """Look until a condition holds; fails with `what` when it does not in time."""
-        deadline = time.monotonic() + within_s
+    def wait_until(self, condition: Callable[[], object], description: str, timeout_s: float = 60) -> None:
+        """Wait until a condition is true; a timeout fails with the description and the queue."""
+        deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}\n{self.run('squeue')}"
+            assert time.monotonic() < deadline, f"timeout after {timeout_s:g} s: {description}\n{self.run('squeue')}"
             time.sleep(0.1)
 
+    def wait_job_state(self, job_id: str, *states: str, timeout_s: float = 60) -> None:
+        description = f"job {job_id} is {' or '.join(states)}"
+        self.wait_until(lambda: self.job(job_id)["JobState"] in states, description, timeout_s)
+
+    def start_high_priority_job(self, *options: str) -> str:
+        """Submit a short job that preempts jobs of partition main; return its job id."""
+        return self.sbatch("true", "--partition=high", "--exclusive", *options)
+
     def cancel_all(self) -> None:
-        """End all jobs, and wait until the nodes are free again."""
-        # By array and index: of a task's own number Slurm 22.05 may say "invalid JobId" once the last task has ended.
+        """Cancel all jobs and wait until the queue is empty."""
+        # --array: once the last task of an array has ended, Slurm 22.05 rejects the ids of the other tasks.
         if jobs := self.run("squeue", "--array", "--noheader", "--format=%i").split():
             self.run("scancel", *jobs)
-        self.until(lambda: not self.run("squeue", "--noheader"), "all jobs are gone")
+        self.wait_until(lambda: not self.run("squeue", "--noheader"), "the queue is empty")
+
+    def restore_nodes(self) -> None:
+        """Cancel all jobs, start the nodes that are down, and wait until all nodes are idle."""
+        self.cancel_all()
+        for name in cluster.status(self.layout).dead:
+            nodes.start_node(self.layout, name.removeprefix("slurmd-"))
+        self.wait_until(
+            lambda: {node.state for node in cluster.status(self.layout).nodes} == {"idle"}, "all nodes are idle"
+        )
 
 
 def missing_requirement(layout: Layout) -> str | None:
-    """Why no cluster can be brought up here; None where one can."""
+    """Return the reason why this machine cannot start a dev cluster; None if it can."""
     try:
         host.require_root("up")
         host.require_commands()
@@ -80,19 +94,19 @@ def missing_requirement(layout: Layout) -> str | None:
     except DevClusterError as error:
         return str(error)
     if cluster.status(layout).is_up:
-        return "a dev cluster is up already, and may be in use: `hpcdist devcluster down` first"
+        return "a dev cluster is running and may be in use: run `hpcdist devcluster down` first"
     return None
 
 
 @contextmanager
 def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
-    """A cluster for as long as the block lasts; skips the test where there can be none."""
+    """Run a dev cluster for the duration of the block; skip the test where none can be started."""
     layout = Layout()
     if (reason := missing_requirement(layout)) is not None:
         if os.environ.get(REQUIRE) == "1":
             pytest.fail(f"{REQUIRE}=1, but {reason}")
         pytest.skip(reason)
-    cluster.down(layout)  # what a killed session has left
+    cluster.down(layout)  # remains of a killed test session
     before = host.HOSTS.read_text()
     try:
         yield DevCluster(layout, cluster.up(layout, {"num_nodes": num_nodes}, env={}), before)

@@ -1,4 +1,4 @@
-"""Faults that strike runs on the dev cluster: what each trainer's run looks like, and how it must end."""
+"""Fault injection for runs on the dev cluster, and the checks that every run must pass after a fault."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpcdist.files.atomic import read_json
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer that faults strike; further ones are further rows of the table."""
+    """A trainer under test; every fault test runs once per subject."""
 
     name: str
-    overrides: tuple[str, ...]  #: of a run that is held in its middle
+    overrides: tuple[str, ...]  #: of a run that is held at `hold_at`
     hold_at: int
-    last_save: int  #: the checkpoint before that step
+    last_save: int  #: step of the last checkpoint before `hold_at`
     interval: int  #: steps between two checkpoints
     last_step: int
 
@@ -36,7 +36,7 @@ SUBJECTS = (DDP,)
 
 
 class FaultScene:
-    """One fault and one trainer: the run that is struck, the run that was not, and the row of the table."""
+    """A run that suffers a fault, the control run, and their row of the fault table."""
 
     def __init__(self, runs: SlurmRuns, subject: Subject, control: str, cell: Cell) -> None:
         self.runs = runs
@@ -49,19 +49,19 @@ class FaultScene:
         self._is_gated = False
 
     def submit(self, fault: str, *overrides: str) -> None:
-        """Submit the run that the fault is to strike."""
+        """Submit the run, named after the fault."""
         self.cell.fault = fault
         self.name = f"{self.subject.name}-{fault.replace(' ', '-').replace(',', '')}"
         self._is_gated = set(self.subject.overrides) <= set(overrides)
         self.job = self.runs.submit(self.name, *overrides)
 
     def submit_held(self, fault: str, *overrides: str) -> None:
-        """The same, returning when all ranks are held at `subject.hold_at`."""
+        """Submit the run and wait until all ranks are held at `subject.hold_at`."""
         self.submit(fault, *self.subject.overrides, *overrides)
         self.wait_until_held()
 
     def wait_until_held(self) -> list[int]:
-        """Process ids of the ranks, once all are held."""
+        """Wait until all ranks are held; return their process ids."""
         return self.runs.wait_until_held(self.name, NUM_RANKS)
 
     def release(self) -> None:
@@ -73,28 +73,28 @@ class FaultScene:
     def start_now(self) -> None:
         self.runs.start_now(self.job)
 
-    def lives(self) -> int:
-        """How often Slurm has started the job."""
+    def num_starts(self) -> int:
+        """Return the number of times that Slurm has started the job."""
         return int(self.cluster.job(self.job)["Restarts"]) + 1
 
     def kill_node(self, node: str) -> None:
-        """A power cut, with the ranks released so that those that are left run into it."""
+        """Simulate a power failure of a node, then release the ranks, so that the other ranks notice it."""
         nodes.kill_node(self.cluster.layout, node)
         assert processes.node_members(self.cluster.layout, self.cluster.settings)[node] == []
         self.release()
 
     def steps(self) -> str:
-        """The job's steps that Slurm counts as running, with their names."""
+        """Return the ids and names of the job's steps that are running according to Slurm."""
         return self.cluster.run("squeue", "--steps", f"--jobs={self.job}", "--noheader", "--format=%i %j")
 
     def kill_stepd(self, node: str) -> None:
-        """Kill the slurmstepd of the ranks on a node; it alone."""
+        """Kill the slurmstepd of the ranks on a node, but not the ranks."""
         (number,) = [line.split()[0] for line in self.steps().splitlines() if "attempt-001" in line]
         step = f"slurmstepd: [{number}]".encode()
         members = processes.node_members(self.cluster.layout, self.cluster.settings)[node]
         (pid,) = [pid for pid in members if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(step)]
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to be gone")
+        wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists(), "the slurmstepd to end")
 
     def _daemon(self, name: str) -> argv.Daemon:
         return next(d for d in argv.daemons(self.cluster.settings, self.cluster.layout) if d.name == name)
@@ -103,45 +103,38 @@ class FaultScene:
         return processes.pid_of(self.cluster.layout, self._daemon(name))
 
     def kill_daemon(self, name: str) -> int:
-        """Kill a daemon of Slurm's alone; returns its process id."""
+        """Kill one of Slurm's daemons, but not its children; return its process id."""
         pid = self.pid_of_daemon(name)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: self.pid_of_daemon(name) is None, f"{name} to be gone")
+        wait_for(lambda: self.pid_of_daemon(name) is None, f"{name} to end")
         return pid
 
     def start_daemon(self, name: str) -> None:
-        """Start it again, and wait until it answers."""
+        """Start a daemon and wait until it responds."""
         system.start(self.cluster.layout, self._daemon(name))
         wait_for(lambda: self.pid_of_daemon(name) is not None, f"{name} to run")
         if name == "slurmctld":
             ping = ["scontrol", "ping"]
-            wait_for(lambda: system.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to answer")
+            wait_for(lambda: system.succeeds(ping, env=cluster.client_env(self.cluster.layout)), f"{name} to respond")
         else:
             layout, node = self.cluster.layout, name.removeprefix("slurmd-")
             cluster.wait_for_node(self.cluster.settings, layout, node, self._daemon(name))
 
-    def wait_second_life(self) -> None:
-        """The job runs again, by whoever's decision; Slurm's own hold of it is cut short."""
+    def wait_restarted(self) -> None:
+        self.runs.wait_restarted(self.job)
 
-        def runs_again() -> bool:
-            facts = self.cluster.job(self.job)
-            if facts["JobState"] == "PENDING" and facts["Reason"] == "BeginTime":
-                self.start_now()
-            return facts["JobState"] == "RUNNING" and int(facts["Restarts"]) > 0
-
-        self.cluster.until(runs_again, f"job {self.job} runs again", within_s=150)
-
-    def conclude(self, *, lost_at_most: int, sync: bool = True, timeout_s: float = 150) -> None:
-        """Assert that the run has ended as the control did, on disk and in MLflow, and has left no process.
+    def assert_recovered(self, *, max_lost_steps: int, sync: bool = True, timeout_s: float = 150) -> None:
+        """Assert that the run ends with the results of the control run, on disk and in MLflow, and leaves no process.
 
         Args:
-            lost_at_most: steps that each of its attempts may have to do again.
-            sync: ship what the job itself did not; with a server it has shipped all.
+            max_lost_steps: steps that an attempt may have to repeat.
+            sync: run `hpcdist sync` first; not needed where the job itself reaches the tracking server.
+            timeout_s: time limit for the end of the job.
         """
         runs, cell, name = self.runs, self.cell, self.name
         state = runs.wait_end(name, self.job, timeout_s)
-        cell.lives, cell.attempts, cell.restarts = self.lives(), state.attempt, state.restarts
+        cell.starts, cell.attempts, cell.restarts = self.num_starts(), state.attempt, state.restarts
         assert state.status == "finished", f"{state}\n{runs.job_log(name)}"
         assert self.cluster.job(self.job)["JobState"] == "COMPLETED"
         if sync:
@@ -149,23 +142,23 @@ class FaultScene:
             assert code == 0, output
         lost = [self._steps_done(number) - runs.resumed_at(name, number + 1) for number in range(1, state.attempt)]
         cell.steps_lost = sum(lost)
-        assert all(0 <= steps <= lost_at_most for steps in lost), lost
-        self._compare()
+        assert all(0 <= steps <= max_lost_steps for steps in lost), lost
+        self._compare_with_control()
         runs.assert_no_process_left(name)
 
-    def conclude_hard(self, timeout_s: float = 150) -> None:
-        """A hard fault may cost what came after the last checkpoint, and this one did cost something."""
-        self.conclude(lost_at_most=self.subject.interval, timeout_s=timeout_s)
-        assert self.cell.steps_lost, "the fault cost nothing: did it strike?"
+    def assert_recovered_from_checkpoint(self, timeout_s: float = 150) -> None:
+        """Assert that the run has recovered and has lost steps, at most those since the last checkpoint."""
+        self.assert_recovered(max_lost_steps=self.subject.interval, timeout_s=timeout_s)
+        assert self.cell.steps_lost, "no step was lost: the fault had no effect"
 
     def _steps_done(self, attempt: int) -> int:
-        """The last step that an attempt is known to have done, by any rank."""
+        """Return the last step that any rank of an attempt has recorded."""
         folder = self.runs.attempt(self.name, attempt)
         beats = [(read_json(folder.beat(rank)) or {}).get("step", 0) for rank in range(NUM_RANKS)]
         held = [self.subject.hold_at] if self._is_gated and attempt == 1 and (folder.path / "held-0").exists() else []
         return int(max(beats + held))
 
-    def _compare(self) -> None:
+    def _compare_with_control(self) -> None:
         runs, cell, name = self.runs, self.cell, self.name
         assert runs.checkpoint_steps(name)[-1] == self.subject.last_step
         cell.weights = "differ"
@@ -180,10 +173,10 @@ class FaultScene:
         assert cell.mlflow == "FINISHED"
 
     def wait_queued(self) -> str:
-        """The reason for which the run waits again."""
+        """Wait until the run is queued again; return the reason that the supervisor recorded."""
         return self.runs.wait_status(self.name, "queued").reason
 
     def wait_step(self, step: int, timeout_s: float = 90) -> None:
-        """Rank 0 of the first attempt has done so many steps."""
+        """Wait until rank 0 of the first attempt has done a number of steps."""
         beat = self.runs.attempt(self.name).beat(0)
         wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Recorded output of Slurm's commands, and scripts that print it in the place of the commands."""
+"""Recorded output of Slurm's commands, and fake commands that print it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RECORDINGS = Path(__file__).parents[1] / "unit" / "slurm"
 
 
 def recorded(command: str, section: str = "", *, release: str = "22_05") -> str:
-    """Return the output of a command that was recorded under a section's name; the whole file without one."""
+    """Return a section of a command's recorded output, or the whole file."""
     text = (RECORDINGS / f"slurm_{release}" / f"{command}.txt").read_text()
     return text.partition(f"### {section}\n")[2].partition("###")[0] if section else text
 

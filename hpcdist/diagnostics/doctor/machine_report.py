@@ -11,13 +11,13 @@ from pathlib import Path
 
 from hpcdist.diagnostics.doctor import container_runtimes, host_name, rank_startup, runs_folder, software
 from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container, read_container
-from hpcdist.diagnostics.doctor.gpus import gpu_checks
+from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
 from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.diagnostics.doctor.slurm_checks import Cached, SlurmFacts, client_checks, partition_checks, read_slurm
-from hpcdist.machine import facts, storage
+from hpcdist.machine import facts, gpus, storage
 from hpcdist.machine.check import Check
 from hpcdist.machine.own_image import image_facts
 from hpcdist.run.lease import user_name
@@ -45,13 +45,13 @@ def machine_sections(request: Request) -> list[Section]:
     """Return the sections about this machine."""
     env, user = request.env, user_name()
     on_cluster = shutil.which("sbatch") is not None
-    has_gpus = facts.gpu_device_files() > 0
+    has_gpus = gpus.gpu_device_files() > 0
     inside = in_container()
     answers = Cached(read_slurm)
     sections = [
         Section(title="Software", run=lambda: _software(on_cluster=on_cluster)),
         Section(title="Training test", run=lambda: _trials(env), timeout_s=rank_startup.TRIAL_S + 10),
-        Section(title="GPUs", run=lambda: _gpus(env), timeout_s=3 * facts.NVIDIA_SMI_S),
+        Section(title="GPUs", run=lambda: _gpus(env), timeout_s=3 * gpus.DRIVER_S),
         Section(
             title="Processors and memory",
             run=lambda: resource_checks(ResourceLimits.inspect()),
@@ -98,9 +98,9 @@ def _software(*, on_cluster: bool) -> list[Check]:
 
 
 def _gpus(env: Mapping[str, str]) -> list[Check]:
-    found = facts.gpus()
-    visible = facts.visible_gpus(len(found), env)
-    return gpu_checks(found, visible, facts.gpu_device_files(), facts.driver_version())
+    found = gpus.gpus()
+    visible = gpus.visible_gpus(len(found), env)
+    return gpu_checks(found, visible, gpus.gpu_device_files(), gpus.driver_version())
 
 
 def _trials(env: Mapping[str, str]) -> list[Check]:
@@ -109,7 +109,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
         return []
     with ThreadPoolExecutor() as pool:
         on_cpus = pool.submit(rank_startup.try_ranks, "cpu", "gloo", 2)
-        count = facts.visible_gpus(len(facts.gpus()) or facts.gpu_device_files(), env)
+        count = gpus.visible_gpus(len(gpus.gpus()) or gpus.gpu_device_files(), env)
         gpu_ranks = rank_startup.try_ranks("cuda", "nccl", count) if count else []
         cpu_ranks = on_cpus.result()
     checks = [*rank_startup.torch_checks(cpu_ranks), *rank_startup.rank_checks(cpu_ranks, "2 ranks, gloo")]

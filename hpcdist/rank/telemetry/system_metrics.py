@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from types import ModuleType
 
 import psutil
 
+from hpcdist.machine.gpus import open_gpus
 from hpcdist.tracking.journal import JournalWriter
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class NodeMonitor:
         self._prefix = f"system/{node}/" if node else "system/"
         self._disk = disk
         self._network = _network_bytes()
-        self._gpus = _open_gpus()
+        self._gpus = open_gpus()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
 
@@ -69,8 +68,8 @@ class NodeMonitor:
             "network_receive_megabytes": (received - self._network[0]) / MB,
             "network_transmit_megabytes": (sent - self._network[1]) / MB,
         }
-        for index, read in enumerate(self._gpus):
-            values.update({f"gpu_{index}_{name}": value for name, value in read().items()})
+        for index, handle in self._gpus.items():
+            values.update({f"gpu_{index}_{name}": value for name, value in _gpu_usage(handle).items()})
         return {self._prefix + name: value for name, value in values.items()}
 
 
@@ -80,36 +79,19 @@ def _network_bytes() -> tuple[int, int]:
     return sum(card.bytes_recv for card in cards), sum(card.bytes_sent for card in cards)
 
 
-def _open_gpus() -> list[Callable[[], dict[str, float]]]:
-    """Return one reader for each GPU of this node; none without a driver or nvidia-ml-py."""
+def _gpu_usage(handle: object) -> dict[str, float]:
+    import pynvml
+
+    values: dict[str, float] = {}
     try:
-        import pynvml
-    except ModuleNotFoundError:
-        return []
-    try:
-        pynvml.nvmlInit()
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        values["memory_usage_megabytes"] = memory.used / MB
+        values["memory_usage_percentage"] = 100 * memory.used / memory.total
+        values["utilization_percentage"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        milliwatts = pynvml.nvmlDeviceGetPowerUsage(handle)
+        values["power_usage_watts"] = milliwatts / 1000
+        values["power_usage_percentage"] = 100 * milliwatts / pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)
     except pynvml.NVMLError as error:
-        log.debug("GPU metrics are not available: %s", error)
-        return []
-    return [
-        _gpu_reader(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())
-    ]
-
-
-def _gpu_reader(nvml: ModuleType, handle: object) -> Callable[[], dict[str, float]]:
-    def read() -> dict[str, float]:
-        values: dict[str, float] = {}
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            values["memory_usage_megabytes"] = memory.used / MB
-            values["memory_usage_percentage"] = 100 * memory.used / memory.total
-            values["utilization_percentage"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            milliwatts = nvml.nvmlDeviceGetPowerUsage(handle)
-            values["power_usage_watts"] = milliwatts / 1000
-            values["power_usage_percentage"] = 100 * milliwatts / nvml.nvmlDeviceGetEnforcedPowerLimit(handle)
-        except nvml.NVMLError as error:
-            # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
-            log.debug("GPU metric is not available: %s", error)
-        return values
-
-    return read
+        # MIG slices and virtual GPUs do not support all queries; the values read so far are kept.
+        log.debug("GPU metric is not available: %s", error)
+    return values

@@ -32,7 +32,7 @@ from hpcdist.rank.network.rpc import RpcGroup, rpc_group
 from hpcdist.rank.optimizer import build_optimizer, lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.rl.environments import Problem, make_environments
+from hpcdist.trainers.rl.environments import Environments, Problem, make_environments
 from hpcdist.trainers.rl.episodes import greedy_gif, greedy_returns, returns_plot
 from hpcdist.trainers.rl.inference import InferenceServer
 from hpcdist.trainers.rl.observers import ObserverGroup, serve_rollouts
@@ -56,6 +56,24 @@ class History:
     last_returns: list[float] = field(default_factory=list)  #: of the episodes of the last evaluation
 
 
+@dataclass(frozen=True, kw_only=True)
+class RlLoop:
+    """State of the agent's training loop."""
+
+    ctx: Context
+    cfg: Config
+    problem: Problem
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    observers: ObserverGroup
+    group: RpcGroup
+    test_envs: Environments
+    position: TrainingPosition
+    meter: Meter
+    history: History
+    began: float  #: time of `time.perf_counter` at the start of this attempt
+
+
 def train(ctx: Context, cfg: Config) -> None:
     """Train until solved or stopped, evaluate after each epoch, save checkpoints and export the final policy."""
     if (best := cfg.checkpoint.monitor) not in EVAL_METRICS:
@@ -70,7 +88,7 @@ def train(ctx: Context, cfg: Config) -> None:
     inference = InferenceServer(policy, ctx.device, ctx.roles.count("observer"))
     with rpc_group(ctx, target=inference) as group:
         ctx.agree_among([0])
-        _train_policy(ctx, cfg, problem, policy, saved, group)
+        train_policy(make_loop(ctx, cfg, problem, policy, saved, group))
 
 
 def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
@@ -85,10 +103,10 @@ def build_policy(problem: Problem, cfg: RlConfig) -> Policy:
     )
 
 
-def _train_policy(
+def make_loop(
     ctx: Context, cfg: Config, problem: Problem, policy: Policy, saved: Restored | None, group: RpcGroup
-) -> None:
-    """Train as the agent."""
+) -> RlLoop:
+    """Build the rest of the agent's state, and load it from the checkpoint if there is one."""
     rl = cfg.section(RlConfig)
     optimizer = build_optimizer(policy.parameters(), cfg.optim)
     pending: list[Rollout] = []
@@ -96,100 +114,121 @@ def _train_policy(
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop)
-    meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
-    history = History(**saved.trainer["history"]) if saved else History()
-    observers = ObserverGroup(group, cfg, pending)
-    test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
-    began = time.perf_counter()
+    return RlLoop(
+        ctx=ctx,
+        cfg=cfg,
+        problem=problem,
+        policy=policy,
+        optimizer=optimizer,
+        observers=ObserverGroup(group, cfg, pending),
+        group=group,
+        test_envs=make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0)),
+        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop),
+        meter=Meter(saved.trainer["meter"] if saved else None, ctx.device),
+        history=History(**saved.trainer["history"]) if saved else History(),
+        began=time.perf_counter(),
+    )
 
-    def train_epoch() -> Iterator[None]:
-        while True:
-            if not observers.has_pending:
-                observers.request(position.step, policy.actor_state())
-            rollout = observers.take()
-            if rl.mode == "async":
-                observers.request(position.step + 1, policy.actor_state())
-            set_lr(optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
-            losses, num_losses = learn(policy, optimizer, rollout, cfg, ctx.device)
-            if policy.normalize:
-                policy.observe(rollout.observations[:-1][rollout.valid].to(ctx.device))
-            num_env_steps = int(rollout.valid.sum())
-            history.env_steps += num_env_steps
-            meter.add(
-                losses=losses,
-                num_losses=num_losses,
-                return_sum=float(rollout.returns.sum()),
-                num_episodes=len(rollout.returns),
-                num_env_steps=num_env_steps,
-            )
-            yield
 
-    def interval_metrics() -> dict[str, float]:
-        sums = meter.sums
-        policy_loss, value_loss, entropy, divergence = (sums["losses"] / sums["num_losses"]).tolist()
-        metrics = {
-            "train/policy_loss": policy_loss,
-            "train/value_loss": value_loss,
-            "train/entropy": entropy,
-            "train/kl": divergence,
-            "train/lr": optimizer.param_groups[0]["lr"],
-            "train/env_steps": history.env_steps,
-            "train/env_steps_per_s": sums["num_env_steps"] / meter.elapsed_s,
-        }
-        if sums["num_episodes"]:
-            metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
-        return metrics
-
-    def evaluate() -> dict[str, float]:
-        """Play full greedy episodes at the agent, from other initial states at each evaluation."""
-        test_envs.begin(random_numbers(cfg.seed, 1, 1 + position.step))
-        returns = greedy_returns(problem, test_envs, Actor(policy.actor_state(), policy.activation), ctx.alive)
-        mean = float(returns.mean())
-        history.last_returns = returns.tolist()
-        history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
-        return {
-            "eval/return": mean,
-            "eval/return_std": float(returns.std()),
-            "eval/after_s": time.perf_counter() - began,
-        }
-
-    def save(metrics: Mapping[str, float]) -> None:
-        """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
-        received = observers.wait()
-        group.order("save", position.step)
-        ctx.save(
-            position.step,
-            model=policy,
-            trainer={
-                "optimizer": optimizer.state_dict(),
-                "position": asdict(position),
-                "meter": meter.sums,
-                "history": asdict(history),
-                "pending": [list(rollout) for rollout in received],
-            },
-            metrics=metrics,
-        )
-
+def train_policy(loop: RlLoop) -> None:
+    """Train as the agent, and export the final policy."""
+    ctx, cfg, problem = loop.ctx, loop.cfg, loop.problem
     goal = None
     if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
     reason = run_epochs(
         ctx,
         cfg,
-        position,
-        meter,
-        train_epoch=train_epoch,
-        interval_metrics=interval_metrics,
-        evaluate=evaluate,
-        save=save,
+        loop.position,
+        loop.meter,
+        train_epoch=lambda: train_epoch(loop),
+        interval_metrics=lambda: interval_metrics(loop),
+        evaluate=lambda: evaluate(loop),
+        save=lambda metrics: save(loop, metrics),
         goal=goal,
     )
     if reason:
-        ctx.end_reason = f"{reason}, {history.env_steps} environment steps"
-        if rl.record_episode:
-            _record(ctx, cfg, problem, policy, history)
-        ctx.export_model(policy, torch.zeros(2, problem.num_inputs))
+        ctx.end_reason = f"{reason}, {loop.history.env_steps} environment steps"
+        if cfg.section(RlConfig).record_episode:
+            _record(ctx, cfg, problem, loop.policy, loop.history)
+        ctx.export_model(loop.policy, torch.zeros(2, problem.num_inputs))
+
+
+def train_epoch(loop: RlLoop) -> Iterator[None]:
+    """Do one PPO update after the other; `run_epochs` ends the epoch."""
+    cfg, position, policy, observers = loop.cfg, loop.position, loop.policy, loop.observers
+    while True:
+        if not observers.has_pending:
+            observers.request(position.step, policy.actor_state())
+        rollout = observers.take()
+        if cfg.section(RlConfig).mode == "async":
+            observers.request(position.step + 1, policy.actor_state())
+        set_lr(loop.optimizer, cfg.optim.lr * lr_factor(position.step, position.total_steps, cfg.schedule))
+        losses, num_losses = learn(policy, loop.optimizer, rollout, cfg, loop.ctx.device)
+        if policy.normalize:
+            policy.observe(rollout.observations[:-1][rollout.valid].to(loop.ctx.device))
+        num_env_steps = int(rollout.valid.sum())
+        loop.history.env_steps += num_env_steps
+        loop.meter.add(
+            losses=losses,
+            num_losses=num_losses,
+            return_sum=float(rollout.returns.sum()),
+            num_episodes=len(rollout.returns),
+            num_env_steps=num_env_steps,
+        )
+        yield
+
+
+def interval_metrics(loop: RlLoop) -> dict[str, float]:
+    """Return the training metrics since the last logged step."""
+    sums = loop.meter.sums
+    policy_loss, value_loss, entropy, divergence = (sums["losses"] / sums["num_losses"]).tolist()
+    metrics = {
+        "train/policy_loss": policy_loss,
+        "train/value_loss": value_loss,
+        "train/entropy": entropy,
+        "train/kl": divergence,
+        "train/lr": loop.optimizer.param_groups[0]["lr"],
+        "train/env_steps": loop.history.env_steps,
+        "train/env_steps_per_s": sums["num_env_steps"] / loop.meter.elapsed_s,
+    }
+    if sums["num_episodes"]:
+        metrics["train/return"] = sums["return_sum"] / sums["num_episodes"]
+    return metrics
+
+
+def evaluate(loop: RlLoop) -> dict[str, float]:
+    """Play full greedy episodes at the agent, from other initial states at each evaluation."""
+    policy, history = loop.policy, loop.history
+    loop.test_envs.begin(random_numbers(loop.cfg.seed, 1, 1 + loop.position.step))
+    actor = Actor(policy.actor_state(), policy.activation)
+    returns = greedy_returns(loop.problem, loop.test_envs, actor, loop.ctx.alive)
+    mean = float(returns.mean())
+    history.last_returns = returns.tolist()
+    history.evaluations.append((history.env_steps, mean, float(returns.min()), float(returns.max())))
+    return {
+        "eval/return": mean,
+        "eval/return_std": float(returns.std()),
+        "eval/after_s": time.perf_counter() - loop.began,
+    }
+
+
+def save(loop: RlLoop, metrics: Mapping[str, float]) -> None:
+    """Save, with the observers between two rollouts; rollouts collected ahead are part of the checkpoint."""
+    received = loop.observers.wait()
+    loop.group.order("save", loop.position.step)
+    loop.ctx.save(
+        loop.position.step,
+        model=loop.policy,
+        trainer={
+            "optimizer": loop.optimizer.state_dict(),
+            "position": asdict(loop.position),
+            "meter": loop.meter.sums,
+            "history": asdict(loop.history),
+            "pending": [list(rollout) for rollout in received],
+        },
+        metrics=metrics,
+    )
 
 
 def _record(ctx: Context, cfg: Config, problem: Problem, policy: Policy, history: History) -> None:

@@ -78,12 +78,14 @@ def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
     assert bash("run", "ddp_digits", "model.compile", "=") == ["true", "false"]
 
 
+@pytest.mark.processes
 def test_errors_complete_nothing_and_print_nothing(bash: Complete, folder: Path) -> None:
     assert bash("status", "", HPCDIST_RUNS_DIR="/dev/null") == []
     assert bash("run", "ddp_digits", "no.such.key", "=") == []
     assert bash("status", "fi", HPCDIST_RUNS_DIR=str(folder / "missing")) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
     env = {
@@ -98,6 +100,7 @@ def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
     assert "optim.lr=0.001" in done.stdout
 
 
+@pytest.mark.processes
 def test_a_completion_imports_no_heavy_modules(folder: Path) -> None:
     code = (
         "import sys; from hpcdist.cli import app, completion\n"

@@ -21,6 +21,7 @@ from hpcdist.errors import UserMistake
 from hpcdist.run import create
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor import local_run
+from tests.support.fake_nvml import gpu, install_fake_nvml
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -108,8 +109,7 @@ def test_an_old_driver_is_reported_before_the_start(
 ) -> None:
     labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
     (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
-    (podman / "nvidia-smi").write_text("#!/bin/sh\necho 550.54\n")
-    (podman / "nvidia-smi").chmod(0o755)
+    install_fake_nvml(monkeypatch, gpu("NVIDIA H200"), driver="550.54")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code, _, errors = call("run", "ddp_digits", "--in", "podman")
     assert code == 2

@@ -9,7 +9,7 @@ import torch
 
 @pytest.fixture
 def cifar_pickle() -> Callable[[torch.Tensor, list[int]], bytes]:
-    """A batch as Python 2 and the NumPy of 2009 pickled CIFAR-10's: byte strings, protocol 2."""
+    """Return a function that pickles a batch as Python 2 and NumPy of 2009 did: byte strings, protocol 2."""
 
     def pickled(rows: torch.Tensor, labels: list[int]) -> bytes:
         return (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.data import batches as batches_module
 from hpcdist.data.augment import crop_image, sample_hashes
-from hpcdist.data.batches import AugmentedSplit, PreloadedSplit, Split, StreamingSplit, eval_indices
+from hpcdist.data.batches import PreloadedSplit, Split, StreamingSplit, eval_indices
 from hpcdist.data.images import FolderImages, TensorImages
 from hpcdist.errors import DataError
 
@@ -30,8 +30,8 @@ def make_split(kind: str, source: TensorImages) -> Split:
         return StreamingSplit(source, mean=MEAN, std=STD)
     if kind == "streaming augmented":
         return StreamingSplit(source, mean=MEAN, std=STD, augment_seed=7)
-    plain = PreloadedSplit(source.images, source.labels, mean=MEAN, std=STD)
-    return AugmentedSplit(plain, seed=7, flip=source.flip) if kind == "augmented" else plain
+    augment_seed = 7 if kind == "augmented" else None
+    return PreloadedSplit(source.images, source.labels, mean=MEAN, std=STD, augment_seed=augment_seed, flip=source.flip)
 
 
 KINDS = ["preloaded", "augmented", "streaming", "streaming augmented"]
@@ -50,7 +50,7 @@ def normalized(images: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("float_limit_bytes", [0, 1 << 20])
-def test_batches_hold_the_images_of_the_indices(
+def test_batches_contain_the_normalised_images_of_the_indices(
     kind: str, channels_last: bool, float_limit_bytes: int, source: TensorImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches_module, "FLOAT_TABLE_MAX_BYTES", float_limit_bytes)
@@ -72,10 +72,10 @@ def test_batches_hold_the_images_of_the_indices(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start_batch", [0, 1, 2, 3, 9])
-def test_start_in_the_middle_equals_the_tail_of_the_epoch(kind: str, start_batch: int, source: TensorImages) -> None:
+def test_start_batch_continues_an_epoch_exactly(kind: str, start_batch: int, source: TensorImages) -> None:
     indices = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1))[:11]
     full = run(make_split(kind, source), indices, epoch=5)
-    torch.manual_seed(99)  # a resumed process has another history of random numbers
+    torch.manual_seed(99)  # the global generator of a resumed process has another state
     tail = run(make_split(kind, source), indices, epoch=5, start_batch=start_batch)
     assert len(tail) == max(0, 3 - start_batch)
     for (images, labels), (expected_images, expected_labels) in zip(tail, full[start_batch:], strict=True):
@@ -84,7 +84,7 @@ def test_start_in_the_middle_equals_the_tail_of_the_epoch(kind: str, start_batch
 
 
 @pytest.mark.parametrize("kind", ["augmented", "streaming augmented"])
-def test_augmentation_varies_by_epoch_and_not_by_batching(kind: str, source: TensorImages) -> None:
+def test_augmentation_depends_on_the_epoch_and_not_on_the_batches(kind: str, source: TensorImages) -> None:
     split = make_split(kind, source)
     indices = torch.arange(NUM_SAMPLES)
     [(first, _)] = run(split, indices, batch_size=NUM_SAMPLES, epoch=0)
@@ -95,7 +95,7 @@ def test_augmentation_varies_by_epoch_and_not_by_batching(kind: str, source: Ten
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_global_generators_are_left_alone(kind: str, source: TensorImages) -> None:
+def test_batches_do_not_use_global_generators(kind: str, source: TensorImages) -> None:
     torch_before, python_before = torch.get_rng_state(), random.getstate()
     run(make_split(kind, source), torch.arange(NUM_SAMPLES))
     assert torch.equal(torch.get_rng_state(), torch_before)
@@ -103,14 +103,14 @@ def test_global_generators_are_left_alone(kind: str, source: TensorImages) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_indices_no_batches(kind: str, source: TensorImages) -> None:
+def test_empty_indices_yield_no_batches(kind: str, source: TensorImages) -> None:
     split = make_split(kind, source)
     assert len(split) == NUM_SAMPLES
     assert run(split, torch.empty(0, dtype=torch.int64)) == []
 
 
 @pytest.mark.parametrize("kind", ["preloaded", "augmented"])
-def test_the_consumer_may_change_a_batch(kind: str, source: TensorImages) -> None:
+def test_changing_a_batch_in_place_does_not_change_the_split(kind: str, source: TensorImages) -> None:
     split = make_split(kind, source)
     for images, _ in split.batches(torch.arange(NUM_SAMPLES), batch_size=4, device=CPU):
         images.zero_()
@@ -121,18 +121,18 @@ def test_the_consumer_may_change_a_batch(kind: str, source: TensorImages) -> Non
 
 
 @pytest.mark.processes
-def test_worker_processes_give_the_same_batches(source: TensorImages) -> None:
+def test_worker_processes_yield_the_same_batches(source: TensorImages) -> None:
     indices = torch.arange(NUM_SAMPLES)
-    here = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3), indices)
-    there = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3, num_workers=2), indices)
-    for (images, labels), (expected_images, expected_labels) in zip(there, here, strict=True):
+    in_process = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3), indices)
+    in_workers = run(StreamingSplit(source, mean=MEAN, std=STD, augment_seed=3, num_workers=2), indices)
+    for (images, labels), (expected_images, expected_labels) in zip(in_workers, in_process, strict=True):
         assert torch.equal(images, expected_images)
         assert torch.equal(labels, expected_labels)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unreadable_image_in_a_stream_is_one_sentence(tmp_path: Path, num_workers: int) -> None:
+def test_unreadable_image_in_a_worker_raises_an_error_of_one_line(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "broken.png"
     path.write_text("<html>404")
     broken = FolderImages([path], torch.tensor([0]), image_size=4, num_threads=1)
@@ -178,7 +178,7 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(
 @pytest.mark.parametrize(
     ("free_bytes", "expected"), [(2 * NUM_SAMPLES * 108, "cuda"), (2 * NUM_SAMPLES * 108 - 1, "cpu")]
 )
-def test_a_split_that_fills_the_gpu_stays_on_the_host(
+def test_split_larger_than_half_of_the_free_gpu_memory_stays_on_the_host(
     free_bytes: int, expected: str, source: TensorImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, free_bytes))

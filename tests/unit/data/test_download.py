@@ -5,32 +5,18 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from hpcdist.config.schema import DataConfig
 from hpcdist.data import download
-from hpcdist.data.download import CIFAR10_FILES, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
-from hpcdist.data.readers import CIFAR10_MD5
+from hpcdist.data.download import CIFAR10_MD5, FOLDERS, IDX_FILES, LOCK_NAME, find, find_or_raise, missing, prepare
 from hpcdist.errors import DataError
 
 
-@dataclass(frozen=True, kw_only=True)
-class Params:
-    name: str
-    root: str
-    download: bool = True
-    image_size: int | None = None
-    num_workers: int = 0
-    preload: str = "auto"
-    augment: bool = False
-    num_samples: int = 10
-    num_classes: int = 2
-
-
 def write_files(name: str, root: Path) -> None:
-    """What a download leaves: torchvision keeps the packed files beside the others."""
+    """Write the files of a download by torchvision, which keeps the packed files as well."""
     folder = root / FOLDERS[name]
     folder.mkdir(parents=True)
     names = CIFAR10_MD5 if name == "cifar10" else [file for pair in IDX_FILES.values() for file in pair]
@@ -45,51 +31,53 @@ def _no_system_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_missing_and_not_allowed_to_download(name: str, tmp_path: Path) -> None:
+def test_missing_dataset_without_download_raises_an_error_with_advice(name: str, tmp_path: Path) -> None:
     message = (
         rf"^{name} was not found in {tmp_path} \({FOLDERS[name]} is missing or incomplete\): "
         r"put it there or point data\.root \(or HPCDIST_DATA_DIR\) at it, or set data\.download=true$"
     )
     with pytest.raises(DataError, match=message):
-        prepare(Params(name=name, root=str(tmp_path), download=False))
+        prepare(DataConfig(name=name, root=str(tmp_path), download=False))
     assert not any(tmp_path.iterdir())
 
 
-def test_image_folder_is_never_downloaded(tmp_path: Path) -> None:
+def test_image_folder_is_not_downloaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"image_folder was not found in .* at it$"):
-        prepare(Params(name="image_folder", root=str(tmp_path)))
+        prepare(DataConfig(name="image_folder", root=str(tmp_path)))
     (tmp_path / "train").mkdir()
-    prepare(Params(name="image_folder", root=str(tmp_path)))
+    prepare(DataConfig(name="image_folder", root=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_nothing_to_prepare(name: str, tmp_path: Path) -> None:
-    prepare(Params(name=name, root=str(tmp_path / "none")))
+def test_prepare_writes_nothing_for_datasets_without_files(name: str, tmp_path: Path) -> None:
+    prepare(DataConfig(name=name, root=str(tmp_path / "none")))
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_download_lands_in_torchvisions_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_has_the_layout_of_torchvision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_fetch", write_files)
     root = tmp_path / "new" / "root"
-    prepare(Params(name=name, root=str(root)))
+    prepare(DataConfig(name=name, root=str(root)))
     assert find(name, root) == root / FOLDERS[name]
     assert sorted(path.name for path in root.iterdir()) == sorted([LOCK_NAME, FOLDERS[name].split("/")[0]])
     assert not list(root.rglob("*.gz"))
 
 
-def test_download_completes_what_is_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_replaces_an_incomplete_dataset_and_removes_stale_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / FOLDERS["mnist"]
     folder.mkdir(parents=True)
     (folder / IDX_FILES["train"][0]).write_text("old")
     (tmp_path / ".hpcdist-download-stale").mkdir()
     monkeypatch.setattr(download, "_fetch", write_files)
-    prepare(Params(name="mnist", root=str(tmp_path)))
+    prepare(DataConfig(name="mnist", root=str(tmp_path)))
     assert {path.read_text() for path in folder.iterdir()} == {"new"}
     assert not (tmp_path / ".hpcdist-download-stale").exists()
 
 
-def test_download_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str, folder: Path) -> None:
         write_files(name, folder)
         raise RuntimeError("Error downloading x:\nTried a mirror, got:\n<no route>")
@@ -101,17 +89,17 @@ def test_download_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch
         r"put it there or point data\.root \(or HPC"
     )
     with pytest.raises(DataError, match=message):
-        prepare(Params(name="mnist", root=str(tmp_path)))
+        prepare(DataConfig(name="mnist", root=str(tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
 
 
-def test_root_that_cannot_be_made(tmp_path: Path) -> None:
+def test_root_that_cannot_be_created_raises_data_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"could not be downloaded \(.*Not a directory"):
-        prepare(Params(name="mnist", root=str(tmp_path / "file" / "root")))
+        prepare(DataConfig(name="mnist", root=str(tmp_path / "file" / "root")))
 
 
-def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_without_network_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         assert socket.getdefaulttimeout() == download.SOCKET_TIMEOUT_S
         raise OSError("Network is unreachable")
@@ -120,22 +108,22 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(DataError, match=r"could not be downloaded \(.*Network is unreachable"):
-        prepare(Params(name="cifar10", root=str(tmp_path)))
+        prepare(DataConfig(name="cifar10", root=str(tmp_path)))
     assert socket.getdefaulttimeout() is None
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
 
 
-def test_second_process_waits_and_does_not_download_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_process_waits_and_does_not_download_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = threading.Event()
 
-    def note(message: str, *args: object) -> None:
+    def set_event(message: str, *args: object) -> None:
         if message.startswith("waiting for another process"):
             waiting.set()
 
     fetched: list[str] = []
     monkeypatch.setattr(download, "_fetch", lambda name, folder: fetched.append(name))
-    monkeypatch.setattr(download.log, "info", note)
-    second = threading.Thread(target=prepare, args=(Params(name="mnist", root=str(tmp_path)),))
+    monkeypatch.setattr(download.log, "info", set_event)
+    second = threading.Thread(target=prepare, args=(DataConfig(name="mnist", root=str(tmp_path)),))
     with (tmp_path / LOCK_NAME).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         second.start()
@@ -147,28 +135,27 @@ def test_second_process_waits_and_does_not_download_again(tmp_path: Path, monkey
     assert fetched == []
 
 
-def test_system_folder_is_a_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_folder_is_used_if_the_root_has_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = tmp_path / "system"
     system.mkdir()
     for pair in IDX_FILES.values():
         for file in pair:
             (system / f"{file}.gz").write_text("packed")
-    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {"fashion_mnist": system})
+    monkeypatch.setattr(download, "SYSTEM_FOLDERS", {"fashion_mnist": [system]})
     root = tmp_path / "root"
     assert find_or_raise("fashion_mnist", root) == system
     write_files("fashion_mnist", root)
     assert find_or_raise("fashion_mnist", root) == root / FOLDERS["fashion_mnist"]
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_in_the_root_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_files("mnist", tmp_path / "data")
-    prepare(Params(name="mnist", root="~/data", download=False))
+    prepare(DataConfig(name="mnist", root="~/data", download=False))
 
 
 @pytest.mark.processes
-def test_what_is_missing_is_told_without_torch(tmp_path: Path) -> None:
-    """A login node has none."""
+def test_missing_works_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from hpcdist.data.download import missing; from hpcdist.config.schema import DataConfig\n"
         f"print(missing(DataConfig(name='mnist', root='{tmp_path}')), 'torch' in sys.modules)"
@@ -178,14 +165,10 @@ def test_what_is_missing_is_told_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_what_needs_no_files_is_never_missing(name: str, tmp_path: Path) -> None:
-    assert missing(Params(name=name, root=str(tmp_path))) == ""
+def test_datasets_without_files_are_not_missing(name: str, tmp_path: Path) -> None:
+    assert missing(DataConfig(name=name, root=str(tmp_path))) == ""
 
 
-def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
+def test_existing_dataset_is_not_missing(tmp_path: Path) -> None:
     (tmp_path / FOLDERS["image_folder"]).mkdir()
-    assert missing(Params(name="image_folder", root=str(tmp_path))) == ""
-
-
-def test_the_files_of_cifar10_are_those_with_a_known_sum() -> None:
-    assert set(CIFAR10_FILES) == set(CIFAR10_MD5)
+    assert missing(DataConfig(name="image_folder", root=str(tmp_path))) == ""

@@ -29,7 +29,7 @@ def synthetic(**changes: int) -> SyntheticImages:
     return SyntheticImages(**(arguments | changes))
 
 
-def test_resize_is_pillows_bilinear_to_a_rounding() -> None:
+def test_resize_differs_from_pillow_by_rounding_only() -> None:
     image = torch.randint(0, 256, (1, 1, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for size in (8, 20, 33):
         pil = Image.frombytes("L", (20, 20), bytes(image.flatten().tolist()))
@@ -38,7 +38,7 @@ def test_resize_is_pillows_bilinear_to_a_rounding() -> None:
         assert difference.abs().max() <= 1
 
 
-def test_tensor_images_resize_alike_one_by_one_and_at_once() -> None:
+def test_tensor_images_are_equal_one_by_one_and_at_once() -> None:
     images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     source = TensorImages(images, torch.arange(5), image_size=12, flip=False)
     assert source.shape == (3, 12, 12)
@@ -47,7 +47,7 @@ def test_tensor_images_resize_alike_one_by_one_and_at_once() -> None:
     assert all(torch.equal(source.image(index, None), whole[index]) for index in range(5))
 
 
-def test_synthetic_is_the_same_one_by_one_and_at_once_and_for_the_same_seed() -> None:
+def test_synthetic_images_depend_on_seed_and_split_only() -> None:
     source = synthetic()
     whole = source.all_images()
     assert whole.dtype == torch.uint8
@@ -57,8 +57,7 @@ def test_synthetic_is_the_same_one_by_one_and_at_once_and_for_the_same_seed() ->
     assert not torch.equal(synthetic(split=1).all_images(), whole)
 
 
-def test_synthetic_can_be_learned() -> None:
-    """The nearest class mean of the training images tells every test image."""
+def test_nearest_class_mean_classifies_all_synthetic_images() -> None:
     train, test = synthetic(num_samples=400), synthetic(split=1)
     images = train.all_images().float().flatten(1)
     means = torch.stack([images[train.labels == label].mean(0) for label in range(4)])
@@ -67,12 +66,12 @@ def test_synthetic_can_be_learned() -> None:
     assert torch.bincount(test.labels).tolist() == [13, 13, 12, 12]
 
 
-def test_folder_images_of_one_colour(tmp_path: Path) -> None:
+def test_folder_images_ignore_hidden_entries_and_other_files(tmp_path: Path) -> None:
     save(tmp_path / "b" / "1.png", (10, 20, 30))
     save(tmp_path / "a" / "2.PNG", (200, 100, 50), size=(5, 90))
     save(tmp_path / "a" / "1.png", (1, 2, 3))
     (tmp_path / "a" / "notes.txt").write_text("not an image")
-    (tmp_path / "a" / "._1.png").write_text("left by another system")
+    (tmp_path / "a" / "._1.png").write_text("metadata of macOS")
     (tmp_path / ".cache").mkdir()
     assert class_names(tmp_path) == ["a", "b"]
     files, labels = list_images(tmp_path, ["a", "b"])
@@ -86,7 +85,7 @@ def test_folder_images_of_one_colour(tmp_path: Path) -> None:
         assert torch.equal(source.image(index, 12345), expected)
 
 
-def test_folder_image_shows_the_centre_and_crops_at_random(tmp_path: Path) -> None:
+def test_folder_image_is_the_centre_or_a_crop_by_the_hash(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     picture = Image.new("L", (512, 256))
     picture.paste(255, (256, 0, 512, 256))  # the right half is white
@@ -103,7 +102,7 @@ def test_folder_image_shows_the_centre_and_crops_at_random(tmp_path: Path) -> No
     assert mirrored.shape == (3, 8, 8)
 
 
-def test_folder_image_mirrors_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_image_is_mirrored_by_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.png"
     Image.linear_gradient("L").rotate(90).save(path)
     source = FolderImages([path], torch.tensor([0]), image_size=8, num_threads=1)
@@ -111,10 +110,10 @@ def test_folder_image_mirrors_by_its_hash(tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(source.image(0, 1 << 32), source.image(0, 0).flip(-1))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PIL's, of damaged metadata
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PIL warns about damaged metadata
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp", "bmp", "ppm"])
-def test_a_damaged_image_is_refused_or_read(tmp_path: Path, suffix: str) -> None:
+def test_damaged_image_is_read_or_raises_data_error(tmp_path: Path, suffix: str) -> None:
     generator = random.Random(3)
     path = tmp_path / f"x.{suffix}"
     Image.effect_noise((40, 30), 50).convert("RGB").save(path)
@@ -131,7 +130,7 @@ def test_a_damaged_image_is_refused_or_read(tmp_path: Path, suffix: str) -> None
 
 
 @pytest.mark.parametrize("damage", ["text", "truncated", "missing"])
-def test_unreadable_image_is_named(tmp_path: Path, damage: str) -> None:
+def test_error_of_an_unreadable_image_names_the_file(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a" / "broken.jpg"
     save(path, (1, 2, 3), size=(200, 200))
     if damage == "text":
@@ -147,23 +146,23 @@ def test_unreadable_image_is_named(tmp_path: Path, damage: str) -> None:
         source.all_images()
 
 
-def test_folder_without_classes(tmp_path: Path) -> None:
+def test_folder_without_class_folders_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"{tmp_path} has no class folders: image_folder expects"):
         class_names(tmp_path)
 
 
-def test_folder_that_cannot_be_listed(tmp_path: Path) -> None:
+def test_missing_folder_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere cannot be listed \(No such file or directory\): check data\.root"):
         class_names(tmp_path / "nowhere")
 
 
-def test_class_without_images(tmp_path: Path) -> None:
+def test_class_folder_without_images_raises_data_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(DataError, match=rf"{tmp_path}/a has no images \(\.jpg, "):
         list_images(tmp_path, ["a"])
 
 
-def test_class_that_training_does_not_know(tmp_path: Path) -> None:
+def test_class_that_training_lacks_raises_data_error(tmp_path: Path) -> None:
     save(tmp_path / "b" / "1.png", (1, 2, 3))
     with pytest.raises(DataError, match=rf"{tmp_path}/b is not a class of the training images"):
         list_images(tmp_path, ["a"])

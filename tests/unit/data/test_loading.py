@@ -7,37 +7,30 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+from hpcdist.config.schema import DataConfig
 from hpcdist.data import DATASET_NAMES, DATASETS, loading, readers
-from hpcdist.data.batches import AugmentedSplit, PreloadedSplit, StreamingSplit
-from hpcdist.data.download import IDX_FILES
+from hpcdist.data.batches import PreloadedSplit, StreamingSplit
+from hpcdist.data.download import CIFAR10_MD5, IDX_FILES
 from hpcdist.data.loading import load_datasets
 from hpcdist.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Params:
-    name: str
-    root: str = "/nowhere"
-    download: bool = False
-    image_size: int | None = None
-    num_workers: int = 0
-    preload: str = "auto"
-    augment: bool = False
-    num_samples: int = 40
-    num_classes: int = 4
+def params(name: str, **changes: Any) -> DataConfig:
+    values = {"root": "/nowhere", "download": False, "num_workers": 0, "num_samples": 40, "num_classes": 4}
+    return DataConfig(**{"name": name, **values, **changes})
 
 
 def write_idx(root: Path, folder: str, *, num_train: int, num_test: int) -> None:
-    """A tiny MNIST: image i of 28x28 is all i, its label i mod 10; the test split packed."""
+    """Write a small MNIST: all pixels of image i are i, its label is i mod 10; the test split is packed."""
     target = root / folder / "raw"
     target.mkdir(parents=True)
     for (images, labels), count in zip(IDX_FILES.values(), (num_train, num_test), strict=True):
@@ -61,8 +54,8 @@ def write_folder(root: Path, *, test_name: str = "val") -> None:
                 Image.new("RGB", (20, 10), (label * 100, i, 0)).save(root / split / name / f"{i}.png")
 
 
-def test_digits() -> None:
-    data = load_datasets(Params(name="digits"), seed=0)
+def test_digits_are_split_by_class_and_normalised() -> None:
+    data = load_datasets(params("digits"), seed=0)
     assert isinstance(data.train, PreloadedSplit)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 28)
     assert data.train.images.shape == (1433, 1, 28, 28)
@@ -75,59 +68,59 @@ def test_digits() -> None:
     assert torch.equal(labels, data.train.labels)
 
 
-def test_digits_do_not_depend_on_the_seed() -> None:
-    first, second = (load_datasets(Params(name="digits"), seed=seed).test for seed in (0, 1))
+def test_split_of_digits_does_not_depend_on_the_seed() -> None:
+    first, second = (load_datasets(params("digits"), seed=seed).test for seed in (0, 1))
     assert isinstance(first, PreloadedSplit)
     assert isinstance(second, PreloadedSplit)
     assert torch.equal(first.images, second.images)
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
-def test_idx_sets(name: str, folder: str, tmp_path: Path) -> None:
+def test_mnist_like_datasets_are_loaded_from_idx_files(name: str, folder: str, tmp_path: Path) -> None:
     write_idx(tmp_path, folder, num_train=12, num_test=5)
-    data = load_datasets(Params(name=name, root=str(tmp_path)), seed=0)
+    data = load_datasets(params(name, root=str(tmp_path)), seed=0)
     assert (len(data.train), len(data.test)) == (12, 5)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 28)
     [(images, labels)] = data.test.batches(torch.arange(5), batch_size=8, device=CPU)
-    expected = (torch.arange(5) / 255 - data.mean[0]) / data.std[0]
+    expected = (torch.arange(5) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 3, 4], expected)
     assert labels.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_image_size_resizes(tmp_path: Path) -> None:
+def test_images_are_resized_to_image_size(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
-    data = load_datasets(Params(name="mnist", root=str(tmp_path), image_size=32), seed=0)
+    data = load_datasets(params("mnist", root=str(tmp_path), image_size=32), seed=0)
     assert data.image_size == 32
     [(images, _)] = data.test.batches(torch.arange(5), batch_size=8, device=CPU)
     assert images.shape == (5, 1, 32, 32)
 
 
-def test_truncated_file_is_named(tmp_path: Path) -> None:
+def test_error_of_a_truncated_file_names_the_file(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=rf"{path} is truncated or damaged"):
-        load_datasets(Params(name="mnist", root=str(tmp_path)), seed=0)
+        load_datasets(params("mnist", root=str(tmp_path)), seed=0)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "image_folder"])
-def test_missing(name: str, tmp_path: Path) -> None:
+def test_missing_dataset_raises_data_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"{name} was not found in {tmp_path} \("):
-        load_datasets(Params(name=name, root=str(tmp_path)), seed=0)
+        load_datasets(params(name, root=str(tmp_path)), seed=0)
 
 
-def test_cifar10(
+def test_cifar10_joins_the_training_files_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cifar_pickle: Callable[[torch.Tensor, list[int]], bytes]
 ) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     sums = {}
-    for number, name in enumerate(readers.CIFAR10_MD5):
+    for number, name in enumerate(CIFAR10_MD5):
         content = cifar_pickle(torch.full((1, 3072), number, dtype=torch.uint8), [number])
         (folder / name).write_bytes(content)
         sums[name] = hashlib.md5(content).hexdigest()
     monkeypatch.setattr(readers, "CIFAR10_MD5", sums)
-    data = load_datasets(Params(name="cifar10", root=str(tmp_path)), seed=0)
+    data = load_datasets(params("cifar10", root=str(tmp_path)), seed=0)
     assert isinstance(data.train, PreloadedSplit)
     assert data.train.images.shape == (5, 3, 32, 32)
     assert data.train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
@@ -136,41 +129,41 @@ def test_cifar10(
 
 
 @pytest.mark.parametrize("test_name", ["val", "test"])
-def test_image_folder(tmp_path: Path, test_name: str) -> None:
+def test_image_folder_is_loaded_with_val_or_test_images(tmp_path: Path, test_name: str) -> None:
     write_folder(tmp_path, test_name=test_name)
-    data = load_datasets(Params(name="image_folder", root=str(tmp_path), image_size=8), seed=0)
+    data = load_datasets(params("image_folder", root=str(tmp_path), image_size=8), seed=0)
     assert (data.num_classes, data.in_channels, data.image_size) == (2, 3, 8)
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     [(images, labels)] = data.test.batches(torch.arange(2), batch_size=2, device=CPU)
     assert labels.tolist() == [0, 1]
-    expected = (torch.tensor([0, 100]) / 255 - data.mean[0]) / data.std[0]
+    expected = (torch.tensor([0, 100]) / 255 - data.test.mean[0]) / data.test.std[0]
     torch.testing.assert_close(images[:, 0, 0, 0], expected)
 
 
-def test_image_folder_without_test_images(tmp_path: Path) -> None:
+def test_image_folder_without_test_images_raises_data_error(tmp_path: Path) -> None:
     write_folder(tmp_path, test_name="holdout")
     with pytest.raises(DataError, match=rf"image_folder needs {tmp_path}/val or {tmp_path}/test beside"):
-        load_datasets(Params(name="image_folder", root=str(tmp_path)), seed=0)
+        load_datasets(params("image_folder", root=str(tmp_path)), seed=0)
 
 
-def test_image_folder_streams_where_it_augments(tmp_path: Path) -> None:
+def test_augmented_image_folder_is_streamed(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    params = Params(name="image_folder", root=str(tmp_path), image_size=8, augment=True)
-    data = load_datasets(params, seed=0)
+    config = params("image_folder", root=str(tmp_path), image_size=8, augment=True)
+    data = load_datasets(config, seed=0)
     assert isinstance(data.train, StreamingSplit)
     assert data.train.augment_seed == 0
     assert isinstance(data.test, PreloadedSplit)
 
 
-def test_image_folder_cannot_augment_what_is_preloaded(tmp_path: Path) -> None:
+def test_preloaded_image_folder_with_augmentation_raises_config_error(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    params = Params(name="image_folder", root=str(tmp_path), image_size=8, augment=True, preload="always")
+    config = params("image_folder", root=str(tmp_path), image_size=8, augment=True, preload="always")
     with pytest.raises(ConfigError, match=r"data\.preload=always and data\.augment=true exclude each other"):
-        load_datasets(params, seed=0)
+        load_datasets(config, seed=0)
 
 
-def test_synthetic() -> None:
-    data = load_datasets(Params(name="synthetic", image_size=16, num_samples=2000), seed=3)
+def test_synthetic_dataset_has_a_test_set_of_a_fifth() -> None:
+    data = load_datasets(params("synthetic", image_size=16, num_samples=2000), seed=3)
     assert (len(data.train), len(data.test)) == (2000, 400)
     assert (data.num_classes, data.in_channels, data.image_size) == (4, 3, 16)
     [(images, _)] = data.train.batches(torch.arange(2000), batch_size=2000, device=CPU)
@@ -187,20 +180,22 @@ def test_synthetic() -> None:
         ("always", 0, PreloadedSplit),
     ],
 )
-def test_what_is_preloaded(preload: str, limit_bytes: int, expected: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_is_preloaded_or_streamed_by_preload_and_size(
+    preload: str, limit_bytes: int, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "PRELOAD_MAX_BYTES", limit_bytes)
-    data = load_datasets(Params(name="synthetic", preload=preload, num_workers=2), seed=3)
+    data = load_datasets(params("synthetic", preload=preload, num_workers=2), seed=3)
     assert type(data.train) is expected
     if isinstance(data.train, StreamingSplit):
         assert data.train.num_workers == 2
 
 
 @pytest.mark.parametrize("augment", [False, True])
-def test_preloaded_and_streamed_show_the_same(augment: bool) -> None:
+def test_preloaded_and_streamed_batches_are_equal(augment: bool) -> None:
     indices = torch.arange(20)
     epochs = []
     for preload in ("always", "never"):
-        data = load_datasets(Params(name="synthetic", preload=preload, augment=augment), seed=3)
+        data = load_datasets(params("synthetic", preload=preload, augment=augment), seed=3)
         epochs.append(list(data.train.batches(indices, batch_size=8, device=CPU, epoch=1)))
     for (images, labels), (other_images, other_labels) in zip(*epochs, strict=True):
         assert torch.equal(images, other_images)
@@ -208,22 +203,24 @@ def test_preloaded_and_streamed_show_the_same(augment: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "flip"), [("digits", False), ("fashion_mnist", True)])
-def test_only_training_images_are_augmented_and_digits_are_not_mirrored(name: str, flip: bool, tmp_path: Path) -> None:
+def test_only_training_images_are_augmented_and_only_mirrored_where_classes_allow_it(
+    name: str, flip: bool, tmp_path: Path
+) -> None:
     write_idx(tmp_path, "FashionMNIST", num_train=12, num_test=5)
-    data = load_datasets(Params(name=name, root=str(tmp_path), augment=True), seed=9)
-    assert isinstance(data.train, AugmentedSplit)
-    assert (data.train.seed, data.train.flip) == (9, flip)
-    assert isinstance(data.test, PreloadedSplit)
+    data = load_datasets(params(name, root=str(tmp_path), augment=True), seed=9)
+    assert isinstance(data.train, PreloadedSplit)
+    assert (data.train.augment_seed, data.train.flip) == (9, flip)
+    assert data.test.augment_seed is None
 
 
-def test_every_dataset_has_facts_for_each_channel() -> None:
+def test_every_dataset_has_mean_and_std_for_each_channel() -> None:
     assert set(DATASET_NAMES) == {"digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic"}
     for spec in DATASETS.values():
         assert len(spec.mean) == len(spec.std) == spec.in_channels
 
 
 @pytest.mark.processes
-def test_small_sets_load_without_slow_imports(tmp_path: Path) -> None:
+def test_small_datasets_load_without_slow_imports(tmp_path: Path) -> None:
     write_idx(tmp_path, "MNIST", num_train=12, num_test=5)
     code = (
         "import sys\n"
@@ -242,8 +239,8 @@ def test_small_sets_load_without_slow_imports(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("HPCDIST_DATA_DIR" not in os.environ, reason="needs MNIST under HPCDIST_DATA_DIR")
-def test_mnist_is_centred_by_its_mean_and_std() -> None:
-    data = load_datasets(Params(name="mnist", root=os.environ["HPCDIST_DATA_DIR"]), seed=0)
+def test_mnist_has_mean_zero_and_std_one_after_normalisation() -> None:
+    data = load_datasets(params("mnist", root=os.environ["HPCDIST_DATA_DIR"]), seed=0)
     [(images, _)] = data.train.batches(torch.arange(60_000), batch_size=60_000, device=CPU)
     assert images.mean().abs() < 1e-3
     assert abs(images.std().item() - 1) < 1e-3

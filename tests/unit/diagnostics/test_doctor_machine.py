@@ -14,12 +14,12 @@ from hpcdist.diagnostics.doctor import container_runtimes, software
 from hpcdist.diagnostics.doctor import runs_folder as folder
 from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container, read_container
 from hpcdist.diagnostics.doctor.container_runtimes import CommandResult, Host
-from hpcdist.diagnostics.doctor.gpus import gpu_checks
+from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.host_name import host_name_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
 from hpcdist.diagnostics.doctor.runs_folder import GIB, FolderTests, folder_checks
 from hpcdist.machine.check import Check
-from hpcdist.machine.facts import Gpu
+from hpcdist.machine.gpus import Gpu
 
 
 def levels(checks: Sequence[Check]) -> dict[str, str]:

@@ -51,6 +51,7 @@ def test_the_middle_is_removed(log: Path) -> None:
     assert re.fullmatch(r"\[hpcdist: 600,\d\d\d bytes of this log were removed here, see launch.log_max_mb\]", note)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("kind", "limited"), [("log", "yes"), ("elsewhere", "no"), ("not appending", "no")])
 def test_a_process_limits_its_own_log_and_no_other_file(log: Path, tmp_path: Path, kind: str, limited: str) -> None:
     path = tmp_path / "mine.log" if kind == "elsewhere" else log

@@ -1,4 +1,4 @@
-"""Facts of this machine. GPUs: the parsers, on text as nvidia-smi prints it; there is none here to ask."""
+"""Tests of the facts of this machine: versions, ports, name lookups, network interfaces."""
 
 from __future__ import annotations
 
@@ -8,91 +8,42 @@ import socket
 import threading
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import hpcdist
 from hpcdist.machine import facts
-from hpcdist.machine.facts import Gpu, Lookups, parse_gpus, visible_gpus
-
-LISTING = """\
-0, GPU-5a1c9f0e-0000-0000-0000-000000000001, NVIDIA H200, 4, 143771, 0, 0x0000000000000001
-1, GPU-5a1c9f0e-0000-0000-0000-000000000002, NVIDIA H200, 90210, 143771, 2, 0x00000000000000C4
-2, GPU-5a1c9f0e-0000-0000-0000-000000000003, NVIDIA GeForce RTX 4090, 12, 24564, [N/A], 0x0000000000000000
-3, GPU-5a1c9f0e-0000-0000-0000-000000000004, NVIDIA H200, [N/A], [N/A], [N/A], [N/A]
-"""
-PROCESSES = """\
-GPU-5a1c9f0e-0000-0000-0000-000000000002, 4711
-GPU-5a1c9f0e-0000-0000-0000-000000000002, 4712
-"""
+from hpcdist.machine.facts import Lookups
 
 
-def test_gpus_of_a_listing_written_down_beforehand() -> None:
-    first, second, third, fourth = parse_gpus(LISTING, PROCESSES)
-    assert first == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0), (
-        "idle is no throttle"
-    )
-    assert (second.used_mb, second.uncorrected_errors, second.pids) == (90210, 2, (4711, 4712))
-    assert second.throttled == ("too hot (hardware slowdown)", "power brake"), "a power cap alone is normal"
-    assert (third.name, third.uncorrected_errors) == ("NVIDIA GeForce RTX 4090", None)
-    assert (fourth.used_mb, fourth.total_mb, fourth.throttled) == (None, None, ())
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("script", "num_gpus"),
-    [
-        ('case "$1" in *clocks_event*) cat listing;; *apps*) exit 0;; esac', 4),
-        ('case "$1" in *clocks_event*) exit 2;; *clocks_throttle*) cat listing;; *) exit 6;; esac', 4),
-        ("echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver'; exit 9", 0),
-    ],
-    ids=["new driver", "before 535", "no driver"],
-)
-def test_gpus_are_asked_of_nvidia_smi(
-    script: str, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "listing").write_text(LISTING)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncd {tmp_path}\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert len(facts.gpus()) == num_gpus
-
-
-@pytest.mark.processes
-def test_no_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert facts.gpus() == []
-
-
-@pytest.mark.parametrize(
-    ("value", "count"),
-    [(None, 2), ("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a1c", 1), ("0,1,2", 2), ("MIG-a,MIG-b,MIG-c", 3)],
-)
-def test_gpus_that_a_program_may_see(value: str | None, count: int) -> None:
-    assert visible_gpus(2, {} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == count
-
-
-def test_versions_are_those_of_this_python() -> None:
+def test_versions_equal_those_of_the_installed_packages() -> None:
     found = facts.versions()
     assert found["hpcdist"] == hpcdist.__version__
     assert found["source"] == facts.source_digest(str(Path(hpcdist.__file__).parent))
-    # Importing torch would take a second and tell the same.
+    # The version file is executed, because importing torch takes a second.
     torch = runpy.run_path(str(distribution("torch").locate_file("torch/version.py")))
     assert found["torch"] == torch["__version__"]
-    assert found.get("cuda") == torch["cuda"], "the file also names cuda among what it exports"
+    assert found.get("cuda") == torch["cuda"], "the file also contains the name cuda in its list of exports"
     if torch["cuda"]:
         assert found["nccl"] == distribution(f"nvidia-nccl-cu{torch['cuda'].partition('.')[0]}").version
 
 
-def test_who_listens_on_a_port() -> None:
+def test_listener_of_a_port_is_identified() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert facts.listener(port).startswith(f"pid {os.getpid()} (")
     assert facts.listener(port) == ""
 
 
-def test_names_are_looked_up_with_their_times() -> None:
+def test_hidden_process_of_a_listener_leaves_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert facts.listener(server.getsockname()[1]) == f"a program of {psutil.Process().username()}"
+
+
+def test_lookups_have_address_time_or_error() -> None:
     found = Lookups(["localhost", "no-such-host.invalid"], reverse=["localhost"]).result(30.0)
     assert found["localhost"]["address"] == "127.0.0.1"
     assert found["localhost"]["forward_s"] >= 0
@@ -100,17 +51,33 @@ def test_names_are_looked_up_with_their_times() -> None:
     assert found["no-such-host.invalid"]["error"]
 
 
-def test_a_resolver_that_takes_too_long_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: never.wait())
+def test_slow_lookup_is_abandoned_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: answered.wait())
     assert Lookups(["n1"], reverse=[]).result(0.0) == {"n1": {"late": 0.0}}
-    never.set()
+    answered.set()
 
 
-def test_loopback_is_no_interface_to_others() -> None:
-    assert all(not card["address"].startswith("127.") and card["name"] != "lo" for card in facts.interfaces())
+def test_interfaces_have_state_and_speed_and_exclude_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(text: str, family: int = socket.AF_INET) -> SimpleNamespace:
+        return SimpleNamespace(address=text, family=family)
+
+    addresses = {
+        "lo": [address("127.0.0.1")],
+        "eth0": [address("10.0.0.3"), address("fe80::1", socket.AF_INET6)],
+        "ib0": [address("10.1.0.3")],
+        "eth1": [address("00:16:3e:00:00:01", psutil.AF_LINK)],
+    }
+    states = {name: SimpleNamespace(isup=True, speed=1000) for name in addresses}
+    states["ib0"] = SimpleNamespace(isup=False, speed=0)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    assert facts.interfaces() == [
+        {"name": "eth0", "address": "10.0.0.3", "up": True, "speed_mbit": 1000},
+        {"name": "ib0", "address": "10.1.0.3", "up": False, "speed_mbit": None},
+    ]
 
 
-def test_variables_that_matter_to_the_network_alone_are_told() -> None:
+def test_network_variables_exclude_all_others() -> None:
     env = {"NCCL_DEBUG": "INFO", "HOME": "/root", "GLOO_SOCKET_IFNAME": "eth0", "SECRET_TOKEN": "x"}
     assert facts.network_variables(env) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}

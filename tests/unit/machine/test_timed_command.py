@@ -10,6 +10,9 @@ import pytest
 
 from hpcdist.machine.timed_command import last_line, run_within
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 
 def test_what_a_command_prints() -> None:
     done = run_within(["sh", "-c", "echo $WHO; echo oops >&2; exit 3"], 60, env={"WHO": "me", "PATH": "/usr/bin:/bin"})

@@ -80,6 +80,7 @@ def test_connections_are_listed_with_both_ends() -> None:
             assert not own_sockets.is_own_connection(("127.0.0.1", 1), peer)
 
 
+@pytest.mark.processes
 def test_the_sockets_of_other_processes_are_not_own() -> None:
     with socket.create_server((HERE, 0)) as listener:
         code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); sys.stdin.read()"

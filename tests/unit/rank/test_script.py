@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 SCRIPT = """\
 import gc, os
 assert gc.isenabled()

@@ -135,6 +135,7 @@ def act(python: list[str], user: int, run: Path, uri: str = "", umask: int = 0o0
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_the_second_user_of_a_folder_is_refused_before_anything_is_made(python: list[str], place: Path) -> None:
     (place / "ada").mkdir()
     os.chown(place / "ada", ADA, ADA)
@@ -162,6 +163,7 @@ def test_the_second_user_of_a_folder_is_refused_before_anything_is_made(python: 
     )
 
 
+@pytest.mark.processes
 def test_a_folder_that_root_opened_to_all_has_one_user_by_experiment_and_database(
     python: list[str], place: Path
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_folder_that_root_opened_to_all_has_one_user_by_experiment_and_databas
     assert not (runs / "third").exists()
 
 
+@pytest.mark.processes
 def test_two_users_with_folders_of_their_own_share_an_experiment_in_a_server(
     python: list[str], place: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ def attempt(runs_dir: Path) -> Attempt:
     return RunDir.create(runs_dir / "exp" / "run").new_attempt()
 
 
+@pytest.mark.processes
 def test_ranks_are_found_and_killed_with_what_they_have_started(
     attempt: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

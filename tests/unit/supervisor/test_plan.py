@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.topology import Topology, port_for
 from hpcdist.supervisor import plan as plans
 from hpcdist.supervisor.plan import LOOPBACK, Machine, Plan, free_port, make_plan, rank_command
+from tests.support.fake_nvml import gpu, install_fake_nvml
 
 CPU = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -138,38 +137,14 @@ def test_a_rank_is_a_worker_of_this_python_away_from_the_current_folder() -> Non
     ],
 )
 def test_cuda_visible_devices_says_how_many(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "count_gpus", lambda: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr(plans, "count_gpus", lambda: pytest.fail("the driver was queried"))
     assert Machine.inspect({"CUDA_VISIBLE_DEVICES": visible}).num_gpus == num_gpus
 
 
-def fake_nvidia_smi(folder: Path, script: str) -> Mapping[str, str]:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return {"PATH": f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("script", "num_gpus"),
-    [
-        ("printf '0\\n1\\n'", 2),
-        ("echo 0", 1),
-        ("echo 'No devices were found'", 0),
-        ("echo 0; exit 9", 0),
-    ],
-)
-def test_without_it_nvidia_smi_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, num_gpus: int
-) -> None:
-    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path, script)["PATH"])
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_without_cuda_visible_devices_the_driver_is_queried(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    install_fake_nvml(monkeypatch, *[gpu("NVIDIA H200")] * num_gpus)
     assert Machine.inspect({}).num_gpus == num_gpus
-
-
-@pytest.mark.processes
-def test_a_machine_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert Machine.inspect({}).num_gpus == 0
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

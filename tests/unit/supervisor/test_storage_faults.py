@@ -19,6 +19,9 @@ from io_faults import Fault, recorded
 from hpcdist.run.folder import RunDir
 from hpcdist.run.status import close_if_lost
 
+#: All tests of this file may start processes.
+pytestmark = pytest.mark.processes
+
 SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
 WHEREVER = ("ESTALE", "EIO", "EACCES", "EINTR", "ENOSPC")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcdist.machine.check import Check
-from hpcdist.machine.facts import Gpu
+from hpcdist.machine.gpus import Gpu
 
 #: Fraction of a GPU's memory; a display or a monitoring program uses less.
 _IN_USE = 0.1

@@ -1,0 +1,75 @@
+"""Generators of the troubleshooting page: known failures, reasons of waiting jobs, findings of preflight and doctor."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from generators.messages import template
+from generators.tables import PACKAGE, cell, code, table
+from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
+
+
+def failure_patterns() -> str:
+    """Return a section per failure that `hpcdist explain` recognises."""
+    parts = []
+    for pattern in PATTERNS:
+        # Alternatives are separated by `|` outside parentheses.
+        texts = "\n".join(re.split(r"\|(?![^()]*\))", pattern.texts.pattern))
+        cause = pattern.cause.replace("{0}", "…")
+        parts.append(f"### {pattern.name}\n\n```text\n{texts}\n```\n\n**Cause:** {cause}.\n\n**Fix:** {pattern.fix}.\n")
+    return "\n".join(parts)
+
+
+def waiting_reasons() -> str:
+    """Return Slurm's reasons for a waiting job."""
+    rows = [(code(reason), cell(cause), cell(fix)) for reason, (cause, fix) in WAITING.items()]
+    return table(("Slurm's reason", "cause", "fix"), rows)
+
+
+def preflight_findings() -> str:
+    return _findings(PACKAGE / "preflight")
+
+
+def doctor_findings() -> str:
+    return _findings(PACKAGE / "diagnostics" / "doctor")
+
+
+def _findings(folder: Path) -> str:
+    """Return the findings (`Check(...)` and `Finding(...)` calls) of the modules in a folder."""
+    rows = []
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in ("Check", "Finding"):
+                continue
+            given = {keyword.arg: _text(keyword.value, tree) for keyword in node.keywords}
+            if given.get("text") and given.get("level") != "ok":
+                rows.append((cell(given["name"]), code(given["text"]), cell(given.get("fix", ""))))
+    return table(("check", "finding", "fix"), rows)
+
+
+def _text(node: ast.expr, tree: ast.Module) -> str:
+    """Return the text of an argument; of a variable, the text that the lines before assign to it."""
+    if not isinstance(node, ast.Name):
+        return template(node)
+    lines = range(node.lineno - 12, node.lineno + 1)
+    texts = [
+        (line, template(value))
+        for line, name, value in _assignments(tree)
+        if name == node.id and line in lines and template(value)
+    ]
+    return max([(0, ""), *texts])[1]
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[int, str, ast.expr]]:
+    """Yield (line, variable, value) of each assignment; a tuple yields its elements."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                yield from ((node.lineno, ast.unparse(t), v) for t, v in zip(target.elts, value.elts, strict=True))
+            else:
+                yield node.lineno, ast.unparse(target), value

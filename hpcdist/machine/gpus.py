@@ -1,0 +1,131 @@
+"""GPUs of this machine as reported by NVML, the library behind nvidia-smi. Unknown values are None.
+
+NVML instead of nvidia-smi: there is no text to parse, and telemetry reads it every few seconds without a new process.
+pynvml is imported by the functions, because most commands need no GPU facts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcdist.machine.facts import versions
+from hpcdist.machine.time_limit import done_within, start
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: Time limit for the answer of the driver, which takes seconds to load if nothing keeps it loaded.
+DRIVER_S = 8.0
+#: Bits of NVML's clock event reasons that mean throttling; other bits are harmless.
+#: Source: NVML API reference, nvmlClocksEventReasons
+THROTTLES = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software slowdown)",
+    0x40: "too hot (hardware slowdown)",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU; None for values that it does not report, as in MIG mode."""
+
+    index: int
+    name: str
+    used_mb: int | None
+    total_mb: int | None
+    uncorrected_errors: int | None  #: since the driver was loaded
+    throttled: tuple[str, ...] = ()
+    pids: tuple[int, ...] = ()  #: visible processes that compute on it
+
+
+def open_gpus() -> dict[int, Any]:
+    """Return NVML's handle of each GPU that answers, by index; empty without a working driver."""
+    import pynvml
+
+    found = {}
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        log.debug("NVML is not available: %s", error)
+        return {}
+    for index in range(count):
+        with suppress(pynvml.NVMLError):  # the GPU is lost
+            found[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return found
+
+
+def gpus() -> list[Gpu]:
+    """Return this machine's GPUs, whatever CUDA_VISIBLE_DEVICES selects; none if the driver does not answer in time."""
+    return done_within(DRIVER_S, start(_read_gpus), [])
+
+
+def count_gpus() -> int:
+    """Return the number of this machine's GPUs, also those that CUDA_VISIBLE_DEVICES hides; MIG slices do not count."""
+    return len(done_within(DRIVER_S, start(open_gpus), {}))
+
+
+def _read_gpus() -> list[Gpu]:
+    import pynvml
+
+    def ask(query: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return query(*arguments)
+        except pynvml.NVMLError:
+            return None  # GPUs in MIG mode, virtual GPUs and old drivers do not support all queries
+
+    found = []
+    for index, handle in open_gpus().items():
+        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # version 2 as in nvidia-smi
+        uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        if (name := ask(pynvml.nvmlDeviceGetName, handle)) is not None:  # else the GPU is lost
+            found.append(
+                Gpu(
+                    index=index,
+                    name=name,
+                    used_mb=memory.used >> 20 if memory else None,
+                    total_mb=memory.total >> 20 if memory else None,
+                    uncorrected_errors=ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
+                    throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
+                    pids=tuple(one.pid for one in ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+                )
+            )
+    return found
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, from NVML where /proc does not show it, as on WSL; empty if unknown."""
+    return versions().get("driver") or done_within(DRIVER_S, start(_nvml_driver_version), "")
+
+
+def _nvml_driver_version() -> str:
+    import pynvml
+
+    return str(pynvml.nvmlSystemGetDriverVersion()) if open_gpus() else ""
+
+
+def selected_gpus(env: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES lists; None if it is not set."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [item for item in listed.split(",") if item.strip() not in ("", "-1")]
+
+
+def visible_gpus(num_gpus: int, env: Mapping[str, str]) -> int:
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES selects of those of this machine."""
+    selected = selected_gpus(env)
+    if selected is None:
+        return num_gpus
+    # A GPU may have several MIG slices.
+    return len(selected) if any(item.startswith("MIG-") for item in selected) else min(num_gpus, len(selected))
+
+
+def gpu_device_files() -> int:
+    """Return the number of GPUs with a device file, whether or not the driver works."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])

@@ -1,0 +1,100 @@
+"""Tests of the GPU facts against a replacement for NVML, since test machines have no GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pynvml
+import pytest
+
+from hpcdist.machine import gpus
+from hpcdist.machine.gpus import Gpu, count_gpus, driver_version, selected_gpus, visible_gpus
+from tests.support.fake_nvml import FakeNvml, gpu, install_fake_nvml, memory, processes
+
+IDLE = gpu(
+    "NVIDIA H200",
+    MemoryInfo=memory(4, 143771),
+    TotalEccErrors=0,
+    CurrentClocksThrottleReasons=0x01,
+    ComputeRunningProcesses=[],
+)
+BROKEN = gpu(
+    "NVIDIA H200",
+    MemoryInfo=memory(90210, 143771),
+    TotalEccErrors=2,
+    CurrentClocksThrottleReasons=0xC4,
+    ComputeRunningProcesses=processes(4711, 4712),
+)
+WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksThrottleReasons=0)
+#: NVML reports the memory and processes of the slices instead.
+IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
+
+
+def test_gpus_have_memory_errors_throttling_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, IDLE, BROKEN)
+    idle, broken = gpus.gpus()
+    assert idle == Gpu(index=0, name="NVIDIA H200", used_mb=4, total_mb=143771, uncorrected_errors=0)
+    assert (broken.used_mb, broken.uncorrected_errors, broken.pids) == (90210, 2, (4711, 4712))
+    assert broken.throttled == ("too hot (hardware slowdown)", "power brake"), "the power cap 0x04 is normal"
+
+
+def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, WITHOUT_ECC, IN_MIG_MODE)
+    without_ecc, in_mig_mode = gpus.gpus()
+    assert (without_ecc.total_mb, without_ecc.uncorrected_errors) == (24564, None)
+    assert (in_mig_mode.used_mb, in_mig_mode.total_mb, in_mig_mode.throttled, in_mig_mode.pids) == (None, None, (), ())
+
+
+def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fake_nvml(monkeypatch, IDLE, None, {}, BROKEN)
+    assert [one.index for one in gpus.gpus()] == [0, 3]
+    assert count_gpus() == 3, "the third GPU fails later than the second"
+
+
+def test_machine_without_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeNvml) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(FakeNvml, "nvmlInit", fail)
+    install_fake_nvml(monkeypatch, IDLE)
+    assert (gpus.gpus(), count_gpus(), driver_version()) == ([], 0, "")
+
+
+def test_driver_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: answered.wait())
+    monkeypatch.setattr(gpus, "DRIVER_S", 0.01)
+    install_fake_nvml(monkeypatch, IDLE)
+    assert (gpus.gpus(), count_gpus()) == ([], 0)
+    answered.set()
+
+
+def test_driver_version_comes_from_nvml_if_proc_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "versions", dict)
+    install_fake_nvml(monkeypatch, IDLE, driver="550.54")
+    assert driver_version() == "550.54"
+
+
+@pytest.mark.parametrize(
+    ("value", "selected", "visible"),
+    [
+        (None, None, 2),
+        ("0,1", ["0", "1"], 2),
+        ("", [], 0),
+        ("-1", [], 0),
+        ("2,", ["2"], 1),
+        ("GPU-5a1c", ["GPU-5a1c"], 1),
+        ("0,1,2", ["0", "1", "2"], 2),
+    ],
+)
+def test_cuda_visible_devices_selects_gpus(value: str | None, selected: list[str] | None, visible: int) -> None:
+    env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert selected_gpus(env) == selected
+    assert visible_gpus(2, env) == visible
+
+
+def test_each_mig_slice_counts_as_a_gpu() -> None:
+    slices = ["MIG-GPU-8932f937/1/2", "MIG-5c4b", "MIG-77e2"]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(slices)}
+    assert selected_gpus(env) == slices
+    assert visible_gpus(1, env) == 3, "one GPU has several slices"
