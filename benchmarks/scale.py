@@ -351,7 +351,7 @@ def functions(num_ranks: int, root: Path) -> dict[str, float]:
         "nodelist, scattered": seconds_of(lambda: expand(scattered)),
         "batch script and srun line": seconds_of(lambda: render(config, run)),
         "reading srun's last words": seconds_of(lambda: ended_tasks(says)),
-        "finding the first failure": seconds_of(lambda: first_failure(exits, outcomes, {}, str)),
+        "finding the first failure": seconds_of(lambda: first_failure(exits, outcomes, lambda rank: None, str)),
     }
 
 

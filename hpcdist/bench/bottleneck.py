@@ -8,9 +8,11 @@ from statistics import median
 
 from hpcdist.bench.noise import BUSY, disturbance
 from hpcdist.bench.results import Results
-from hpcdist.bench.slow_links import Link, SlowLinks, find_slow_links
-from hpcdist.bench.units import rate, seconds, times
+from hpcdist.network.slow_links import SlowLinks, find_slow_links
+from hpcdist.network.units import rate, seconds, times
 
+#: Source and target rank.
+Link = tuple[int, int]
 #: A pair is slow by bandwidth from the first factor on, and late by latency from the second factor and difference on.
 SLOW_FACTOR, LATE_FACTOR, LATE_S = 1.5, 3.0, 20e-6
 #: Maximum number of pairs that are reported individually.
@@ -98,7 +100,7 @@ class RankNames:
 Finding = tuple[float, str]
 
 
-def _slow_ends(slow: SlowLinks, names: RankNames, kind: str) -> Iterator[Finding]:
+def _slow_ends(slow: SlowLinks[int], names: RankNames, kind: str) -> Iterator[Finding]:
     for name, factor, speed, way in _ends(slow, names):
         against = f"({rate(speed)}, median {rate(slow.usual)})"
         much = f"{times(factor)} slower than the median pair{kind}"
@@ -112,7 +114,7 @@ def _slow_ends(slow: SlowLinks, names: RankNames, kind: str) -> Iterator[Finding
             )
 
 
-def _late_ends(slow: SlowLinks, names: RankNames, kind: str) -> Iterator[Finding]:
+def _late_ends(slow: SlowLinks[int], names: RankNames, kind: str) -> Iterator[Finding]:
     for name, factor, speed, _ in _ends(slow, names):
         yield (
             factor,
@@ -124,7 +126,7 @@ def _late_ends(slow: SlowLinks, names: RankNames, kind: str) -> Iterator[Finding
         )
 
 
-def _ends(slow: SlowLinks, names: RankNames) -> Iterator[tuple[str, float, float, str]]:
+def _ends(slow: SlowLinks[int], names: RankNames) -> Iterator[tuple[str, float, float, str]]:
     """Yield name, factor, speed and direction of nodes and ranks that are slow with all partners."""
     for ranks, way in (
         (slow.sends & slow.receives, "both"),
@@ -132,11 +134,11 @@ def _ends(slow: SlowLinks, names: RankNames) -> Iterator[tuple[str, float, float
         (slow.receives - slow.sends, "receives"),
     ):
         for name, members in names.group(ranks, slow.links):
-            speed = slow.of_ranks(members)
+            speed = slow.of_ends(members)
             yield name, slow.usual / speed, speed, way
 
 
-def _slow_pairs(slow: SlowLinks, names: RankNames, kind: str) -> list[Finding]:
+def _slow_pairs(slow: SlowLinks[int], names: RankNames, kind: str) -> list[Finding]:
     def describe(name: str, back: str, speed: float, *, both: bool) -> str:
         much = f"{name} is {times(slow.usual / speed)} slower than the median pair{kind}"
         against = f"({rate(speed)}, median {rate(slow.usual)})"
@@ -147,7 +149,7 @@ def _slow_pairs(slow: SlowLinks, names: RankNames, kind: str) -> list[Finding]:
     return _pairs(slow, names, describe)
 
 
-def _late_pairs(slow: SlowLinks, names: RankNames, kind: str) -> list[Finding]:
+def _late_pairs(slow: SlowLinks[int], names: RankNames, kind: str) -> list[Finding]:
     def describe(name: str, back: str, speed: float, *, both: bool) -> str:
         return (
             f"{name} has {times(slow.usual / speed)} the latency of the median pair{kind}"
@@ -157,7 +159,7 @@ def _late_pairs(slow: SlowLinks, names: RankNames, kind: str) -> list[Finding]:
     return _pairs(slow, names, describe)
 
 
-def _pairs(slow: SlowLinks, names: RankNames, describe: Callable[..., str]) -> list[Finding]:
+def _pairs(slow: SlowLinks[int], names: RankNames, describe: Callable[..., str]) -> list[Finding]:
     """Return one finding for both directions of a pair; of more than `MAX_PAIRS` only the worst and the number."""
     by_name = names.group_links(slow.pairs, slow.links)
     found = []

@@ -9,7 +9,7 @@ from statistics import median
 
 from hpcdist.bench.noise import roughness
 from hpcdist.bench.results import Results, Row
-from hpcdist.bench.units import amount, seconds, times
+from hpcdist.network.units import amount, seconds, times
 
 #: Slowdowns by less than this factor are not reported.
 MIN_SLOWDOWN = 1.2

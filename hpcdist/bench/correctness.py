@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it at run time
 
-from hpcdist.bench.data_movement import Barrier
-from hpcdist.bench.groups import ControlGroup, Team
+from hpcdist.bench.groups import Team
 from hpcdist.bench.operation import Operation, wait_for
-from hpcdist.bench.operations import RingAllReduce
+from hpcdist.bench.operations import Barrier, RingAllReduce
 from hpcdist.bench.patterns import DTYPES, Reduction
 from hpcdist.bench.results import CheckResult
 from hpcdist.bench.ring import PIECE_BYTES
+from hpcdist.rank.network.collective_timing import synchronize
+from hpcdist.rank.network.process_group import Groups
 
 #: Error messages of torch and its backends for an unsupported operation, equal on every rank.
 _UNSUPPORTED = re.compile(
@@ -52,31 +52,28 @@ class OperationVariant:
         return self.kind(team, count, dtype, root=root, reduction=self.reduction or "sum", piece_bytes=piece_bytes)
 
 
-def check(
-    variant: OperationVariant, team: Team, dtype: str, control: ControlGroup, store: Store, *, node: str
-) -> CheckResult:
+def check(variant: OperationVariant, team: Team, dtype: str, groups: Groups, *, node: str) -> CheckResult:
     """Compare the result of an operation with the exact expected result. Call it on every rank.
 
     Args:
         variant: the operation.
         team: the group of this rank.
         dtype: data type, a key of `DTYPES`.
-        control: exchanges the results of all ranks.
-        store: counts the ranks in a barrier.
+        groups: exchange the results of all ranks; their store counts the ranks in a barrier.
         node: node name of this rank, for the report.
     """
     wrong, unsupported, serial = "", "", next(_serial)
     if team.size >= max(variant.kind.least_ranks, 1 if team.name == "world" else 2):
         try:
             # All cases, also after a wrong result, because the other ranks continue with the next case.
-            found = [_compare(operation, store, serial) for operation in _cases(variant, team, DTYPES[dtype])]
+            found = [_compare(operation, groups, serial) for operation in _cases(variant, team, DTYPES[dtype])]
             wrong = next(filter(None, found), "")
         except (RuntimeError, ValueError) as error:
             if not _UNSUPPORTED.search(str(error)):
                 raise
             unsupported = " ".join(str(error).split())[:200]
-    errors = control.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
-    reasons = list(filter(None, control.all_gather(unsupported)))
+    errors = groups.all_gather(f"rank {dist.get_rank()} on {node}: {wrong}" if wrong else "")
+    reasons = list(filter(None, groups.all_gather(unsupported)))
     ok: bool | None = True
     text = ""
     if sentences := list(filter(None, errors)):
@@ -100,10 +97,10 @@ def _cases(variant: OperationVariant, team: Team, dtype: torch.dtype) -> Iterato
             yield variant.make(team, whole, dtype, piece_bytes=_SHORT_PIECE_BYTES)
 
 
-def _compare(operation: Operation, store: Store, serial: int) -> str:
+def _compare(operation: Operation, groups: Groups, serial: int) -> str:
     """Return a description of a wrong result of the blocking or the asynchronous call; empty if both are correct."""
     if isinstance(operation, Barrier):
-        return _compare_barrier(operation, store, serial)
+        return _compare_barrier(operation, groups, serial)
     found = []
     for async_op in (False, True) if operation.can_overlap else (False,):
         operation.fill()
@@ -113,9 +110,9 @@ def _compare(operation: Operation, store: Store, serial: int) -> str:
 
 
 def _difference(operation: Operation) -> str:
-    if (result := operation.result()) is None:
+    if not len(operation.result):
         return ""
-    got, expected = result.cpu(), operation.expected()
+    got, expected = operation.result.cpu(), operation.expected()
     if got.dtype == expected.dtype and torch.equal(got, expected):
         return ""
     places = torch.nonzero(got != expected).flatten()
@@ -129,17 +126,16 @@ def _difference(operation: Operation) -> str:
     )
 
 
-def _compare_barrier(operation: Barrier, store: Store, serial: int) -> str:
+def _compare_barrier(operation: Barrier, groups: Groups, serial: int) -> str:
     """Let one rank arrive late; no rank may leave the barrier before it."""
     team = operation.team
     for late in (0, team.size - 1):
         key = f"comm/barrier/{serial}/{team.ranks[0]}/{late}"
         if team.index == late:
             time.sleep(_LATE_S)
-        store.add(key, 1)
+        groups.store.add(key, 1)
         operation.run()
-        if team.device.type == "cuda":
-            torch.cuda.synchronize(team.device)
-        if (num_arrived := store.add(key, 0)) < team.size:
+        synchronize(team.device)
+        if (num_arrived := groups.store.add(key, 0)) < team.size:
             return f"a rank left the barrier of {team.size} ranks when {num_arrived} had arrived"
     return ""

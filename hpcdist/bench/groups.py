@@ -72,31 +72,6 @@ def cuts(nodes: Sequence[str]) -> dict[str, list[list[int]]]:
     return kept
 
 
-class ControlGroup:
-    """A gloo group of all ranks for control messages outside of the measurements. Create it on every rank."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
-
-    def barrier(self) -> None:
-        dist.barrier(self._group)
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum of each value over all ranks, on every rank."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
-        found: list[float] = tensor.tolist()
-        return found
-
-    def all_gather(self, value: str) -> list[str]:
-        """Return the values of all ranks by rank, on every rank."""
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, value, self._group)
-        return found
-
-
 def choose_backend(wanted: str, device: torch.device) -> tuple[str, torch.device]:
     """Return the backend to measure and the device of its tensors: this rank's device for NCCL, otherwise the CPU.
 

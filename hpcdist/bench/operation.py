@@ -1,14 +1,12 @@
-"""Interface of an operation that is checked and measured: buffers, call, and expected result on this rank.
+"""Base class of the operations that are checked and measured: buffers, call and expected result on this rank.
 
-Sizes and bandwidths are defined as in nccl-tests,
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: `algbw` is size / time, with the size of all data
-(the parts of all ranks together). `busbw` is `algbw` times `bus_factor`, the rate of the busiest link, which can be
-compared between operations and world sizes.
+The size of an operation is that of all data, the parts of all ranks together, as in nccl-tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -22,7 +20,7 @@ from hpcdist.bench.ring import PIECE_BYTES
 Works = list[dist.Work | None]
 
 
-class Operation:
+class Operation(ABC):
     """One operation with its buffers.
 
     Args:
@@ -32,6 +30,10 @@ class Operation:
         root: index in the group of the rank that sends or receives all data.
         reduction: operator of a reduction.
         piece_bytes: message size of hpcdist's ring all-reduce.
+
+    Attributes:
+        source: input buffer, empty on ranks without input.
+        result: output buffer, empty on ranks without a result; may be the input buffer.
     """
 
     name: ClassVar[str]
@@ -62,14 +64,8 @@ class Operation:
         self.part = count // team.size
         self.is_root = team.index == root
         self.group_root = team.ranks[root]
-        self.prepare()
-        if (data := self.source()) is not None:
-            data.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
-
-    @staticmethod
-    def bus_factor(n: int) -> float | None:
-        """Return busbw / algbw for n ranks; None if no data is moved."""
-        return 1.0
+        self.source, self.result = self.buffers()
+        self.source.zero_()  # zeros do not overflow in repeated sums; writing also allocates the pages
 
     @staticmethod
     def hops(n: int) -> int:
@@ -80,36 +76,27 @@ class Operation:
     def title(self) -> str:
         return f"{self.name}[{self.reduction}]" if self.reduces else self.name
 
-    def prepare(self) -> None:
-        """Allocate the buffers."""
-        raise NotImplementedError
+    @abstractmethod
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Allocate and return `source` and `result`."""
 
-    def fill(self) -> None:
-        """Write the input pattern, and overwrite the result with values that no correct result contains."""
-        if (result := self.result()) is not None:
-            result.fill_(NEVER)
-        if (data := self.source()) is not None:
-            data.copy_(self.input())
-
-    def source(self) -> Tensor | None:
-        """Return the input buffer of this rank, or None."""
-        raise NotImplementedError
+    @abstractmethod
+    def call(self, *, async_op: bool) -> Works:
+        """Run the operation, or start it and return the work to wait for."""
 
     def input(self) -> Tensor:
         """Return the input of this rank, on the CPU."""
         return message(self.team.index, self.count, self.dtype)
 
-    def result(self) -> Tensor | None:
-        """Return the output buffer, or None on ranks without a result."""
-        raise NotImplementedError
-
     def expected(self) -> Tensor:
         """Return the expected result, on the CPU."""
-        raise NotImplementedError
+        return message(self.root, self.count, self.dtype)
 
-    def call(self, *, async_op: bool) -> Works:
-        """Run the operation, or start it and return the work to wait for."""
-        raise NotImplementedError
+    def fill(self) -> None:
+        """Overwrite the result with values that no correct result contains, and write the input pattern."""
+        self.result.fill_(NEVER)
+        if len(self.source):
+            self.source.copy_(self.input())
 
     def run(self) -> None:
         """Run the operation and wait for it."""
@@ -127,3 +114,11 @@ def wait_for(works: Works) -> None:
     for work in works:
         if work is not None:
             work.wait()
+
+
+def run_together(operations: Sequence[Operation]) -> None:
+    """Run one operation, or several at the same time; nothing on a rank without operations."""
+    if len(operations) == 1:
+        operations[0].run()
+    else:
+        wait_for([work for operation in operations for work in operation.call(async_op=True)])

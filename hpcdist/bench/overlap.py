@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from hpcdist.bench.groups import ControlGroup
-from hpcdist.bench.measurement import Stopwatch, Timing
 from hpcdist.bench.operation import Operation, wait_for
 from hpcdist.bench.results import Overlap
+from hpcdist.rank.network.collective_timing import Timing, synchronize
+from hpcdist.rank.network.process_group import Groups
 
 #: Operations that training can overlap, at sizes of gradient buckets.
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend_irecv")
@@ -25,16 +25,15 @@ _MOST_ITERATIONS = 5
 _SIDE = {"cpu": 192, "cuda": 2048}
 
 
-def measure_overlap(operation: Operation, control: ControlGroup, *, longest_s: float) -> Overlap:
+def measure_overlap(operation: Operation, groups: Groups, *, longest_s: float) -> Overlap:
     """Time the operation, a computation of the same duration, and both together. Call it on every rank.
 
     Args:
         operation: the operation.
-        control: exchanges the times of all ranks.
+        groups: exchange the times of all ranks.
         longest_s: limit for the duration of all iterations, in seconds.
     """
     device = operation.team.device
-    watch = Stopwatch(operation.team)
     matrix = torch.ones(_SIDE[device.type], _SIDE[device.type], device=device)
     product = torch.empty_like(matrix)
 
@@ -48,17 +47,17 @@ def measure_overlap(operation: Operation, control: ControlGroup, *, longest_s: f
         wait_for(works)
 
     def seconds(call: Callable[[], None]) -> float:
-        watch.finish()
-        control.barrier()
+        synchronize(device)
+        groups.barrier()
         began = time.perf_counter()
         call()
-        watch.finish()
+        synchronize(device)
         return time.perf_counter() - began
 
     compute(10)
-    (first_s,) = control.max([seconds(operation.run)])
+    (first_s,) = groups.max([seconds(operation.run)])
     iterations = min(max(1, int(longest_s / first_s)), _MOST_ITERATIONS)
-    communication_s, ten_s = control.max(
+    communication_s, ten_s = groups.max(
         [min(seconds(call) for _ in range(iterations)) for call in (operation.run, lambda: compute(10))]
     )
     times = max(1, round(10 * communication_s / ten_s))
@@ -66,7 +65,7 @@ def measure_overlap(operation: Operation, control: ControlGroup, *, longest_s: f
     for _ in range(iterations):  # alternating, so that a disturbance affects all three
         for kind, call in enumerate((lambda: compute(times), operation.run, lambda: together(times))):
             found[kind].append(seconds(call))
-    compute_s, communication_s, together_s = (Timing.of(control.max(one)).median_s for one in found)
+    compute_s, communication_s, together_s = (Timing.of(groups.max(one)).median_s for one in found)
     hidden = (compute_s + communication_s - together_s) / min(compute_s, communication_s)
     return Overlap(
         operation=operation.name,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.bench.groups import Team
-from hpcdist.bench.measurement import quantile
 from hpcdist.bench.results import Pair
-from hpcdist.network import tournament
+from hpcdist.network.tournament import tournament
+from hpcdist.rank.network.collective_timing import Timing, synchronize
 
 #: Maximum world size for which all pairs are measured, one after the other.
 MAX_ALL_PAIRS = 16
@@ -71,10 +71,6 @@ def _measure(source: int, target: int, world: Team) -> Pair | None:
     is_source = dist.get_rank() == source
     peer, device = (target if is_source else source), world.device
 
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def trip(leaving: torch.Tensor, returning: torch.Tensor) -> float:
         """Return the seconds of a round trip, measured at the source."""
         began = time.perf_counter()
@@ -84,13 +80,13 @@ def _measure(source: int, target: int, world: Team) -> Pair | None:
         else:
             dist.recv(leaving, peer, world.group)
             dist.send(returning, peer, world.group)
-        finish()
+        synchronize(device)
         return time.perf_counter() - began
 
     small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device)
     answer = torch.zeros_like(small)
     seconds = [trip(small, answer) for _ in range(_PINGS_BEFORE + _ROUND_TRIPS)][_PINGS_BEFORE:]
-    latency_s = quantile(sorted(seconds), 0.5) / 2
+    latency_s = Timing.of(seconds).median_s / 2
     # The first message is slower or faster than later ones: buffers are allocated, a rate limiter allows a burst.
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
     trip(probe, answer)

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hpcdist.rank.collective_check import largest_exact
+
 Reduction = Literal["sum", "product", "max", "min"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "product", "max", "min")
 DTYPES = {
@@ -24,8 +26,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-#: Largest whole numbers that are exact (or fit) by dtype; for all other dtypes `_ENOUGH` is.
-_EXACT = {torch.uint8: 127, torch.int8: 127, torch.bfloat16: 256, torch.float16: 2048}
+#: Limit of sums in dtypes that represent larger numbers exactly.
 _ENOUGH = 1 << 20
 #: A prime, so that data shifted by a power of two, such as a wrong chunk, differs.
 _PERIOD = 113
@@ -76,6 +77,6 @@ def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, d
     turn = (rank + place) % num_ranks  # which ranks contribute more than the neutral value varies by index
     if reduction == "product":
         return 1 + ((turn < _FACTORS) & (mixed % 3 > 0)).long()
-    limit = _EXACT.get(dtype, _ENOUGH)
+    limit = min(largest_exact(dtype), _ENOUGH)
     values = min(_PERIOD, max(2, limit // num_ranks + 1))  # each contributes 0 to values - 1
     return (mixed % values) * (turn < limit // (values - 1))

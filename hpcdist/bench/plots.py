@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.bench.bottleneck import RankNames, bottleneck, link_speeds
 from hpcdist.bench.report import heading, is_ring, main_rows
 from hpcdist.bench.results import Results, Row
-from hpcdist.bench.units import amount, rate, seconds
 from hpcdist.files.atomic import write_atomic
+from hpcdist.network.units import amount, rate, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from rich.text import Text
 from hpcdist.bench.bottleneck import RankNames, bottleneck, link_speeds
 from hpcdist.bench.compare import Change, changes, label, sentences, slower
 from hpcdist.bench.results import Results, Row, Rpc
-from hpcdist.bench.units import amount, rate, seconds, times
+from hpcdist.network.units import amount, rate, seconds, times
 
 #: Sizes in the tables besides the largest one, and further sizes if few of these were measured.
 SIZES, MORE_SIZES = (2**4, 2**12, 2**16, 2**20, 2**24), (1, 2**8)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from hpcdist.bench.comm_config import CommConfig, parse_bytes
-from hpcdist.bench.measurement import Timing
 from hpcdist.bench.patterns import message
 from hpcdist.bench.results import RankPlace, Rpc
 from hpcdist.errors import HpcdistError
 from hpcdist.rank.context import Context
+from hpcdist.rank.network.collective_timing import Timing, synchronize
 from hpcdist.rank.network.rpc import remote, rpc_group
 
 SIZES = (4, 1 << 12, 1 << 20, 1 << 24)
@@ -96,14 +96,10 @@ def _measure(name: str, size: int, device: torch.device, budget_s: float) -> tup
     """Return the timing of one call at a time, and the seconds per call with several simultaneous calls."""
     sent = message(0, size, torch.uint8).to(device)
 
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def one() -> float:
         began = time.perf_counter()
         rpc.rpc_sync(name, echo, (sent,))
-        finish()
+        synchronize(device)
         return time.perf_counter() - began
 
     answer = rpc.rpc_sync(name, echo, (sent,))
@@ -121,5 +117,5 @@ def _measure(name: str, size: int, device: torch.device, budget_s: float) -> tup
         waiting.append(rpc.rpc_async(name, echo, (sent,)))
     for future in waiting:
         future.wait()
-    finish()
+    synchronize(device)
     return timing, (time.perf_counter() - began) / window

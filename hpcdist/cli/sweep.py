@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpcdist.run.sweep_cells import Choice
     from hpcdist.supervisor.plan import Plan
 
-#: Authors of a stop request that a signal to this process causes, see supervisor/supervisor.py.
+#: Authors of a stop request that a signal to this process causes, see supervisor/signal_requests.py.
 _BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
@@ -192,7 +192,7 @@ def submit_sweep(
             try:
                 jobs = submission.submit_array(config, folder, [choice.run for choice in to_run], flags, parallelism)
             except BaseException:
-                sweep_cells.discard([choice.run for choice in to_run if choice.is_new])
+                sweep_cells.discard([choice.run for choice in to_run if choice.why == "new"])
                 raise
         print(f"{sweep.name} is job{'s' * (len(jobs) > 1)} {jobs[0]}{f' to {jobs[-1]}' * (len(jobs) > 1)}")
         print(_upload([choice.run for choice in to_run], uri))

@@ -33,3 +33,19 @@ class Check:
         """Return one line such as `n3: disk: 0 MB are free in /runs; remove old runs`."""
         where = f"{self.node}: " if self.node else ""
         return f"{where}{self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+
+
+def ok(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level="ok", text=text, fix=fix, node=node)
+
+
+def note(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level="note", text=text, fix=fix, node=node)
+
+
+def warning(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level="warning", text=text, fix=fix, node=node)
+
+
+def failure(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level="failure", text=text, fix=fix, node=node)

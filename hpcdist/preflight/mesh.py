@@ -3,7 +3,7 @@
 Every node listens on the ranks' port and connects to the others, because firewalls may block one direction only.
 Nodes start at different times, so a refused connection counts only once the peer is known to listen: it has connected
 itself, or its mark file is in the shared folder. From then on it has `GRACE_S`. Pairs that are connected in both
-directions are measured in the rounds of a tournament, in which a node takes part in one transfer at a time.
+directions are measured in rounds, see `rounds.py`.
 
 Up to `ALL_PAIRS` nodes connect to all others. In larger runs each node connects to fewer than that many, chosen evenly.
 Each measures at most seven pairs, so a node's time and output do not grow with the run.
@@ -20,19 +20,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from hpcdist.machine.time_limit import start
-from hpcdist.network import tournament
-from hpcdist.preflight.peers import Peer
+from hpcdist.network.tournament import tournament
+from hpcdist.preflight.peers import Peer, connection_failure
 from hpcdist.preflight.protocol import (
-    FAST_BYTES_S,
     STALL_S,
     ClosedPeerError,
     Link,
     Message,
-    SilentPeerError,
     UnknownPeerError,
     connected,
     run_queue_wait_us,
 )
+from hpcdist.preflight.rounds import ROUNDS_S, Rounds
 
 ALL_PAIRS = 64
 MEASURED_ROUNDS = 7
@@ -43,17 +42,7 @@ RETRY_S = 0.1
 #: Interval of reading the mark files in the shared folder.
 MARKS_INTERVAL_S = 0.5
 LARGE_BYTES = 2**14
-#: Limit for all rounds; pairs of later rounds are not measured.
-ROUNDS_S = {"quick": 6.0, "full": 20.0}
-#: One burst in one direction grows until it takes this long or is this large.
-BURST_S = {"quick": 0.04, "full": 0.2}
-BURST_BYTES = {"quick": 4 * 2**20, "full": 64 * 2**20}
-#: A higher latency, or a bandwidth below `FAST_BYTES_S`, is measured again, because noise only makes results worse.
-SUSPECT_LATENCY_S = 2e-3
-
-
-#: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS`
-#: nodes connect at the same moment.
+#: Limit of unauthenticated connections; beyond it the oldest is closed. Up to `ALL_PAIRS` nodes connect at once.
 MAX_UNKNOWN = 2 * ALL_PAIRS
 #: Pause after an error of accept(), such as too many open files.
 ACCEPT_AGAIN_S = 0.05
@@ -87,27 +76,29 @@ class Mesh:
         marks: Callable[[], Iterable[str]],
         deadline_s: float = 30.0,
     ) -> None:
-        self._me = nodes.index(node)
-        self._nodes = nodes
         self._port, self._token, self._mode = port, token, mode
         self._resolve, self._bind, self._mark, self._marks = resolve, bind, mark, marks
         self._began = time.monotonic()
         self._until = self._began + deadline_s
-        self._rounds = tournament(len(nodes), MEASURED_ROUNDS)
-        everyone: set[int | None] = set(range(len(nodes)))
+        me = nodes.index(node)
+        measured = [partners[me] for partners in tournament(len(nodes), MEASURED_ROUNDS)]
+        connected_to: set[int | None] = set(range(len(nodes)))
         if len(nodes) > ALL_PAIRS:
             more = tournament(len(nodes), ALL_PAIRS - MEASURED_ROUNDS - 1)
-            everyone = {partners[self._me] for partners in (*self._rounds, *more)}
-        self.peers = {nodes[i]: Peer(nodes[i]) for i in range(len(nodes)) if i in everyone and i != self._me}
+            connected_to = {*measured, *(partners[me] for partners in more)}
+        self.peers = {nodes[i]: Peer(nodes[i]) for i in range(len(nodes)) if i in connected_to and i != me}
+        self._rounds = Rounds(
+            [None if i is None else self.peers[nodes[i]] for i in measured],
+            [i is not None and me < i for i in measured],
+            mode,
+        )
         #: Error of listening on the port; empty without one.
         self.port_problem = ""
         #: This node's addresses on its connections.
         self.addresses: set[str] = set()
-        self._round = -1
-        self._in_round = asyncio.Condition()
         self._all_tried = asyncio.Event()
         self._leaving = asyncio.Event()
-        self._ephemeral = 0
+        self._hello: dict[str, Any] = {"node": node}
         #: Number of connections from other programs.
         self.num_foreign = 0
         #: Connections in their handshake, oldest first.
@@ -122,9 +113,7 @@ class Mesh:
             await asyncio.gather(*map(self._reach, self.peers.values()))
             self._all_tried.set()
             await asyncio.gather(*map(self._agree, self.peers.values()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROUNDS_S[self._mode]):
-                    await self._play()
+            await self._rounds.run()
             self._leaving.set()
             await asyncio.gather(*map(self._part, self.peers.values()))
         finally:
@@ -143,7 +132,7 @@ class Mesh:
                 self.port_problem = os.strerror(error.errno) if error.errno else str(error)
                 continue
             sock.setblocking(False)
-            self._ephemeral = sock.getsockname()[1]
+            self._hello["ephemeral"] = sock.getsockname()[1]
             self._listening.append(sock)
             self._start(self._accept(sock))
         self._start(self._watch_marks())
@@ -172,7 +161,7 @@ class Mesh:
             await asyncio.sleep(0)
 
     async def _watch_marks(self) -> None:
-        """Read the mark files: the only sign of a node that is blocked in both directions."""
+        """Read the mark files: they also show nodes that are blocked in both directions."""
         with contextlib.suppress(OSError):  # reported by the check of the file systems
             await asyncio.wrap_future(start(self._mark))
             while waiting := [peer for peer in self.peers.values() if peer.alive_at == float("inf")]:
@@ -189,7 +178,7 @@ class Mesh:
         """Answer one connection until it ends."""
         with contextlib.suppress(OSError, EOFError), contextlib.closing(link):
             try:
-                hello = await link.handshake(self._token, self._hello(), connecting=False)
+                hello = await link.handshake(self._token, self._hello, connecting=False)
             except UnknownPeerError as error:
                 self.num_foreign += not isinstance(error, ClosedPeerError)
                 return
@@ -200,33 +189,24 @@ class Mesh:
                 return  # perhaps this node itself, through a wrong name
             self._seen(peer)
             while True:
-                what, number, _ = await link.receive_frame()
-                if what is Message.REACHED:
+                kind, number, _ = await link.receive_frame()
+                if kind is Message.REACHED:
                     # Rounds must not begin while this node still connects to others.
                     await self._all_tried.wait()
                     number = int(peer.reached)
-                elif what is Message.ROUND:
-                    number = await self._arrived(number)
-                elif what is Message.PUSH:
+                elif kind is Message.ROUND:
+                    number = await self._rounds.reached(number)
+                elif kind is Message.PUSH:
                     await link.discard(number)
-                elif what is Message.LEAVE:
+                elif kind is Message.LEAVE:
                     await self._leaving.wait()
-                elif what is Message.TIME:
+                elif kind is Message.TIME:
                     number = run_queue_wait_us()
-                await link.send_frame(what, number)
-                if what is Message.PULL:
+                await link.send_frame(kind, number)
+                if kind is Message.PULL:
                     await link.send(number)
-                elif what is Message.DONE:
+                elif kind is Message.DONE:
                     peer.done.set()
-
-    def _hello(self) -> dict[str, Any]:
-        return {"node": self._nodes[self._me], "ephemeral": self._ephemeral}
-
-    async def _arrived(self, number: int) -> int:
-        """Wait until this node reaches a round; return 1 if it takes part, 0 if it has already passed the round."""
-        async with self._in_round:
-            await self._in_round.wait_for(lambda: self._round >= number)
-        return int(self._round == number)
 
     async def _reach(self, peer: Peer) -> None:
         while True:
@@ -259,14 +239,14 @@ class Mesh:
         try:
             link = Link(await connected(address, self._port, CONNECT_S))
         except OSError as error:
-            return (*_failure(error), None)
+            return (*connection_failure(error), None)
         try:
-            hello = await link.handshake(self._token, self._hello(), connecting=True)
+            hello = await link.handshake(self._token, self._hello, connecting=True)
             if hello["node"] != peer.name:
                 raise UnknownPeerError(f"{hello['node']}, to which the name {peer.name} resolves")
         except (UnknownPeerError, OSError) as error:
             link.close()
-            return (*_failure(error), None)
+            return (*connection_failure(error), None)
         peer.port = hello["ephemeral"]
         return "ok", "", link
 
@@ -274,7 +254,7 @@ class Mesh:
         try:
             (await connected(await self._resolve(peer.name), peer.port, CONNECT_S)).close()
         except OSError as error:
-            return _failure(error)[0]
+            return connection_failure(error)[0]
         return "ok"
 
     async def _carries(self, peer: Peer, link: Link) -> bool:
@@ -309,67 +289,9 @@ class Mesh:
         except (TimeoutError, OSError, EOFError):
             peer.link = None  # the connection has broken since; the peer's own answer has the reason
 
-    async def _play(self) -> None:
-        for number, partners in enumerate(self._rounds):
-            other = partners[self._me]
-            peer = None if other is None else self.peers[self._nodes[other]]
-            if other is None or peer is None or not peer.mutual:
-                continue
-            async with self._in_round:
-                self._round = number
-                self._in_round.notify_all()
-            if self._me < other:
-                await self._lead(peer, number)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(STALL_S + 1):
-                        await peer.done.wait()
-        async with self._in_round:
-            self._round = len(self._rounds)
-            self._in_round.notify_all()
-
-    async def _lead(self, peer: Peer, number: int) -> None:
-        link, peer.link = peer.link, None
-        assert link is not None, "mutual"
-        try:
-            present, _ = await link.request(Message.ROUND, number)
-            if present:
-                await self._measure(peer, link)
-                await link.request(Message.DONE)
-            peer.link = link
-        except (TimeoutError, OSError, EOFError):
-            pass  # the connection has broken, or is too slow: not measured
-
-    async def _measure(self, peer: Peer, link: Link) -> None:
-        peer.latency_s, peer.offset_s = await link.ping(20)
-        if peer.latency_s > SUSPECT_LATENCY_S:
-            again, _ = await link.ping(40)
-            peer.latency_s = min(peer.latency_s, again)
-        limits = BURST_S[self._mode], BURST_BYTES[self._mode]
-        best = []
-        for what in (Message.PUSH, Message.PULL):
-            found = max([await link.burst(what, *limits) for _ in range(2)])
-            if found < FAST_BYTES_S:
-                found = max([found, *[await link.burst(what, *limits) for _ in range(2)]])
-            best.append(found)
-        peer.sent_bytes_s, peer.received_bytes_s = best
-
     async def _part(self, peer: Peer) -> None:
         """Wait until the peer needs this node no longer."""
         if peer.link is not None:
             with contextlib.suppress(TimeoutError, OSError, EOFError):
                 async with asyncio.timeout(ROUNDS_S[self._mode]):
                     await peer.link.request(Message.LEAVE)
-
-
-def _failure(error: Exception) -> tuple[str, str]:
-    if isinstance(error, SilentPeerError):
-        return "mute", str(error)
-    if isinstance(error, UnknownPeerError):
-        return "stranger", str(error)
-    if isinstance(error, TimeoutError):
-        return "silent", ""
-    if isinstance(error, ConnectionRefusedError):
-        return "refused", ""
-    number = error.errno if isinstance(error, OSError) else None
-    return "unreachable", os.strerror(number) if number else str(error)

@@ -1,26 +1,25 @@
 """Checks of the network between nodes: blocked connections, slow links, clock offsets. Pure functions.
 
-A node is reported if most of its pairs are affected, otherwise the pair is.
-
-bench/links.py judges slow links by another method, because a benchmark measures all pairs often enough to estimate the
-noise. The preflight has one short measurement of at most seven pairs per node, so it uses fixed thresholds.
+A node is reported if most of its pairs are affected, otherwise the pair is. Each pair has one short measurement, so
+differences must be large: slow nodes and pairs of `find_slow_links` are reported only below absolute thresholds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from hpcdist.machine.check import Check, Level
+from hpcdist.network.slow_links import find_slow_links
 from hpcdist.preflight.probe import Request
 
 Answers = Mapping[str, Mapping[str, Any]]
 Pair = tuple[str, str]
 
 MB = 1e6
-#: A node is slow if the pairs without it are better by this factor, and its own pairs are worse than these values.
-#: The second condition avoids warnings about noise among sufficient values.
+#: A node or pair is slow if others are better by this factor and it is worse than the absolute value, because
+#: differences between sufficient values do not matter.
 SLOW, SLOW_BYTES_S, SLOW_LATENCY_S = 4, 125 * MB, 5e-3
 #: Slow enough to be a failure.
 CRAWLING, CRAWLING_LATENCY_S = 10, 20e-3
@@ -176,71 +175,52 @@ def _stalled(answers: Answers) -> Iterator[Check]:
     fix = "compare the MTUs along the path (`ip link`; `ping -M do -s 1472 NODE`, 8972 for jumbo frames)"
     while any(pairs.values()):
         nodes = sorted({node for pair in pairs for node in pair})
-        share = {node: sum(own := _of(node, pairs)) / len(own) for node in nodes}
+        share = {node: mean(stalled for pair, stalled in pairs.items() if node in pair) for node in nodes}
         worst = max(share, key=lambda node: share[node])
         if share[worst] <= 0.5 or len(nodes) == 2:
             for one, other in [pair for pair, stuck in pairs.items() if stuck][:_SHOWN]:
                 yield Check(name="network", level="failure", text=f"{one} – {other}: {text}", fix=fix)
             return
         yield Check(name="network", level="failure", text=f"{text} on the way to or from it", fix=fix, node=worst)
-        pairs = _without(worst, pairs)
-
-
-def _of(node: str, pairs: Mapping[Pair, float]) -> list[float]:
-    return [value for pair, value in pairs.items() if node in pair]
-
-
-def _without(node: str, pairs: Mapping[Pair, float]) -> dict[Pair, float]:
-    return {pair: value for pair, value in pairs.items() if node not in pair}
+        pairs = {pair: stalled for pair, stalled in pairs.items() if worst not in pair}
 
 
 def _slow(answers: Answers) -> Iterator[Check]:
-    rates = {pair: min(both) for pair, both in _measured(answers, "sent_bytes_s", "received_bytes_s").items()}
-    delays = {pair: value for pair, (value,) in _measured(answers, "latency_s").items()}
+    rates = _both_ways(_slower_rates(answers))
+    # The inverse of a latency is a speed: lower is worse, as for rates.
+    speeds = _both_ways({pair: 1 / latency_s for pair, (latency_s,) in _measured(answers, "latency_s").items()})
+    slow, late = find_slow_links(rates, SLOW), find_slow_links(speeds, SLOW)
     fix = "check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})"
     named = set()
-    # The inverse of a rate is a time; larger is worse, as for delays.
-    for node, own, others in _outliers({pair: 1 / rate for pair, rate in rates.items()}, 1 / SLOW_BYTES_S):
-        named.add(node)
-        text = f"{1 / own / MB:,.1f} MB/s to and from it, {1 / others / MB:,.0f} MB/s between the other nodes"
-        level: Level = "failure" if own >= CRAWLING * others else "warning"
-        yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    for node, own, others in _outliers(delays, SLOW_LATENCY_S):
-        if node not in named:
-            text = f"{own * 1e3:,.1f} ms round trip, {others * 1e3:,.2f} ms between the other nodes"
-            crawls = own >= CRAWLING * others and own > CRAWLING_LATENCY_S
-            level = "failure" if crawls else "warning"
+    for own, node in sorted((slow.of_ends([node]), node) for node in slow.sends):
+        if own < SLOW_BYTES_S:
+            named.add(node)
+            text = f"{own / MB:,.1f} MB/s to and from it, {slow.usual / MB:,.0f} MB/s between the other nodes"
+            level: Level = "failure" if own * CRAWLING <= slow.usual else "warning"
             yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    yield from _slow_pairs({pair: rate for pair, rate in rates.items() if not named & set(pair)})
+    for own, node in sorted((late.of_ends([node]), node) for node in late.sends):
+        if node not in named and 1 / own > SLOW_LATENCY_S:
+            text = f"{1e3 / own:,.1f} ms round trip, {1e3 / late.usual:,.2f} ms between the other nodes"
+            level = "failure" if own * CRAWLING <= late.usual and 1 / own > CRAWLING_LATENCY_S else "warning"
+            yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
+    fix = "check the switches and routes between them"
+    pairs = sorted((rates[pair], pair) for pair in slow.pairs if pair[0] < pair[1])
+    if len(rates) == 2:  # both directions of a single pair
+        pairs = [(rate, pair) for pair, rate in rates.items() if pair[0] < pair[1]]
+    for rate, (one, other) in pairs[:_SHOWN]:
+        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 2 or rate * CRAWLING < slow.usual):
+            usually = "too slow for training" if len(rates) == 2 else f"{slow.usual / MB:,.0f} MB/s in the median pair"
+            text = f"{rate / MB:,.1f} MB/s between {one} and {other}, {usually}"
+            yield Check(name="network", level="warning", text=text, fix=fix)
 
 
-def _outliers(pairs: Mapping[Pair, float], floor: float) -> Iterator[tuple[str, float, float]]:
-    """Yield nodes whose pairs take much longer than the pairs without them, the worst first, with both medians.
-
-    A slow node slows down pairs of all other nodes, so it is removed before the next one is determined.
-    """
-    while True:
-        found = []
-        for node in sorted({node for pair in pairs for node in pair}):
-            own, others = _of(node, pairs), list(_without(node, pairs).values())
-            if others and median(own) > max(floor, SLOW * median(others)):
-                found.append((median(own) / median(others), node, median(own), median(others)))
-        if not found:
-            return
-        _, node, own_median, others_median = max(found)
-        yield node, own_median, others_median
-        pairs = _without(node, pairs)
+def _slower_rates(answers: Answers) -> dict[Pair, float]:
+    """Return the lower one of a pair's rates in both directions."""
+    return {pair: min(both) for pair, both in _measured(answers, "sent_bytes_s", "received_bytes_s").items()}
 
 
-def _slow_pairs(rates: Mapping[Pair, float]) -> Iterator[Check]:
-    if not rates:
-        return
-    usual = median(rates.values())
-    for (source, target), rate in sorted(rates.items(), key=lambda item: item[1])[:_SHOWN]:
-        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
-            usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
-            text = f"{rate / MB:,.1f} MB/s between {source} and {target}, {usually}"
-            yield Check(name="network", level="warning", text=text, fix="check the switches and routes between them")
+def _both_ways(values: Mapping[Pair, float]) -> dict[Pair, float]:
+    return {**values, **{(other, one): value for (one, other), value in values.items()}}
 
 
 def _skewed(answers: Answers) -> Iterator[Check]:
@@ -269,7 +249,7 @@ def _summary(request: Request, answers: Answers) -> Check:
     peers = [peer for answer in answers.values() for peer in answer["network"]["peers"].values()]
     num_ways = sum(peer["status"] == "ok" for peer in peers)
     text = f"{len(answers)} of {len(request.nodes)} nodes answered, {num_ways} of {len(peers)} connections work"
-    rates = sorted(min(both) for both in _measured(answers, "sent_bytes_s", "received_bytes_s").values())
+    rates = sorted(_slower_rates(answers).values())
     delays = [value for (value,) in _measured(answers, "latency_s").values()]
     if rates:
         text += f"; {median(rates) / MB:,.0f} MB/s in the median pair, {rates[0] / MB:,.0f} in the slowest"

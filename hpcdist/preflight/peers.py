@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcdist.preflight.protocol import Link
+from hpcdist.preflight.protocol import Link, SilentPeerError, UnknownPeerError
 
 
 @dataclass
@@ -49,3 +50,17 @@ class Peer:
         if self.ephemeral != "ok":
             found["ephemeral"] = self.ephemeral
         return found | ({"stalled": True} if self.stalled else {})
+
+
+def connection_failure(error: Exception) -> tuple[str, str]:
+    """Return the status and the detail of a peer after a failed connection or handshake."""
+    if isinstance(error, SilentPeerError):
+        return "mute", str(error)
+    if isinstance(error, UnknownPeerError):
+        return "stranger", str(error)
+    if isinstance(error, TimeoutError):
+        return "silent", ""
+    if isinstance(error, ConnectionRefusedError):
+        return "refused", ""
+    number = error.errno if isinstance(error, OSError) else None
+    return "unreachable", os.strerror(number) if number else str(error)

@@ -148,23 +148,23 @@ class Link:
         found: dict[str, Any] = json.loads(text)
         return found
 
-    async def request(self, what: Message, number: int = 0) -> tuple[int, float]:
+    async def request(self, kind: Message, number: int = 0) -> tuple[int, float]:
         """Send a request; return the answer's number and time. Raises OSError or EOFError if the connection breaks."""
-        await self.send_frame(what, number)
+        await self.send_frame(kind, number)
         answered, number, moment = await self.receive_frame()
-        if answered is not what:
-            raise ConnectionError(f"{answered.name} instead of {what.name}")
+        if answered is not kind:
+            raise ConnectionError(f"{answered.name} instead of {kind.name}")
         return number, moment
 
-    async def send_frame(self, what: Message, number: int = 0) -> None:
-        await self._loop.sock_sendall(self._sock, _FRAME.pack(what, number, time.time()))
+    async def send_frame(self, kind: Message, number: int = 0) -> None:
+        await self._loop.sock_sendall(self._sock, _FRAME.pack(kind, number, time.time()))
 
     async def receive_frame(self) -> tuple[Message, int, float]:
-        what, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
+        kind, number, moment = _FRAME.unpack(await self._exactly(_FRAME.size))
         try:
-            return Message(what), number, moment
+            return Message(kind), number, moment
         except ValueError as error:
-            raise ConnectionError(f"{what} is no message of the protocol") from error
+            raise ConnectionError(f"{kind} is no message of the protocol") from error
 
     async def send(self, count: int) -> None:
         while count > 0:
@@ -191,7 +191,7 @@ class Link:
                 best, offset = trip, theirs - (sent + trip / 2)
         return best, offset
 
-    async def burst(self, what: Message, limit_s: float, limit_bytes: int) -> float:
+    async def burst(self, kind: Message, limit_s: float, limit_bytes: int) -> float:
         """Return bytes per second in one direction, measured by acknowledged transfers of growing size.
 
         The time that either side waited for a processor is subtracted, at most `MAX_STARVED` of the total and up to a
@@ -205,12 +205,12 @@ class Link:
         while sum(times) <= limit_s and size <= limit_bytes:
             began = time.perf_counter()
             async with asyncio.timeout(STALL_S):
-                if what is Message.PUSH:
-                    await self.send_frame(what, size)
+                if kind is Message.PUSH:
+                    await self.send_frame(kind, size)
                     await self.send(size)
                     await self.receive_frame()
                 else:
-                    await self.request(what, size)
+                    await self.request(kind, size)
                     await self.discard(size)
             times.append(time.perf_counter() - began)
             size *= 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from hpcdist.errors import PreflightError
 from hpcdist.files.atomic import write_json
-from hpcdist.network import all_reduce_bus_factor
+from hpcdist.network.bandwidth import bandwidths
+from hpcdist.network.units import amount
+from hpcdist.rank.network.collective_timing import WARM_UP, Stopwatch, Timing, measure
 from hpcdist.rank.network.process_group import Groups, deadline
 from hpcdist.rank.telemetry import nccl_log
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 
 log = logging.getLogger(__name__)
-#: Largest whole number up to which all whole numbers are exact, by dtype.
-_EXACT = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24}
-_LATENCY_ROUNDS = 20
 _SMALLEST_BYTES = 2**16
+#: Duration of the measurement of one size.
+_MEASURE_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +45,6 @@ EFFORTS = {
     "quick": Effort(elements=2**13, rounds=1, largest_bytes=2**23, budget_s=0.3),
     "full": Effort(elements=2**20, rounds=20, largest_bytes=2**28, budget_s=10.0),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceTiming:
-    """Time and bandwidths of an all-reduce of one size, defined as in nccl-tests."""
-
-    bytes: int
-    time_s: float
-    algbw_gb_per_s: float
-    busbw_gb_per_s: float
-
-    @classmethod
-    def of(cls, num_bytes: int, time_s: float, num_ranks: int) -> AllReduceTiming:
-        algbw = num_bytes / time_s / 1e9
-        return cls(
-            bytes=num_bytes,
-            time_s=time_s,
-            algbw_gb_per_s=algbw,
-            busbw_gb_per_s=algbw * all_reduce_bus_factor(num_ranks),
-        )
 
 
 def check(
@@ -96,27 +77,17 @@ def check(
     effort = EFFORTS[mode]
     # Gloo is checked on the CPU, because in a run with roles some ranks may have no GPU.
     device = device if backend == "nccl" else torch.device("cpu")
-
-    def expired() -> None:
-        on_expiry(
-            PreflightError(
-                f"the ranks are connected, but an all-reduce over {backend} did not finish within {timeout_s:g} s:"
-                " does a firewall block ports between the nodes, or do they have several networks?"
-                f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
-            )
-        )
-
-    with deadline(timeout_s, expired):
+    with deadline(timeout_s, lambda: on_expiry(_timeout_error(backend, timeout_s))):
         # The control group carries small messages only, so a quick check is sufficient.
-        check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups.control, EFFORTS["quick"])
-        check_sums(None, backend, device, topology, groups.control, effort)
-        latency_s, timings = measure(device, groups.control, effort)
+        check_sums(groups.control, "gloo", torch.device("cpu"), topology, groups, EFFORTS["quick"])
+        check_sums(None, backend, device, topology, groups, effort)
+        latency_s, timings = measure_all_reduce(Stopwatch(device, backend), device, groups, effort)
         warnings = nccl_log.judge(nccl_log.gather(attempt, topology, groups.control), node_names(topology))
     if topology.rank == 0:
         best = timings[-1]
         text = (
             f"all-reduce over {backend} of {topology.world_size} ranks on {topology.num_nodes} nodes is correct:"
-            f" {1e3 * latency_s:.2f} ms, {best.busbw_gb_per_s:.3g} GB/s bus bandwidth at {_size(best.bytes)}"
+            f" {1e3 * latency_s:.2f} ms, {best['busbw_gb_per_s']:.3g} GB/s bus bandwidth at {amount(best['bytes'])}"
             f" ({time.monotonic() - began:.1f} s)"
         )
         found: dict[str, Any] = {
@@ -127,9 +98,17 @@ def check(
             "ranks": topology.world_size,
             "nodes": topology.num_nodes,
             "latency_s": latency_s,
-            "all_reduce": [asdict(timing) for timing in timings],
+            "all_reduce": timings,
         }
         _report(found, attempt)
+
+
+def _timeout_error(backend: str, timeout_s: float) -> PreflightError:
+    return PreflightError(
+        f"the ranks are connected, but an all-reduce over {backend} did not finish within {timeout_s:g} s:"
+        " does a firewall block ports between the nodes, or do they have several networks?"
+        f" {'NCCL' if backend == 'nccl' else 'GLOO'}_SOCKET_IFNAME selects the interface"
+    )
 
 
 def _report(found: dict[str, Any], attempt: Attempt) -> None:
@@ -143,11 +122,12 @@ def _report(found: dict[str, Any], attempt: Attempt) -> None:
         log.warning("%s cannot be written: %s", attempt.network, error.strerror)
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 2**20 else f"{num_bytes >> 10} KiB"
-
-
 # --- correctness
+
+
+def largest_exact(dtype: torch.dtype) -> int:
+    """Return the largest whole number up to which a dtype represents all whole numbers exactly."""
+    return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def contribution(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -158,7 +138,7 @@ def contribution(rank: int, num_ranks: int, elements: int, dtype: torch.dtype) -
     """
     index = torch.arange(elements)
     own = torch.where(index % num_ranks == rank, 1 + index // num_ranks % 100, 0)
-    joint = (rank + index) % 8 if 7 * num_ranks <= _EXACT.get(dtype, 2**31) else torch.zeros_like(index)
+    joint = (rank + index) % 8 if 7 * num_ranks <= largest_exact(dtype) else torch.zeros_like(index)
     return torch.stack([own, joint]).to(dtype)
 
 
@@ -166,7 +146,7 @@ def expected(num_ranks: int, elements: int, dtype: torch.dtype) -> Tensor:
     """Return the sum of all contributions; shape (2, elements)."""
     index = torch.arange(elements)
     joint = torch.zeros_like(index)
-    if 7 * num_ranks <= _EXACT.get(dtype, 2**31):
+    if 7 * num_ranks <= largest_exact(dtype):
         # The contributions of 8 consecutive ranks are 0 to 7 in some order.
         joint += num_ranks // 8 * 28
         for rank in range(num_ranks % 8):
@@ -184,7 +164,7 @@ def check_sums(
     backend: str,
     device: torch.device,
     topology: Topology,
-    control: dist.ProcessGroup,
+    groups: Groups,
     effort: Effort,
 ) -> None:
     """Compare a group's sums with the expected ones. Raises PreflightError on all ranks, which names the faulty rank.
@@ -194,7 +174,7 @@ def check_sums(
         backend: backend of the group.
         device: device of the tensors.
         topology: the topology of this rank.
-        control: group in which the ranks exchange their results.
+        groups: exchange the results of the ranks.
         effort: the amount of data.
     """
     rank, num_ranks = topology.rank, topology.world_size
@@ -212,15 +192,12 @@ def check_sums(
             wrong = (sums != want).cpu()
             found[number, 0, wrong[0].nonzero().flatten() % num_ranks] = 1
             found[number, 1, rank] |= int(wrong.any())
-            if left and _slowest(time.perf_counter() - began, control) > effort.budget_s / len(dtypes):
+            if left and groups.max([time.perf_counter() - began])[0] > effort.budget_s / len(dtypes):
                 break
-    dist.all_reduce(found, group=control)
+    dist.all_reduce(found, group=groups.control)
     for dtype, (culprits, finders) in zip(dtypes, found, strict=True):
         if finders.any():
-            node_ranks = torch.zeros(num_ranks, dtype=torch.int64)
-            node_ranks[rank] = topology.node_rank
-            dist.all_reduce(node_ranks, group=control)
-            names = [f"rank {at} on {node_names(topology)[node]}" for at, node in enumerate(node_ranks.tolist())]
+            names = groups.all_gather(f"rank {rank} on {node_names(topology)[topology.node_rank]}")
             kind = str(dtype).removeprefix("torch.")
             raise PreflightError(blame(backend, kind, culprits.tolist(), finders.tolist(), names))
 
@@ -254,47 +231,36 @@ def blame(backend: str, dtype: str, culprits: Sequence[int], finders: Sequence[i
 # --- speed
 
 
-def measure(device: torch.device, control: dist.ProcessGroup, effort: Effort) -> tuple[float, list[AllReduceTiming]]:
+def measure_all_reduce(
+    watch: Stopwatch, device: torch.device, groups: Groups, effort: Effort
+) -> tuple[float, list[dict[str, Any]]]:
     """Return the seconds of a tiny all-reduce, and the timings of growing ones within the budget, in the default group.
 
-    All ranks use the times of the slowest rank, so that all make the same decisions.
+    The timings have `bytes`, `time_s`, and the bandwidths `algbw_gb_per_s` and `busbw_gb_per_s` (see `bandwidths`).
+    They are equal on all ranks, so that all make the same decisions.
     """
-    num_ranks = dist.get_world_size()
-    tiny = torch.ones(1, device=device)
-    dist.all_reduce(tiny)
-    latency_s = _timed(tiny, _LATENCY_ROUNDS, control)
-    timings: list[AllReduceTiming] = []
+
+    def measured(num_bytes: int) -> Timing:
+        values = torch.zeros(num_bytes // 4, device=device)
+        return measure(
+            lambda: dist.all_reduce(values), watch, groups, budget_s=_MEASURE_S, longest_s=effort.budget_s / 8
+        )
+
+    latency_s = measured(4).median_s
+    timings: list[dict[str, Any]] = []
     spent_s, num_bytes = 0.0, _SMALLEST_BYTES
     while True:
-        values = torch.zeros(num_bytes // 4, device=device)
-        first_s = _timed(values, 1, control)  # includes the setup for this size
-        rounds = max(1, min(10, int(effort.budget_s / 8 / first_s)))
-        time_s = _timed(values, rounds, control) if rounds > 1 else first_s
-        timings.append(AllReduceTiming.of(num_bytes, time_s, num_ranks))
-        spent_s += first_s + (rounds * time_s if rounds > 1 else 0.0)
+        timing = measured(num_bytes)
+        algbw, busbw = bandwidths("all_reduce", num_bytes, timing.median_s, dist.get_world_size())
+        timings.append(
+            {
+                "bytes": num_bytes,
+                "time_s": timing.median_s,
+                "algbw_gb_per_s": algbw / 1e9,
+                "busbw_gb_per_s": busbw / 1e9,
+            }
+        )
+        spent_s += (1 + WARM_UP + timing.iterations) * timing.median_s
         num_bytes *= 4
-        if num_bytes > effort.largest_bytes or spent_s + 2 * 4 * time_s > effort.budget_s:
+        if num_bytes > effort.largest_bytes or spent_s + 2 * 4 * timing.median_s > effort.budget_s:
             return latency_s, timings
-
-
-def _timed(values: Tensor, rounds: int, control: dist.ProcessGroup) -> float:
-    """Return the mean seconds of an all-reduce on the slowest rank."""
-    dist.barrier(group=control)
-    _wait(values.device)
-    began = time.perf_counter()
-    for _ in range(rounds):
-        dist.all_reduce(values)
-    _wait(values.device)
-    return _slowest((time.perf_counter() - began) / rounds, control)
-
-
-def _slowest(seconds: float, control: dist.ProcessGroup) -> float:
-    """Return the maximum over all ranks."""
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=control)
-    return float(found.item())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

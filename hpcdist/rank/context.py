@@ -83,7 +83,7 @@ class Context(RankInfo):
         self.device = device
         self.timer = StepTimer(clock_of(device))
         self.end_reason = ""
-        self._groups = groups
+        self.groups = groups
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
@@ -190,17 +190,17 @@ class Context(RankInfo):
         Call it on every rank, with the same number of values in host memory.
         """
         with self.timer.waiting():
-            return self._groups.sum(values)
+            return self.groups.sum(values)
 
     def barrier(self) -> None:
         """Wait until every rank has called `barrier`."""
         with self.timer.waiting():
-            self._groups.barrier()
+            self.groups.barrier()
 
     @property
     def store(self) -> Store:
         """The key-value store of all ranks (`torch.distributed.Store`); use a key prefix of your own."""
-        return self._groups.store
+        return self.groups.store
 
     # --- model and random numbers
 

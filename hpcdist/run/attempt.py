@@ -35,14 +35,23 @@ class Attempt:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = int(path.name)
+        #: Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/store_gate.py`).
+        self.key = path / "key"
+        #: The request to stop or cancel this attempt, see `Request`.
+        self.request = path / "request.json"
+        #: The first failure of this attempt (`supervisor/restart_policy.py`).
+        self.failure = path / "failure.json"
+        #: Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`).
+        self.preflight = path / "preflight.json"
+        #: Result of the collective check before training (`rank/collective_check.py`).
+        self.network = path / "network.json"
+        #: Straggler events, one JSON line each (`supervisor/stragglers.py`).
+        self.stragglers = path / "stragglers.jsonl"
+        #: Summary of the stack traces of a hang; the first line is one sentence.
+        self.stacks_summary = path / "stacks.txt"
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
-
-    @property
-    def key(self) -> Path:
-        """Secret of this attempt, 32 random bytes, that authenticates its processes (`rank/network/store_gate.py`)."""
-        return self.path / "key"
 
     def read_key(self) -> bytes:
         """Return the content of `key`. Raises RunFolderError if it cannot be read or has another length."""
@@ -82,36 +91,6 @@ class Attempt:
     def node_stacks(self, node: str) -> Path:
         """Snapshots of the ranks on one node, for the supervisor (`supervisor/hang`)."""
         return self.path / f"node-{node}.stacks.json"
-
-    @property
-    def stacks_summary(self) -> Path:
-        """Summary of the stack traces of a hang; the first line is one sentence."""
-        return self.path / "stacks.txt"
-
-    @property
-    def request(self) -> Path:
-        """The request to stop or cancel this attempt, see `Request`."""
-        return self.path / "request.json"
-
-    @property
-    def failure(self) -> Path:
-        """The first failure of this attempt (`supervisor/restart_policy.py`)."""
-        return self.path / "failure.json"
-
-    @property
-    def preflight(self) -> Path:
-        """Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`)."""
-        return self.path / "preflight.json"
-
-    @property
-    def network(self) -> Path:
-        """Result of the collective check before training (`rank/collective_check.py`)."""
-        return self.path / "network.json"
-
-    @property
-    def stragglers(self) -> Path:
-        """Straggler events, one JSON line each (`supervisor/stragglers.py`)."""
-        return self.path / "stragglers.jsonl"
 
     def straggler_events(self) -> list[dict[str, Any]]:
         """Return all straggler events in order, without damaged lines."""

@@ -96,75 +96,30 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def experiment(self) -> str:
-        return self.path.parent.name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def secrets(self) -> Path:
-        """Values that `config.yaml` shows as `***`; removed when the run is finished or cancelled."""
-        return self.path / "secrets.json"
-
-    @property
-    def next_config(self) -> Path:
-        """The config of a resume that changes keys, until its first step (`run/pending_config.py`)."""
-        return self.path / "config.next.yaml"
+        self.name = path.name
+        self.experiment = path.parent.name
+        self.config = path / "config.yaml"
+        #: Values that `config.yaml` shows as `***`; removed when the run is finished or cancelled.
+        self.secrets = path / "secrets.json"
+        #: The config of a resume that changes keys, until its first step (`run/pending_config.py`).
+        self.next_config = path / "config.next.yaml"
+        self.environment = path / "environment.json"
+        #: Runtime, image, digest and versions of the ranks' containers; only for runs in containers.
+        self.container = path / "container.json"
+        self.slurm = path / "slurm.json"
+        self.mlflow = path / "mlflow.json"
+        self.lease = path / "lease"
+        self.code = path / "code"
+        self.journal = path / "journal"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        #: Files of the trainer for the user; exists once the trainer has written one.
+        self.artifacts = path / "artifacts"
 
     @property
     def effective_config(self) -> Path:
         """The config of the current attempt, or of the next one."""
         return self.next_config if self.next_config.is_file() else self.config
-
-    @property
-    def slurm(self) -> Path:
-        return self.path / "slurm.json"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def container(self) -> Path:
-        """Runtime, image, digest and versions of the ranks' containers; only for runs in containers."""
-        return self.path / "container.json"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def artifacts(self) -> Path:
-        """Files of the trainer for the user; exists once the trainer has written one."""
-        return self.path / "artifacts"
-
-    @property
-    def mlflow(self) -> Path:
-        return self.path / "mlflow.json"
-
-    @property
-    def lease(self) -> Path:
-        return self.path / "lease"
 
     def snapshot_of(self, path: Path) -> Path | None:
         """Return the copy of a file in this run's code snapshot, or None if there is none."""

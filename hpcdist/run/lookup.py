@@ -60,9 +60,11 @@ def resolve(text: str, runs_dir: Path) -> RunDir:
         raise RunFolderError("the name of the run is empty: `hpcdist runs` lists all names")
     if len(text) > _LONGEST or not text.isprintable():
         raise RunFolderError(f"{text[:40]!r}… is not a name of a run: `hpcdist runs` lists all names")
-    if (given := _at(text)) is not None:
+    # `abspath` keeps symbolic links, so that messages show the path that the user gave.
+    path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
+    if (given := _open(path)) is not None:
         return given
-    found = list(_all(runs_dir))
+    found = [one for folder in _folders(runs_dir) if (one := _open(folder)) is not None]
     own = [one for one in found if is_mine(one.path)]
     exact = [one for one in found if text in (one.name, f"{one.experiment}/{one.name}")]
     matches = (
@@ -91,20 +93,8 @@ def resolve_run(text: str, runs_dir: Path) -> RunDir:
     return found
 
 
-def _at(text: str) -> RunDir | None:
-    """Return the run or sweep in the folder `text`, or None."""
-    # `abspath` keeps symbolic links, so that messages show the path that the user gave.
-    path = Path(os.path.realpath(text) if ".." in Path(text).parts else os.path.abspath(text))
-    return _open(path)
-
-
-def _all(runs_dir: Path) -> Iterator[RunDir]:
-    for folder in _folders(runs_dir):
-        if (found := _open(folder)) is not None:
-            yield found
-
-
 def _open(folder: Path) -> RunDir | None:
+    """Return the run or sweep in a folder, or None."""
     if _is_run(folder):
         return RunDir(folder)
     return SweepDir(folder) if os.path.lexists(folder / "sweep.json") else None
@@ -124,13 +114,6 @@ def _folders(runs_dir: Path) -> Iterator[Path]:
 def _subfolders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(Path(entry.path) for entry in entries if _is_folder(entry))
+            return sorted(Path(entry) for entry in entries if os.path.isdir(entry))
     except OSError:
         return []
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False

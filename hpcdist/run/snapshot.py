@@ -1,4 +1,4 @@
-"""The code that a run was started with, kept in its folder, and the facts about where it came from."""
+"""Snapshot of a run's code in its folder, and the description of its origin in `environment.json`."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ from hpcdist.run.snapshot_filter import IGNORE_FILE, clean_patch, is_secret_file
 
 _PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "omegaconf", "submitit")
 MB = 2**20
-#: So many secrets are named in one line.
+#: Limit of the secrets in one log line.
 SHOWN = 8
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeState:
-    """Where the code of a run comes from."""
+    """Origin of a run's code."""
 
-    cwd: str  #: folder that the run was started in
+    cwd: str  #: folder in which the run was started
     root: str  #: top of the git work tree around it, or `cwd`
     git_commit: str | None
     git_dirty: bool
-    copied: bool  #: whether the run folder holds the code, and ranks import from there
-    #: Files, and lines (`train.py:12`), that are likely secrets and neither in the copy nor in the patch.
+    copied: bool  #: whether the run folder holds a copy, which ranks import
+    #: Likely secrets that are neither in the copy nor in the patch: files, and lines such as `train.py:12`.
     left_out: list[str] = field(default_factory=list)
 
 
 def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
-    """Copy the user's code into the run folder, with the commit and the uncommitted changes.
+    """Copy the user's code into the run folder, and write the uncommitted changes to `code.patch`.
 
-    In a git work tree these are the tracked and the uncommitted files, ignored ones left out; elsewhere all files
-    below `cwd` but hidden ones and virtual environments. `.gitignore` counts there, too, and `.hpcdistignore`
-    everywhere. Likely secrets are left out and named. A shipped trainer needs no copy, unless hpcdist itself is being
-    worked on in this tree.
+    In a git work tree, tracked and untracked files are copied, except ignored ones. Elsewhere, all files below `cwd`
+    are copied, except hidden ones, virtual environments, and files that `.gitignore` excludes. `.hpcdistignore` applies
+    in both cases. Likely secrets are left out and logged. The code of a shipped trainer is copied only if hpcdist
+    itself is in this tree.
 
-    Raises UserMistake when the code is larger than `launch.code_max_mb`.
+    Raises:
+        UserMistake: the code is larger than `launch.code_max_mb`.
     """
     root = git_root(cwd)
     commit = _git(root, "rev-parse", "HEAD").strip() or None if root else None
@@ -69,7 +70,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     files = _git_files(root) if root else _plain_files(cwd) if is_users else []
     copied = is_users or Path(hpcdist.__file__).resolve() in files
     if copied:
-        runs_dir = Path(config.runs_dir).resolve()  # git, too, names its work tree without links
+        runs_dir = Path(config.runs_dir).resolve()  # paths from git contain no symbolic links
         wanted = [path for path in files if path not in ignored and not path.is_relative_to(runs_dir)]
         kept, secret = _without_secrets(top, wanted, in_git=root is not None)
         left_out = list(dict.fromkeys([*left_out, *secret]))
@@ -84,7 +85,7 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
 
 
 def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
-    """The uncommitted changes without likely secrets, and where these are."""
+    """Return the uncommitted changes without likely secrets, and the locations of these."""
     options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "HEAD")
     names = [name for name in _git(root, "diff", "--name-only", "-z", *options).split("\0") if name]
     patch = _git(root, "diff", "--binary", *options)
@@ -92,7 +93,10 @@ def _patch(root: Path, ignored: Collection[Path]) -> tuple[str, list[str]]:
 
 
 def _without_secrets(top: Path, files: list[Path], *, in_git: bool) -> tuple[list[Path], list[str]]:
-    """Files to copy. Where git tracks a file its content is in the commit already, so only its name counts."""
+    """Return the files to copy, and the locations of likely secrets.
+
+    The content of tracked files is in git's history anyway, so only their names are checked.
+    """
     new = set(_git_paths(top, "--others", "--exclude-standard")) if in_git else set(files)
     kept, secret = without_secrets(top, [path for path in files if path in new])
     tracked = [path for path in files if path not in new]
@@ -102,15 +106,16 @@ def _without_secrets(top: Path, files: list[Path], *, in_git: bool) -> tuple[lis
 
 
 def _ignored(top: Path, *, in_git: bool) -> set[Path]:
-    """Files that `.hpcdistignore` names and, outside of a git work tree, `.gitignore`.
+    """Return the files that `.hpcdistignore` excludes and, outside of a git work tree, `.gitignore`.
 
-    Raises UserMistake where there is no git to read the first.
+    Raises:
+        UserMistake: there is a `.hpcdistignore`, but no git to interpret it.
     """
     own = [f"--exclude-from={top / IGNORE_FILE}"] if (top / IGNORE_FILE).is_file() else []
     if in_git:
         if not own:
             return set()
-        # Tracked ones, too: git ignores only what it does not track.
+        # Two calls, because git's own rules never exclude tracked files.
         return {*_git_paths(top, "--cached", "--ignored", *own), *_git_paths(top, "--others", "--ignored", *own)}
     if not own and not (top / ".gitignore").is_file():
         return set()
@@ -130,10 +135,10 @@ def _git_paths(top: Path, *options: str, place: Sequence[str] = ()) -> list[Path
 
 
 def code_state(run: RunDir) -> CodeState:
-    """Read from `environment.json` where the code of a run comes from. Raises RunFolderError when it is not there."""
+    """Return the origin of a run's code from `environment.json`. Raises RunFolderError if the file is missing."""
     facts = read_record(run.environment)
     if facts is None:
-        raise RunFolderError(f"run {run.name} was never made to the end (no environment.json): remove {run.path}")
+        raise RunFolderError(f"run {run.name} is incomplete (no environment.json): remove {run.path}")
     code = facts.get("code")
     found = fill(CodeState, code if isinstance(code, dict) else {}, run.environment)
     if found.copied and not Path(found.cwd).is_relative_to(found.root):
@@ -142,15 +147,15 @@ def code_state(run: RunDir) -> CodeState:
 
 
 def import_path(code: CodeState, run: RunDir) -> list[str]:
-    """What goes in front of PYTHONPATH: the snapshot's twin of the starting folder, then its root."""
+    """Return the first entries of PYTHONPATH: the snapshot's copy of the working directory, then its root."""
     if not code.copied:
         return []
-    twin = run.code / Path(code.cwd).relative_to(code.root)
-    return list(dict.fromkeys([str(twin), str(run.code)]))
+    copied_cwd = run.code / Path(code.cwd).relative_to(code.root)
+    return list(dict.fromkeys([str(copied_cwd), str(run.code)]))
 
 
 def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
-    """Record machine, versions and code state in `environment.json`; never the environment's variables."""
+    """Record machine, versions and origin of the code in `environment.json`, but no environment variables."""
     write_json(
         run.environment,
         {
@@ -169,7 +174,7 @@ def write_environment(run: RunDir, code: CodeState, **facts: Any) -> None:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    from importlib import metadata  # a supervisor in a job has no use for it
+    from importlib import metadata  # slow to import, and not needed in jobs
 
     for package in _PACKAGES:
         try:
@@ -179,7 +184,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Output of a git command; empty where git is missing or refuses (no commit yet, foreign owner)."""
+    """Return the output of a git command; empty if git is missing or fails (no commit yet, another owner)."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except FileNotFoundError:
@@ -188,13 +193,13 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def git_root(cwd: Path) -> Path | None:
-    """The top of the git work tree around a folder, if it is in one."""
+    """Return the top of the git work tree around a folder, or None."""
     top = _git(cwd, "rev-parse", "--show-toplevel").strip()
     return Path(top) if top else None
 
 
 def _git_files(root: Path) -> list[Path]:
-    # A deleted file is still listed, and a submodule is listed as a folder.
+    # git also lists deleted files, and submodules as folders.
     return [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _can_be_copied(path)]
 
 
@@ -207,7 +212,7 @@ def _plain_files(cwd: Path) -> list[Path]:
             for name in subfolders
             if not name.startswith(".") and name != "__pycache__" and not (here / name / "pyvenv.cfg").exists()
         ]
-        # A link to a folder is among the subfolders, and is not walked into.
+        # os.walk lists links to folders among the subfolders, and does not follow them.
         links = [name for name in subfolders if (here / name).is_symlink()]
         files += [path for name in names + links if not name.startswith(".") and _can_be_copied(path := here / name)]
     return files

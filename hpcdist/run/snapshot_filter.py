@@ -1,8 +1,8 @@
-"""Which files and which changes do not belong into a run's copy of the code: secrets, and what `.hpcdistignore` names.
+"""Filter for a run's code snapshot: leaves out likely secrets and ignored files.
 
-The patch goes to MLflow, where others read it, so each hunk with a likely secret is left out of it. The copy of the
-code stays in the run folder and is what the ranks execute; files with secrets are left out of it, except Python
-modules, without which the run would fail.
+The patch is sent to MLflow, where other users can read it, so hunks with likely secrets are left out. The copy of the
+code stays in the run folder, and ranks execute it. Files with secrets are left out of the copy, except Python modules,
+because the run would fail without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hpcdist.config.redaction import holds_secret
 
 #: Read at the top of the code, in the syntax of `.gitignore`.
 IGNORE_FILE = ".hpcdistignore"
-#: Files that hold secrets by their names, tracked or not; compared in lower case.
+#: Names of files that usually hold secrets; compared in lower case.
 _SECRET_FILES = (
     ".env", ".env.*", "*.env", "*.pem", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.key", "*.ppk",
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc",
@@ -24,31 +24,29 @@ _SECRET_FILES = (
     "*.tfstate", "*.tfvars", "service-account*.json", "service_account*.json",
 )  # fmt: skip
 _HARMLESS_FILES = ("*.pub", "*.example", "*.sample", "*.template", "*.py", "*.pyi", "*.md", "*.rst")
-#: `config` in a folder `.aws` and the like.
+#: Folders with secrets in files of any name.
 _SECRET_FOLDERS = (".aws", ".kube", ".docker", ".ssh", ".gnupg", ".azure")
 _CODE = (".py", ".pyi", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".js", ".ts", ".java", ".go")
-#: Ranks import these from the copy.
+#: Suffixes of files that ranks import from the copy.
 _MODULES = (".py", ".pyi", ".so")
-#: No setting or source file is larger; what is larger is not looked into.
+#: Larger files are not scanned: settings and source files are smaller.
 MAX_SCAN_BYTES = 2**20
 _HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+(\d+)")
 
 
 def is_secret_file(name: str) -> bool:
-    """Return whether a file, by its path in the tree, is one that holds secrets."""
+    """Return whether a file probably holds secrets, by its path in the tree."""
     *folders, leaf = name.lower().split("/")
     if any(fnmatchcase(leaf, pattern) for pattern in _HARMLESS_FILES):
         return False
-    return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or any(
-        one in _SECRET_FOLDERS for one in folders
-    )
+    return any(fnmatchcase(leaf, pattern) for pattern in _SECRET_FILES) or not set(folders).isdisjoint(_SECRET_FOLDERS)
 
 
 def without_secrets(top: Path, files: Iterable[Path]) -> tuple[list[Path], list[str]]:
-    """Return the files that are to be copied, and what was found: `name` or `name:line`, never the value.
+    """Return the files to copy, and the locations of likely secrets: `name` or `name:line`, never the value.
 
     Args:
-        files: below `top`, those that git does not track, or all where there is no git.
+        files: files below `top`: the untracked ones, or all files outside of a git work tree.
     """
     kept, left_out = [], []
     for path in files:
@@ -63,12 +61,12 @@ def without_secrets(top: Path, files: Iterable[Path]) -> tuple[list[Path], list[
 
 
 def _first_secret(path: Path) -> int | None:
-    """The number of the first line with a likely secret; None without one, and where the file is not looked into."""
+    """Return the number of the first line with a likely secret; None if there is none or the file is not scanned."""
     if path.suffix in _MODULES or path.is_symlink() or path.stat().st_size > MAX_SCAN_BYTES:
         return None
     try:
         raw = path.read_bytes()
-    except OSError:  # the copy itself will say why
+    except OSError:  # the copy will report it
         return None
     if b"\0" in raw[:8192]:
         return None
@@ -78,16 +76,16 @@ def _first_secret(path: Path) -> int | None:
 
 
 def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]) -> tuple[str, list[str]]:
-    """Return a patch without hunks that hold a likely secret, and where these were: `name` or `name:line`.
+    """Return a patch without hunks that hold a likely secret, and the locations of these: `name` or `name:line`.
 
     Args:
-        patch: of `git diff --binary --no-renames`.
-        names: of `git diff --name-only` with the same arguments: the files of the patch, in its order.
-        ignored: whether a file is to be left out without a word.
+        patch: output of `git diff --binary --no-renames`.
+        names: output of `git diff --name-only` with the same arguments: the files of the patch, in its order.
+        ignored: returns whether a file is left out without a message.
     """
     head, *parts = re.split(r"^(?=diff --git )", patch, flags=re.MULTILINE)
     if len(parts) != len(names):
-        # Such as in the middle of a merge: nothing tells which part is whose.
+        # For example during a merge: parts cannot be assigned to files.
         return "", ["code.patch (files that are not merged yet)"]
     kept, left_out = [head], []
     for name, part in zip(names, parts, strict=True):
@@ -103,7 +101,7 @@ def clean_patch(patch: str, names: Sequence[str], ignored: Callable[[str], bool]
 
 
 def _clean_file(part: str, *, code: bool) -> tuple[str, list[int]]:
-    """A file's part of a patch without suspicious hunks; empty when no hunk is left of it."""
+    """Return a file's part of a patch without suspicious hunks (empty if none remains), and their line numbers."""
     if "\nGIT binary patch\n" in part:
         return part, []
     header, *hunks = re.split(r"^(?=@@ -)", part, flags=re.MULTILINE)
@@ -119,7 +117,7 @@ def _clean_file(part: str, *, code: bool) -> tuple[str, list[int]]:
 
 
 def _secret_lines(hunk: str, *, code: bool) -> Iterator[int]:
-    """Numbers of suspicious lines in the new file; of what was removed, that of the line behind it."""
+    """Yield the numbers of suspicious lines in the new file; for a removed line, the number of the line after it."""
     first, *lines = hunk.split("\n")
     match = _HUNK.match(first)
     number = int(match[1]) if match else 0

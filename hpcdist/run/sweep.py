@@ -1,6 +1,7 @@
-"""A sweep: axes of values, and the cells that they span. Nothing here touches the disk: see `run/sweep_folder.py`.
+"""Sweeps: one run, called a cell, for each combination of values of the swept keys. Pure functions.
 
-A cell is an ordinary run `<sweep>-<cell>`, named by its values: `tune-lr_0.1-seed_2`.
+A cell is an ordinary run; its name consists of the sweep's name and its values: `tune-lr_0.1-seed_2`. The files of a
+sweep are in `run/sweep_folder.py`.
 """
 
 from __future__ import annotations
@@ -19,40 +20,32 @@ from hpcdist.config.tree import leaves, parse_value
 from hpcdist.config.written import redacted
 from hpcdist.errors import ConfigError
 
-#: What says where a cell's folder is, and what all tasks of a job array have in common.
+#: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
-#: How a run is launched, watched and kept; the cells of a sweep may differ in it and still be compared.
+#: Keys that do not affect results: later cells of a sweep may have other values and remain comparable.
 _MAY_CHANGE = ("name", "runs_dir", "cluster", "launch", "tracking", "checkpoint")
 _MAX_VALUE = 24
 _MAX_CELL = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axis:
-    """A swept key and its values as they were typed."""
-
-    key: str
-    words: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One run of a sweep."""
 
-    name: str  #: of the run
-    label: str  #: of its MLflow run: `lr=0.1 seed=2`
-    values: dict[str, Any]  #: by key, as the config has them
+    name: str  #: name of the run
+    label: str  #: name of its MLflow run: `lr=0.1 seed=2`
+    values: dict[str, Any]  #: value in the config of each swept key
     config: Config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What a command line asks for."""
+    """A sweep as requested on the command line."""
 
     name: str
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
-    base: dict[str, Any]  #: by dotted key: what the cells share and must go on sharing
+    base: dict[str, Any]  #: values that all cells share, also those added later; by dotted key
 
     @property
     def folder(self) -> Path:
@@ -60,22 +53,29 @@ class Sweep:
         return Path(config.runs_dir) / config.experiment / self.name
 
 
-def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> tuple[Axis, ...]:
-    """Read `key=v1,v2` words; a comma inside brackets or quotes belongs to its value.
+def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse `key=v1,v2` arguments; a comma inside brackets or quotes belongs to its value.
 
-    Raises ConfigError with a line for each mistake, also for a key that is overridden as well.
+    Args:
+        overrides: `key=value` arguments, which must not contain a swept key.
+
+    Returns:
+        The values of each key as texts.
+
+    Raises:
+        ConfigError: with one line per mistake.
     """
     problems: list[str] = []
-    axes: list[Axis] = []
+    axes: dict[str, tuple[str, ...]] = {}
     given = [text.partition("=")[0] for text in overrides]
     for text in texts:
         key, equals, raw = text.partition("=")
         words = _split(raw)
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{text!r} is no axis: write key=value,value as in optim.lr=0.1,0.01")
+            problems.append(f"{text!r} is not an axis: write key=value,value as in optim.lr=0.1,0.01")
         elif any(_covers(name, key) for name in _NOT_SWEPT):
             problems.append(f"{key} cannot be swept: all cells share it")
-        elif any(_covers(axis.key, key) or _covers(key, axis.key) for axis in axes):
+        elif any(_covers(other, key) or _covers(key, other) for other in axes):
             problems.append(f"{key} is swept twice: write its values in one --sweep")
         elif any(_covers(key, name) for name in given):
             problems.append(f"{key} is both swept and overridden: remove one of them")
@@ -84,10 +84,10 @@ def parse_axes(texts: Sequence[str], overrides: Sequence[str]) -> tuple[Axis, ..
         elif not all(words):
             problems.append(f"{key} has an empty value in {raw!r}: write null for none, '' for an empty text")
         else:
-            axes.append(Axis(key=key, words=words))
+            axes[key] = words
     if problems:
         raise ConfigError(problems, "--sweep")
-    return tuple(axes)
+    return axes
 
 
 def _covers(above: str, key: str) -> bool:
@@ -95,14 +95,14 @@ def _covers(above: str, key: str) -> bool:
 
 
 def _split(raw: str) -> tuple[str, ...] | None:
-    """The values between commas; None where a bracket or quote stays open."""
+    """Return the values between commas; None if a bracket or quote is not closed."""
     parts: list[str] = []
     depth, quote, start = 0, "", 0
     for index, char in enumerate(raw):
         if quote:
             quote = "" if char == quote else quote
         elif char in "'\"" and (not raw[start:index].strip() or depth):
-            quote = char  # elsewhere it is an apostrophe
+            quote = char  # in other places it is an apostrophe
         elif char in "[{":
             depth += 1
         elif char in "]}":
@@ -114,22 +114,24 @@ def _split(raw: str) -> tuple[str, ...] | None:
 
 
 def make_sweep(
-    axes: Sequence[Axis], load: Callable[[Sequence[str]], Config], label_of: Callable[[Config], str]
+    axes: Mapping[str, tuple[str, ...]], load: Callable[[Sequence[str]], Config], label_of: Callable[[Config], str]
 ) -> Sweep:
-    """Load the config of every cell, and name them.
+    """Load the configs of all cells, and name the cells.
 
     Args:
-        load: the config with more overrides.
-        label_of: begins the sweep's name where the config has none; keys and a hash of what cells share follow.
+        axes: values of each swept key, as texts.
+        load: returns the config with additional overrides.
+        label_of: returns the beginning of the sweep's name, if the config sets no name.
 
-    Raises ConfigError with the mistakes of all cells, each told once.
+    Raises:
+        ConfigError: with the mistakes of all cells, without duplicates.
     """
     problems: dict[str, None] = {}
     source = "--sweep"
     loaded: list[tuple[tuple[str, ...], Config]] = []
-    for words in itertools.product(*(axis.words for axis in axes)):
+    for words in itertools.product(*axes.values()):
         try:
-            loaded.append((words, load([f"{axis.key}={word}" for axis, word in zip(axes, words, strict=True)])))
+            loaded.append((words, load([f"{key}={word}" for key, word in zip(axes, words, strict=True)])))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             source = error.source or source
@@ -137,41 +139,36 @@ def make_sweep(
         raise ConfigError(list(problems), source)
     _check_values(axes, loaded)
 
-    keys = tuple(axis.key for axis in axes)
+    keys = tuple(axes)
     base = _base(loaded[0][1], keys)
     name = loaded[0][1].name or _derived_name(label_of(loaded[0][1]), keys, base)
     cells = [
-        _cell(
-            name, {axis.key: value_of(config, axis.key, word) for axis, word in zip(axes, words, strict=True)}, config
-        )
+        _cell(name, {key: _value_of(config, key, word) for key, word in zip(keys, words, strict=True)}, config)
         for words, config in loaded
     ]
     return Sweep(name=name, keys=keys, cells=tuple(cells), base=base)
 
 
-def _check_values(axes: Sequence[Axis], loaded: Sequence[tuple[tuple[str, ...], Config]]) -> None:
+def _check_values(axes: Mapping[str, tuple[str, ...]], loaded: Sequence[tuple[tuple[str, ...], Config]]) -> None:
     problems: dict[str, None] = {}
-    for index, axis in enumerate(axes):
+    for index, (key, texts) in enumerate(axes.items()):
         seen: dict[str, str] = {}
         for words, config in loaded:
-            word, value = words[index], value_of(config, axis.key, words[index])
-            if _walk(redacted(config), axis.key) != _walk(asdict(config), axis.key):
-                problems[f"{axis.key} looks like a secret, and cells are named by their values: it cannot be swept"] = (
-                    None
-                )
+            word, value = words[index], _value_of(config, key, words[index])
+            if _walk(redacted(config), key) != _walk(asdict(config), key):
+                problems[f"{key} looks like a secret, and cells are named by their values: it cannot be swept"] = None
             elif (other := seen.setdefault(json.dumps(value, sort_keys=True, default=str), word)) != word:
-                problems[f"{axis.key}: {other} and {word} are the same value"] = None
-        if len(set(axis.words)) != len(axis.words):
-            twice = next(word for word in axis.words if axis.words.count(word) > 1)
-            problems[f"{axis.key}: {twice} stands there twice"] = None
+                problems[f"{key}: {other} and {word} are the same value"] = None
+        if twice := next((text for text in texts if texts.count(text) > 1), None):
+            problems[f"{key}: {twice} is given twice"] = None
     if problems:
         raise ConfigError(list(problems), "--sweep")
 
 
-def value_of(config: Config, key: str, word: str) -> Any:
-    """The value that a cell has for a key: `1` is 1.0 where the config holds a float."""
+def _value_of(config: Config, key: str, word: str) -> Any:
+    """Return a cell's value in the config, which has its type there: `1` is 1.0 for a float."""
     value = _walk(config, key)
-    # `trainer=mine:train` is short for a section.
+    # A text such as `trainer=mine:train` stands for a whole section.
     return parse_value(word) if is_dataclass(value) else value
 
 
@@ -187,34 +184,31 @@ def _base(config: Config, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What two bases differ in, a line each. Keys that a newer version has added are no difference."""
+    """Return the differences between two bases, one line each; keys that a newer hpcdist has added do not count."""
     names = [name for name in {**old, **new} if (name in old and name in new) or name.startswith("params.")]
     return [f"{n} was {old.get(n)!r}, is {new.get(n)!r}" for n in names if old.get(n, ...) != new.get(n, ...)]
 
 
-# --- names
-
-
 def _derived_name(label: str, keys: Sequence[str], base: Mapping[str, Any]) -> str:
-    """The same for the same config and keys, so that values can be added and failed cells run again."""
-    shorts = [_slug(short) for short in short_keys(keys)]
+    """Return a name that depends only on config and keys, so that a later command can extend the sweep."""
+    shorts = [_slug(short) for short in _short_keys(keys)]
     return "-".join([label, *shorts, _hash({"base": base, "keys": sorted(keys)})])
 
 
-def short_keys(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or all of it where others end alike."""
+def _short_keys(keys: Sequence[str]) -> list[str]:
+    """Return the last part of each key, or the whole key if the last parts of several keys are equal."""
     last = [key.rpartition(".")[2] for key in keys]
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
 def reordered(sweep: Sweep, keys: Sequence[str]) -> Sweep:
-    """The same cells, named by their keys in another order."""
+    """Return the sweep with the names of its cells for another order of the keys."""
     cells = [_cell(sweep.name, {key: cell.values[key] for key in keys}, cell.config) for cell in sweep.cells]
     return replace(sweep, keys=tuple(keys), cells=tuple(cells))
 
 
 def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
-    shorts = short_keys(list(values))
+    shorts = _short_keys(list(values))
     texts = [text_of(value) for value in values.values()]
     slug = "-".join(f"{_slug(short)}_{_slug(text)}" for short, text in zip(shorts, texts, strict=True))
     if len(slug) > _MAX_CELL:
@@ -225,14 +219,14 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
 
 
 def text_of(value: Any) -> str:
-    """A value as one would type it; no two values have the same text."""
+    """Return a value as typed on a command line; different values have different texts."""
     if isinstance(value, str) and parse_value(value) == value:
         return value
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
 
 
 def _slug(text: str) -> str:
-    """Text for a folder's name. What had to be left out is made up for by a hash, so that names stay apart."""
+    """Return a text for use in a folder's name; if characters are left out, a hash keeps it unique."""
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", text)
     if clean == text and len(text) <= _MAX_VALUE:
         return text

@@ -29,7 +29,6 @@ class Choice:
     run: RunDir
     runs: bool
     why: str  #: status of the cell: new, failed, finished, running …
-    is_new: bool
 
 
 def choose(sweep: Sweep) -> list[Choice]:
@@ -42,12 +41,11 @@ def choose(sweep: Sweep) -> list[Choice]:
     snapshots = query_jobs(runs)
     found = []
     for cell, run in zip(sweep.cells, runs, strict=True):
-        if _is_new(run, sweep):
-            found.append(Choice(cell=cell, run=run, runs=True, why="new", is_new=True))
-            continue
-        require_trusted(run.path, "run --sweep")
-        runs_now, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
-        found.append(Choice(cell=cell, run=run, runs=runs_now, why=why, is_new=False))
+        runs_now, why = True, "new"
+        if not _is_new(run, sweep):
+            require_trusted(run.path, "run --sweep")
+            runs_now, why = verdict(run.read_state(), held=holder(run) is not None, job=snapshots.get(run.path))
+        found.append(Choice(cell=cell, run=run, runs=runs_now, why=why))
     return found
 
 
@@ -109,7 +107,7 @@ def prepare(choices: Sequence[Choice], folder: SweepDir, cwd: Path, *, launcher:
     made: list[RunDir] = []
     try:
         for choice in choices:
-            if choice.is_new:
+            if choice.why == "new":
                 shutil.rmtree(choice.run.path, ignore_errors=True)
                 made.append(create_run(choice.cell.config, cwd, launcher=launcher))
             else:

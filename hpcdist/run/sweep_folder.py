@@ -1,12 +1,12 @@
-"""A sweep's folder: what holds its cells together.
+"""The folder of a sweep, and its relation to the folders of its cells.
 
     runs/<experiment>/<sweep>/
         sweep.json  mlflow.json  lease
-        request.json                       what was asked of a sweep that runs its cells one by one
+        request.json                       request to stop or cancel a sweep that runs its cells one after the other
         submitit/                          batch script and logs of its job arrays
-    runs/<experiment>/<sweep>-<cell>/      an ordinary run, with `cell.json` beside its files
+    runs/<experiment>/<sweep>-<cell>/      an ordinary run, with a file `cell.json`
 
-The cells' own folders say how they stand; the sweep's state is derived from them and stored nowhere.
+The state of a sweep is derived from the states of its cells and not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.files.formats import fill
 from hpcdist.files.ownership import require_trusted
-from hpcdist.run.folder import RunDir, State, read_record
+from hpcdist.run.folder import RunDir, State, read_record, require_record
 from hpcdist.run.lease import holder
 from hpcdist.run.runs_dir import claim_experiment
 from hpcdist.run.status import sweep_state
@@ -41,32 +41,27 @@ class _Saved:
 
 
 class SweepDir(RunDir):
-    """A folder with a name, a lease and an MLflow run like a run's. It has no config, so nobody takes it for one."""
+    """The folder of a sweep: like a run's folder, but without a config and a state file."""
 
-    @property
-    def file(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def request(self) -> Path:
-        return self.path / "request.json"
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.file = path / "sweep.json"
+        self.request = path / "request.json"
 
     def read(self) -> dict[str, Any]:
-        """`sweep.json`: uid, created, keys, base, and `cells` with name, label and values of each."""
-        found = read_record(self.file)
-        if found is None:
-            raise RunFolderError(f"{self.file} is missing")
+        """Return the content of `sweep.json`. Raises RunFolderError if it is missing or damaged."""
+        found = require_record(self.file)
         fill(_Saved, found, self.file)
         for cell in found["cells"]:
             known = isinstance(cell, dict) and isinstance(cell.get("values"), dict)
             if not known or not all(isinstance(cell.get(key), str) for key in ("name", "label")):
-                raise RunFolderError(f"{self.file} is damaged: {str(cell)[:40]!r} is no cell")
+                raise RunFolderError(f"{self.file} is damaged: {str(cell)[:40]!r} is not a cell")
             if Path(cell["name"]).name != cell["name"] or cell["name"] in ("", "..", "."):
-                raise RunFolderError(f"{self.file} is damaged: {cell['name'][:40]!r} is no name of a run")
+                raise RunFolderError(f"{self.file} is damaged: {cell['name'][:40]!r} is not a name of a run")
         return found
 
     def cells(self) -> list[RunDir]:
-        """Every cell that was ever asked for; its folder may not be there yet."""
+        """Return all cells, also those without a folder yet."""
         return [RunDir(self.path.parent / cell["name"]) for cell in self.read()["cells"]]
 
     def read_state(self) -> State:
@@ -75,7 +70,7 @@ class SweepDir(RunDir):
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:
-    """The sweep that a run is a cell of; None for an ordinary run, or when the sweep's folder is gone."""
+    """Return the sweep of a cell; None for an ordinary run, or if the sweep's folder is missing."""
     name = (read_json(run.path / "cell.json") or {}).get("sweep")
     if not isinstance(name, str) or Path(name).name != name:
         return None
@@ -84,23 +79,24 @@ def sweep_of(run: RunDir) -> SweepDir | None:
 
 
 def mark(run: RunDir, sweep: SweepDir, cell: Cell) -> None:
-    """Say in a run's folder which sweep it is a cell of."""
+    """Record in a run's folder that the run is a cell of a sweep."""
     write_json(run.path / "cell.json", {"sweep": sweep.name, "label": cell.label, "values": cell.values})
 
 
 def match(sweep: Sweep) -> Sweep:
-    """The same sweep with its cells under the names that they had before, if any. Reads, writes nothing.
+    """Return a sweep with the names that its existing cells already have. Writes nothing.
 
-    Raises RunFolderError when the folder holds something else: a run, or a sweep over other keys or of another config.
+    Raises:
+        RunFolderError: the folder holds a run, or a sweep with other keys or another config.
     """
-    there = SweepDir(sweep.folder)
-    if there.path.exists():
-        require_trusted(there.path, "run --sweep")
-    if not there.file.is_file():
-        if (there.path / "state.json").exists():
-            raise RunFolderError(f"{there.path} is a run, no sweep: choose another `name`")
+    folder = SweepDir(sweep.folder)
+    if folder.path.exists():
+        require_trusted(folder.path, "run --sweep")
+    if not folder.file.is_file():
+        if (folder.path / "state.json").exists():
+            raise RunFolderError(f"{folder.path} is a run, not a sweep: choose another `name`")
         return sweep
-    old = there.read()
+    old = folder.read()
     if set(old["keys"]) != set(sweep.keys):
         raise RunFolderError(
             f"sweep {sweep.name} is over {', '.join(old['keys'])}, not over {', '.join(sweep.keys)}: values can be"
@@ -127,11 +123,11 @@ def _renamed(sweep: Sweep, old: Iterable[dict[str, Any]]) -> Sweep:
 
 
 def write_sweep(sweep: Sweep) -> SweepDir:
-    """Make the sweep's folder, or add new cells to it; returns it. Call `match` first."""
-    there = SweepDir(sweep.folder)
-    claim_experiment(there.path.parent)
-    there.path.mkdir(mode=0o700, exist_ok=True)
-    known = read_record(there.file) or {
+    """Create the sweep's folder, or add new cells to it. Call `match` first."""
+    folder = SweepDir(sweep.folder)
+    claim_experiment(folder.path.parent)
+    folder.path.mkdir(mode=0o700, exist_ok=True)
+    known = read_record(folder.file) or {
         "uid": uuid.uuid4().hex,
         "created": time.time(),
         "keys": list(sweep.keys),
@@ -143,9 +139,9 @@ def write_sweep(sweep: Sweep) -> SweepDir:
         for cell in sweep.cells
         if cell.name not in names
     ]
-    if not there.mlflow.exists():
-        # Whoever ships first creates the MLflow run; everyone finds it by this.
-        write_json(there.mlflow, {"run_uid": known["uid"]}, durable=True)
+    if not folder.mlflow.exists():
+        # The first shipper creates the MLflow run; all others find it by this id.
+        write_json(folder.mlflow, {"run_uid": known["uid"]}, durable=True)
     base = sweep.base | known.get("base", {})
-    write_json(there.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
-    return there
+    write_json(folder.file, known | {"base": base, "cells": [*known["cells"], *added]}, durable=True)
+    return folder

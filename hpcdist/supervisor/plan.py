@@ -1,8 +1,9 @@
-"""What will be started on this machine, decided before anything is: ranks, device, threads, variables."""
+"""Plan of a local run: number of ranks, devices, backend, threads and environment variables."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from hpcdist.machine.gpus import count_gpus, selected_gpus
 from hpcdist.rank.roles import DEFAULT_ROLE, Roles
 from hpcdist.rank.topology import port_for
 
-#: All ranks of a local run meet on the loopback interface; SECURITY.md lists what listens there.
+#: All ranks of a local run communicate over the loopback interface; SECURITY.md lists the listening sockets.
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 RANKS_WITHOUT_GPU = 2
@@ -24,29 +25,29 @@ RANKS_WITHOUT_GPU = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this machine has to offer."""
+    """Usable CPU cores and GPUs of this machine."""
 
     num_cpus: int
     num_gpus: int
 
     @classmethod
     def inspect(cls, env: Mapping[str, str]) -> Machine:
-        """Usable cores, and GPUs as CUDA_VISIBLE_DEVICES or else the driver shows them (no torch needed)."""
+        """Count cores, and GPUs by CUDA_VISIBLE_DEVICES or else by the driver, without torch."""
         selected = selected_gpus(env)
         return cls(num_cpus=num_cores(), num_gpus=count_gpus() if selected is None else len(selected))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The start of a run on one machine."""
+    """How a run is started on one machine."""
 
     num_ranks: int
     device: Literal["cpu", "cuda"]
     backend: str
     threads: int
-    #: Variables that all ranks get on top of the caller's environment.
+    #: Variables that all ranks get in addition to the caller's environment.
     env: dict[str, str]
-    #: Who plays which role, where the config says so, and each role's device.
+    #: Roles of the config, if it has any, and the device of each role.
     roles: Roles | None = None
     devices: dict[str, str] = field(default_factory=dict)
 
@@ -54,7 +55,7 @@ class Plan:
         return self.device if self.roles is None else self.devices[self.roles.of_rank(rank)[0]]
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
-        """`env` and the variables that tell one rank its place (see rank/topology.py)."""
+        """Return `env` and the variables that define the rank's topology (`rank/topology.py`)."""
         place = {
             "RANK": rank,
             "WORLD_SIZE": self.num_ranks,
@@ -73,10 +74,10 @@ class Plan:
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:
-    """Decide how a config runs on a machine.
+    """Return the plan of a config on a machine.
 
-    Raises ConfigError when the config asks for GPUs that are not there or for more ranks than GPUs, or when its
-    roles do not add up.
+    Raises:
+        ConfigError: the config requires more GPUs than are visible, or its roles contradict `launch.num_ranks`.
     """
     launch = config.launch
     roles = _roles(config)
@@ -105,7 +106,6 @@ def make_plan(config: Config, machine: Machine) -> Plan:
 
 
 def _roles(config: Config) -> Roles | None:
-    """The config's roles, None where it has none."""
     if not config.roles:
         return None
     roles = Roles.of(config.roles, sum(config.roles.values()))
@@ -126,48 +126,46 @@ def _check_gpus(ranks: int, roles: Roles | None, asked: Mapping[str, str], num_g
                 [f"launch.num_ranks={ranks}, but {num_gpus} GPUs are visible: lower it, or use launch.device=cpu"]
             )
         return
-    wanting = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
-    if wanting.world_size > num_gpus:
+    with_gpu = Roles(tuple((role, roles.count(role)) for role, device in asked.items() if device != "cpu"))
+    if with_gpu.world_size > num_gpus:
         raise ConfigError(
             [
-                f"roles: {wanting.world_size} ranks want a GPU each ({wanting}), but {num_gpus} are visible: say which"
-                f" roles need none, as in launch.devices.{wanting.names[-1]}=cpu"
+                f"roles: {with_gpu.world_size} ranks need a GPU each ({with_gpu}), but {num_gpus} are visible: run some"
+                f" roles without one, as in launch.devices.{with_gpu.names[-1]}=cpu"
             ]
         )
 
 
 def processor_env(threads: int, *, use_gpus: bool) -> dict[str, str]:
-    """Variables that must be set before a rank starts; each is the supervisor's policy, `launch.env` overrides it."""
+    """Return variables that must be set before a rank starts; `launch.env` overrides them."""
     env = {
-        # More threads than cores spin against each other: 0.3 instead of 17 steps a second was measured.
+        # More threads than cores compete for them: 0.3 instead of 17 steps per second was measured.
         "OMP_NUM_THREADS": str(threads),
-        # One machine: stay on loopback. It also spares gloo a reverse look-up that takes 10 s where DNS has none.
+        # Also avoids gloo's reverse DNS lookup, which takes 10 s if DNS has no entry.
         "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "TP_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         "PYTHONUNBUFFERED": "1",
     }
     if not use_gpus:
-        # glibc gives large blocks back to the kernel and faults them in again each step: 1.4 times slower.
+        # By default glibc returns large blocks to the kernel and faults them in again in each step: 1.4 times slower.
         env["MALLOC_MMAP_THRESHOLD_"] = str(32 * 2**20)
         env["MALLOC_TRIM_THRESHOLD_"] = str(2**30)
     return env
 
 
 def rank_command(run_dir: Path, python: str = sys.executable) -> list[str]:
-    """What one rank executes. `-P` keeps the current folder out of sys.path: code comes from the run's snapshot."""
+    """Return the command of a rank. `-P` keeps the current folder out of sys.path: code comes from the snapshot."""
     return [python, "-P", "-m", "hpcdist.rank.worker", str(run_dir)]
 
 
-def code_env(import_path: Sequence[str], theirs: str | None) -> dict[str, str]:
-    """Where ranks import from: the run's snapshot first, since a restart must run the code that was started."""
-    return {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [theirs])])}
+def code_env(import_path: Sequence[str], python_path: str | None) -> dict[str, str]:
+    """Return the import path of ranks: the run's snapshot first, because a restart must run the same code."""
+    return {"PYTHONPATH": os.pathsep.join([*import_path, *filter(None, [python_path])])}
 
 
 def free_port(job_id: str, attempt: int) -> int:
-    """The port of job and attempt, or the next one that nobody listens on here."""
-    import socket
-
+    """Return the port of a job's attempt, or the next free one."""
     for offset in range(64):
         port = port_for(job_id, attempt + offset)
         with socket.socket() as probe:
@@ -177,4 +175,4 @@ def free_port(job_id: str, attempt: int) -> int:
             except OSError:
                 continue
         return port
-    raise ConfigError([f"no free port for job {job_id}: what listens on this machine? (`ss -ltnp`)"])
+    raise ConfigError([f"no free port for job {job_id} on this machine: `ss -ltnp` lists the listening processes"])

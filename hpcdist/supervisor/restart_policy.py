@@ -47,7 +47,7 @@ class Decision:
 def first_failure(
     exits: Mapping[int, int],
     outcomes: Mapping[int, Mapping[str, Any]],
-    steps: Mapping[int, int | None],
+    last_step: Callable[[int], int | None],
     host_of: Callable[[int], str],
 ) -> Failure | None:
     """Return the failure that caused the others, or None if all ranks succeeded.
@@ -55,7 +55,7 @@ def first_failure(
     Args:
         exits: exit codes by rank, in the order in which the ranks ended (negative: killed by that signal).
         outcomes: outcome files of the ranks.
-        steps: last known step of each rank.
+        last_step: returns the last known step of a rank without an outcome.
         host_of: returns the host of a rank without an outcome.
 
     A rank that lost its peer is a consequence. Among causes, the first in the order of exits counts, because killed
@@ -78,14 +78,14 @@ def first_failure(
         elif code < 0:
             name = _NAMES.get(-code, f"signal {-code}")
             error = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            causes.append(Failure(kind="killed", rank=rank, host=host_of(rank), step=steps.get(rank), error=error))
+            causes.append(Failure(kind="killed", rank=rank, host=host_of(rank), step=last_step(rank), error=error))
         elif code != 0:
             causes.append(
                 Failure(
                     kind="vanished",
                     rank=rank,
                     host=host_of(rank),
-                    step=steps.get(rank),
+                    step=last_step(rank),
                     error=f"exited with code {code} without a report",
                 )
             )
@@ -115,9 +115,10 @@ def not_started(absent: Sequence[int], num_ranks: int, why: str, host_of: Callab
 
 
 def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bool = False) -> Decision:
-    """Whether to start again after the last of `failures`, all those of this start so far, oldest first.
+    """Decide whether to restart the ranks after a failure.
 
-    Nothing is started again once someone has asked the run to stop.
+    Args:
+        failures: all failures since the start of the supervisor, oldest first.
     """
     last = failures[-1]
     if stop_requested:

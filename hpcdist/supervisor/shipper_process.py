@@ -53,11 +53,15 @@ class ShipperProcess:
             return False
 
 
-def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
+def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
     """Ship the current records of a run in a process with low priority. Returns a sentence on the result.
 
     An unavailable server is not an error.
     """
+    try:
+        uri = resolve_uri(config, env)
+    except TrackingError as error:
+        return f"not in MLflow yet: {error}"
     done = subprocess.run(
         [sys.executable, "-P", "-m", "hpcdist", "sync", str(run.path)],
         env={**env, "HPCDIST_TRACKING_URI": uri},
@@ -69,14 +73,6 @@ def ship_once(run: RunDir, uri: str, env: Mapping[str, str]) -> str:
     )
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
-
-
-def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Ship the current records of a run, such as a queued one. Returns a sentence on the result."""
-    try:
-        return ship_once(run, resolve_uri(config, env), env)
-    except TrackingError as error:
-        return f"not in MLflow yet: {error}"
 
 
 @contextmanager

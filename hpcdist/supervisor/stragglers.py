@@ -1,33 +1,33 @@
-"""Who holds the others up: a node, or on one machine a rank, whose own part of the step takes longer than the median.
+"""Straggler detection: nodes, or ranks on a single machine, with a longer data or compute time than the median.
 
-The input is the totals of the ranks' heartbeats (`rank/telemetry/step_timing.py`). Only ranks of one role are
-compared, and only by data time and compute, which waiting for others does not make equal. A node is as slow as its
-slowest rank. It must have been too slow in every look for a whole minute before anyone is told: busy machines are
-uneven for seconds.
+The input is the step timing in the ranks' heartbeats (`rank/telemetry/step_timing.py`). Only ranks of one role are
+compared. Only data time and compute time count, because all ranks of a synchronous step wait for the slowest one, so
+that their step times are equal. A node is as slow as its slowest rank. A straggler is reported after it was slow in
+every window of one minute, because short fluctuations are normal on busy machines.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-#: A straggler is slower than the median by this share …
+#: Minimum excess of a straggler's own time over the median, as a share of the median …
 SLOWER = 0.2
-#: … which also must be worth something: this share of the whole step.
+#: … and as a share of the whole step.
 MIN_SHARE = 0.05
-#: … for so long,
+#: A straggler is reported after it was slow for this time.
 OVER_S = 60.0
-#: in looks that are so far apart, or farther where there are many ranks.
+#: Minimum duration of a window; windows are longer with many ranks.
 WINDOW_S = 10.0
-#: It is told again when it has become twice as slow, or after so long.
+#: A straggler is reported again after this time, or when its excess has doubled.
 AGAIN_S = 600.0
 
 
 class Part(NamedTuple):
-    """Mean seconds a step between two looks at a rank."""
+    """Mean seconds per step of a rank during one window."""
 
     data_s: float
     compute_s: float
@@ -39,11 +39,11 @@ class Part(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A node or rank in one window, and what the others were like. Times are monotonic."""
+    """Times of a node or rank in one window, and of those that it is compared with."""
 
-    since: float
+    since: float  #: on the monotonic clock
     until: float
-    rank: int  #: of a node the slowest
+    rank: int  #: the slowest rank of a node
     own: Part
     others: Part
 
@@ -55,16 +55,16 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerEvent:
-    """What is told of a node or rank, also in `stragglers.jsonl`. Seconds are means a step."""
+    """A report on a node or rank; also a line of `stragglers.jsonl`. Seconds are means per step."""
 
     event: str  #: `slow` or `over`
-    name: str
-    others: str  #: what it is compared with
+    name: str  #: name of the node, or `rank N`
+    others: str  #: what it is compared with, such as `the median node`
     host: str
     rank: int
     role: str
-    over_s: float  #: how long a time the figures are of
-    slower: float  #: 0.34 is 34 %
+    over_s: float  #: duration that the means cover
+    slower: float  #: excess as a share: 0.34 is 34 %
     data_s: float
     compute_s: float
     others_data_s: float
@@ -72,7 +72,7 @@ class StragglerEvent:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         where = self.name if self.name == self.host else f"{self.name} (on {self.host})"
         if self.event == "over":
             return f"{where} is as fast as {self.others} again"
@@ -87,12 +87,12 @@ class StragglerEvent:
         )
 
     def _hint(self, is_compute: bool) -> str:
-        look = (
-            f"look on {self.host} for other processes (`top`) and slow clocks (`nvidia-smi -q -d PERFORMANCE`)"
+        hint = (
+            f"check {self.host} for other processes (`top`) and slow clocks (`nvidia-smi -q -d PERFORMANCE`)"
             if is_compute
-            else f"look on {self.host} how fast its data are read, and whether its data workers have cores (`top`)"
+            else f"check how fast {self.host} reads its data, and whether its data workers have free cores (`top`)"
         )
-        return look + (f"; `cluster.exclude={self.host}` leaves it out" if self.name == self.host else "")
+        return hint + (f"; `cluster.exclude={self.host}` leaves it out" if self.name == self.host else "")
 
 
 def _against(own_s: float, other_s: float) -> str:
@@ -106,41 +106,37 @@ def _minutes(seconds: float) -> str:
 
 
 @dataclass
-class _Course:
-    """How long one node or rank has been slow, or has not been."""
+class _History:
+    """Recent windows of one node or rank, and its last report."""
 
-    looks: deque[Window] = field(default_factory=deque)  #: of the last minute, all slow or all not
-    told: float | None = None  #: how much slower it was said to be; None while that is not so
-    told_at: float = 0.0
+    windows: deque[Window] = field(default_factory=deque)  #: of the last minute: all slow, or none
+    reported: float | None = None  #: the last reported excess; None while it is not a straggler
+    reported_at: float = 0.0
 
 
 class Stragglers:
-    """Takes what heartbeats say, and tells of stragglers.
+    """Detects stragglers from the heartbeats of all ranks.
 
     Args:
-        role_of: a rank's role.
-        over_s, window_s: what else OVER_S and WINDOW_S are, for tests.
+        role_of: returns the role of a rank.
     """
 
-    def __init__(self, role_of: Callable[[int], str], *, over_s: float = OVER_S, window_s: float = WINDOW_S) -> None:
+    def __init__(self, role_of: Callable[[int], str]) -> None:
         self._role_of = role_of
-        self._over_s = over_s
-        self._window_s = window_s
-        self._looked: dict[int, float] = {}
+        self._read_at: dict[int, float] = {}  #: time of each rank's last heartbeat that was passed to `note`
         self._hosts: dict[int, str] = {}
-        #: When each rank's window began, and its totals then.
-        self._totals: dict[int, tuple[float, Mapping[str, float]]] = {}
-        self._since: dict[str, float] = {}  #: by role, when the window began
-        self._parts: dict[str, dict[int, Part | None]] = {}  #: by role and rank, once it is known
-        self._courses: dict[tuple[str, str], _Course] = {}
+        self._totals: dict[int, tuple[float, Mapping[str, float]]] = {}  #: begin of each rank's window, and its totals
+        self._since: dict[str, float] = {}  #: begin of the window, by role
+        self._parts: dict[str, dict[int, Part | None]] = {}  #: means of the window by role and rank, once known
+        self._histories: dict[tuple[str, str], _History] = {}
 
     def is_due(self, rank: int, now: float) -> bool:
-        """Whether a rank's heartbeat is to be read."""
-        return rank not in self._looked or now - self._looked[rank] >= self._window_s
+        """Return whether the caller should pass the rank's heartbeat to `note`."""
+        return rank not in self._read_at or now - self._read_at[rank] >= WINDOW_S
 
     def note(self, rank: int, beat: Mapping[str, Any], now: float) -> list[StragglerEvent]:
-        """Take a heartbeat; returns what is to be told, if this was the last rank of its role in this window."""
-        self._looked[rank] = now
+        """Record a heartbeat. Returns events if this completes the window of the rank's role."""
+        self._read_at[rank] = now
         timing: Mapping[str, float] = beat.get("timing") or {}
         if not timing.get("own_steps"):
             return []
@@ -151,9 +147,9 @@ class Stragglers:
         self._hosts[rank] = str(beat["host"])
         since = self._since.setdefault(role, now)
         if (part := _part(before, timing, now - began)) is None:
-            return []  # no step since: the window goes on
+            return []  # no step yet: the window continues
         self._totals[rank], parts[rank] = (now, timing), part
-        known = {one: part for one, part in parts.items() if part is not None}
+        known = {other: part for other, part in parts.items() if part is not None}
         if len(known) < len(parts):
             return []
         self._since[role], self._parts[role] = now, dict.fromkeys(parts)
@@ -167,47 +163,28 @@ class Stragglers:
         if len(slowest) < 2:
             return []
         middle = Part(*map(median, zip(*(parts[rank] for rank in slowest.values()), strict=True)))
-        told = []
+        events = []
         for name, rank in slowest.items():
             others, which = middle, "median"
-            if len(slowest) == 2:  # their median is no judge between them
-                (others,), which = [parts[one] for one in slowest.values() if one != rank], "other"
-            course = self._courses.setdefault((role, name), _Course())
-            if (event := self._event(course, Window(since, now, rank, parts[rank], others))) is not None:
+            if len(slowest) == 2:  # the median of two is halfway between them
+                (others,), which = [parts[other] for other in slowest.values() if other != rank], "other"
+            history = self._histories.setdefault((role, name), _History())
+            if (event := _update(history, Window(since, now, rank, parts[rank], others))) is not None:
                 compared_with = f"the {which} {'node' if are_nodes else 'rank'}"
-                told.append(self._tell(event, name, compared_with, role, list(course.looks)))
-        return told
+                events.append(self._describe(event, name, compared_with, role, list(history.windows)))
+        return events
 
-    def _event(self, course: _Course, look: Window) -> str | None:
-        """What there is to tell after one more look."""
-        looks = course.looks
-        if looks and looks[-1].is_slow != look.is_slow:
-            looks.clear()
-        looks.append(look)
-        while len(looks) > 2 and look.until - looks[1].since >= self._over_s:
-            looks.popleft()
-        if len(looks) < 2 or look.until - looks[0].since < self._over_s:
-            return None
-        if not look.is_slow:
-            event, course.told = "over" if course.told is not None else None, None
-            return event
-        slower = _slower(list(looks))
-        if course.told is not None and slower < 2 * course.told and look.until - course.told_at < AGAIN_S:
-            return None
-        course.told, course.told_at = slower, look.until
-        return "slow"
-
-    def _tell(self, event: str, name: str, others: str, role: str, looks: list[Window]) -> StragglerEvent:
-        own, other = (_mean([getattr(look, whose) for look in looks]) for whose in ("own", "others"))
+    def _describe(self, event: str, name: str, others: str, role: str, windows: list[Window]) -> StragglerEvent:
+        own, other = _mean([window.own for window in windows]), _mean([window.others for window in windows])
         return StragglerEvent(
             event=event,
             name=name,
             others=others,
-            host=self._hosts[looks[-1].rank],
-            rank=looks[-1].rank,
+            host=self._hosts[windows[-1].rank],
+            rank=windows[-1].rank,
             role=role,
-            over_s=looks[-1].until - looks[0].since,
-            slower=_slower(looks),
+            over_s=windows[-1].until - windows[0].since,
+            slower=_excess(windows),
             data_s=own.data_s,
             compute_s=own.compute_s,
             others_data_s=other.data_s,
@@ -215,10 +192,30 @@ class Stragglers:
         )
 
 
-def _part(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> Part | None:
-    """Means between two reports of a rank; None where it has done no step in between.
+def _update(history: _History, window: Window) -> str | None:
+    """Add a window to a history. Returns the event to report, `slow` or `over`, or None."""
+    windows = history.windows
+    if windows and windows[-1].is_slow != window.is_slow:
+        windows.clear()
+    windows.append(window)
+    while len(windows) > 2 and window.until - windows[1].since >= OVER_S:
+        windows.popleft()
+    if len(windows) < 2 or window.until - windows[0].since < OVER_S:
+        return None
+    if not window.is_slow:
+        event, history.reported = "over" if history.reported is not None else None, None
+        return event
+    excess = _excess(windows)
+    if history.reported is not None and excess < 2 * history.reported and window.until - history.reported_at < AGAIN_S:
+        return None
+    history.reported, history.reported_at = excess, window.until
+    return "slow"
 
-    Of a rank that counts no steps, its pieces of work come one after the other in the time that has passed.
+
+def _part(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> Part | None:
+    """Return the means between two heartbeats of a rank; None if it has not completed a step in between.
+
+    For a rank that counts no steps, such as an observer, the elapsed time is divided by its units of work.
     """
     own, steps = (after[key] - before[key] for key in ("own_steps", "steps"))
     if own <= 0:
@@ -232,6 +229,6 @@ def _mean(parts: list[Part]) -> Part:
     return Part(*map(fmean, zip(*parts, strict=True)))
 
 
-def _slower(looks: list[Window]) -> float:
-    own_s, others_s = (sum(getattr(look, whose).own_s for look in looks) for whose in ("own", "others"))
+def _excess(windows: Iterable[Window]) -> float:
+    own_s, others_s = sum(window.own.own_s for window in windows), sum(window.others.own_s for window in windows)
     return own_s / others_s - 1 if others_s else 0.0

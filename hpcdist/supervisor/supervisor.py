@@ -7,15 +7,12 @@ MLflow; ranks never wait for it.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from hpcdist.config.schema import Config
@@ -31,6 +28,7 @@ from hpcdist.supervisor.launcher import Launcher, Ranks
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
 from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started
 from hpcdist.supervisor.shipper_process import ShipperProcess
+from hpcdist.supervisor.signal_requests import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
 from hpcdist.tracking.uri import redact_uri
 
@@ -76,9 +74,7 @@ class Supervisor:
         self._check_lease = check_lease
         self._state = State(status="created")
         self._attempt: Attempt | None = None
-        self._num_interrupts = 0
-        self._signalled: str | None = None
-        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._signals = SignalRequests()
 
     def run(self) -> State:
         """Start attempts until the run ends. Returns its last state, which is also in `state.json`.
@@ -86,7 +82,7 @@ class Supervisor:
         Raises:
             LeaseLostError: another supervisor has taken over the run. The ranks are killed, and nothing is written.
         """
-        with retry.patient(self._patience_s()), self._signals():
+        with retry.patient(self._patience_s()), self._signals.handled():
             state = replace(self._run.read_state(), status="running", reason="", ended=None, rejected=False)
             self._write(replace(state, world_size=self._launcher.num_ranks))
             limit_log(self._run.path, self._config.launch.log_max_mb)
@@ -192,11 +188,11 @@ class Supervisor:
 
     def _request_of(self, attempt: Attempt) -> Request | None:
         """Return the request to an attempt, from its file or from a signal to this process."""
-        return attempt.read_request() or self._signal_request()
+        return attempt.read_request() or self._signals.request()
 
     def _write_request(self, attempt: Attempt) -> None:
         """Write the request of a signal to the attempt's folder, for starting ranks and for later commands."""
-        asked = self._signal_request()
+        asked = self._signals.request()
         try:
             if asked is not None and attempt.read_request() is None:
                 attempt.send_request(asked.action, by=asked.by, reason=asked.reason)
@@ -232,7 +228,7 @@ class Supervisor:
                 self._config,
                 self._report,
                 self._allocation,
-                signal_request=self._signal_request,
+                signal_request=self._signals.request,
                 check_lease=self._check_lease,
             )
             hung = watch.until_over() or _none_started(ranks)
@@ -246,58 +242,19 @@ class Supervisor:
         if watch.stop_requested and self._config.trainer.script and not hung:
             # A plain script that SIGTERM ends has stopped as requested.
             exits = {rank: 0 if code == -signal.SIGTERM else code for rank, code in exits.items()}
-            failure = first_failure(exits, outcomes, watch.steps(), ranks.host_of)
+            failure = first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
             return "stopped", failure
-        failure = hung or first_failure(exits, outcomes, watch.steps(), ranks.host_of)
+        failure = hung or first_failure(exits, outcomes, watch.progress.last_step, ranks.host_of)
         ended = outcomes.get(0, {}).get("outcome")
         if failure is None and ended is None:
             failure = Failure(
                 kind="vanished",
                 rank=0,
                 host=ranks.host_of(0),
-                step=watch.steps().get(0),
+                step=watch.progress.last_step(0),
                 error="exited with code 0 without a report",
             )
         return "stopped" if ended == "stopped" else "finished", failure
-
-    # --- signals to this process
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Stop the run on Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal), cancel it on a second Ctrl-C.
-
-        A handler that `conclude` has replaced is not restored.
-        """
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(number, self._on_signal) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                if signal.getsignal(number) == self._on_signal:
-                    signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record the signal; `Watch` writes the request, because file operations do not belong in a signal handler."""
-        self._num_interrupts += number == signal.SIGINT
-        if number == signal.SIGHUP:
-            self._leave_terminal()
-        self._signalled = signal.Signals(number).name
-        if self._num_interrupts > 1:
-            retry.give_up()
-
-    def _signal_request(self) -> Request | None:
-        """Return the request of the last signal to this process, or None."""
-        if self._signalled is None:
-            return None
-        action: Literal["cancel", "stop"] = "cancel" if self._num_interrupts > 1 else "stop"
-        return Request(action=action, by=self._signalled, reason=f"{self._signalled} to the supervisor")
-
-    def _leave_terminal(self) -> None:
-        """Redirect output from the closed terminal to /dev/null: failed writes must not end the run."""
-        with open(os.devnull, "wb") as nowhere:
-            for descriptor in self._terminals:
-                os.dup2(nowhere.fileno(), descriptor)
 
 
 def _none_started(ranks: Ranks) -> Failure | None:

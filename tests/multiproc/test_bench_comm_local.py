@@ -1,4 +1,4 @@
-"""`hpcdist bench comm` on this machine: a run that leaves tables and pictures."""
+"""`hpcdist bench comm` on this machine writes a report, measurements and plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = (
 )
 
 
-def test_a_benchmark_leaves_tables_and_pictures(runs: Runs) -> None:
+def test_local_benchmark_writes_report_csv_and_plots(runs: Runs) -> None:
     keys = (*TINY, f"tracking.uri=sqlite:///{runs.database}")
     code, output = runs.command("bench", "comm", *keys, "name=bench-first", "--compare", "last")
     assert code == 0, output
@@ -29,13 +29,12 @@ def test_a_benchmark_leaves_tables_and_pictures(runs: Runs) -> None:
     report = (artifacts / "comm" / "report.txt").read_text()
     assert "2 ranks on 1 node (" in report
     assert "\nbottleneck: " in report
-    # What is printed is what is left: the whole width of a page in both cases.
-    said = [line.rstrip() for line in output.splitlines()]
-    assert [line for line in report.splitlines() if line not in said] == []
+    printed = [line.rstrip() for line in output.splitlines()]
+    assert [line for line in report.splitlines() if line not in printed] == [], "the same report is printed and written"
     for name in ("bandwidth", "latency", "pairs"):
         assert (artifacts / "comm" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert len((artifacts / "comm" / "results.csv").read_text().splitlines()) == len(results.rows) + 1
 
     assert "has no earlier run comparable with bench-first" in output
     assert runs.mlflow_status("bench-first") == "FINISHED"
-    assert runs.param("bench-first", "trainer.target") == "comm", "how a benchmark is found in MLflow"
+    assert runs.param("bench-first", "trainer.target") == "comm", "identifies benchmarks in MLflow"

@@ -1,4 +1,4 @@
-"""Communication benchmarks on real ranks: three, so that sizes do not divide."""
+"""The communication benchmark on three real ranks, so that sizes do not divide evenly."""
 
 from __future__ import annotations
 
@@ -16,106 +16,114 @@ from spawn import Rank, spawn_ranks
 from hpcdist.bench import overlap
 from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import OperationVariant, check
-from hpcdist.bench.data_movement import AllToAll, Barrier, Broadcast
-from hpcdist.bench.groups import WORLD, ControlGroup, Team, make_teams
-from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.groups import WORLD, Team, make_teams
 from hpcdist.bench.measurement_plan import points
-from hpcdist.bench.operation import Works
-from hpcdist.bench.operations import OPERATIONS, AllReduce
+from hpcdist.bench.operation import Works, run_together
+from hpcdist.bench.operations import OPERATIONS, AllReduce, AllToAll, Barrier, Broadcast
 from hpcdist.bench.patterns import REDUCTIONS
 from hpcdist.bench.results import CheckResult, read_results
 from hpcdist.bench.ring import Ring
 from hpcdist.config.schema import Config, TrainerConfig
 from hpcdist.errors import CommError
+from hpcdist.rank.network.collective_timing import Stopwatch, measure
+from hpcdist.rank.network.process_group import Groups
 from hpcdist.rank.stop_signals import StopFlag
 from hpcdist.run.folder import RunDir
 from hpcdist.trainers.comm import train
 
-TIMEOUT = timedelta(seconds=60)
+CPU = torch.device("cpu")
 NODES = ["n1", "n1", "n2"]
-#: Of dtypes: with and without a sign, short and long, whole or not.
-ALL_KINDS = ("uint8", "int64", "bfloat16", "float32")
+#: Signed and unsigned, short and long, integers and floating-point numbers.
+DTYPES = ("uint8", "int64", "bfloat16", "float32")
 
 
-def teams() -> dict[str, Team]:
-    return make_teams(NODES, "gloo", torch.device("cpu"), TIMEOUT, with_groups=True)
+# --- faulty operations
 
 
-# --- operations that are wrong
-
-
-class LastOneLate(AllReduce):
-    """Leaves out one element of the last rank's."""
+class WrongAllReduce(AllReduce):
+    """Omits one element of the last rank."""
 
     def run(self) -> None:
         if self.team.index == self.team.size - 1 and self.count > 5:
-            self.data[5] = 0
+            self.source[5] = 0
         super().run()
 
     def call(self, *, async_op: bool) -> Works:
         if self.team.index == self.team.size - 1 and self.count > 5:
-            self.data[5] = 0
+            self.source[5] = 0
         return super().call(async_op=async_op)
 
 
-class Swapped(AllToAll):
-    """Two parts arrive in each other's place at rank 1."""
+class SwappingAllToAll(AllToAll):
+    """Exchanges two parts at rank 1."""
 
     def call(self, *, async_op: bool) -> Works:
         works = super().call(async_op=False)
         if self.team.index == 1 and self.team.size == 3:
-            parts = self.output.view(3, -1)
+            parts = self.result.view(3, -1)
             parts[[0, 1]] = parts[[1, 0]].clone()
         return works
 
 
-class Idle(Broadcast):
-    """Does nothing."""
+class IdleBroadcast(Broadcast):
+    """Sends nothing."""
 
     def call(self, *, async_op: bool) -> Works:
         return []
 
 
-class OpenDoor(Barrier):
-    """Lets everyone through."""
+class OpenBarrier(Barrier):
+    """Does not wait for the other ranks."""
 
     def call(self, *, async_op: bool) -> Works:
         return []
 
 
-class Missing(Broadcast):
-    """The backend cannot."""
+class UnsupportedBroadcast(Broadcast):
+    """Fails as a backend without the operation does."""
 
     def call(self, *, async_op: bool) -> Works:
         raise RuntimeError("Backend gloo does not support teleport\nat somewhere")
 
 
-def scene(here: Rank) -> dict[str, Any]:
-    """What comes of all operations, and of those that are wrong; of our ring; of measuring."""
-    words, store = ControlGroup(TIMEOUT), dist.distributed_c10d._get_default_store()
-    made = teams()
+def check_and_measure(here: Rank) -> dict[str, Any]:
+    """Return the check results of all operations and of faulty ones, the results of rings, and timings."""
+    control = dist.new_group(backend="gloo")
+    assert isinstance(control, dist.ProcessGroup)
+    groups = Groups(control, dist.distributed_c10d._get_default_store())
+    teams = make_teams(NODES, "gloo", CPU, timedelta(seconds=60), with_groups=True)
 
-    def found(variant: OperationVariant, team: str, dtype: str) -> CheckResult:
-        return check(variant, made[team], dtype, words, store, node=NODES[here.rank])
+    def check_operation(variant: OperationVariant, team: str, dtype: str) -> CheckResult:
+        return check(variant, teams[team], dtype, groups, node=NODES[here.rank])
 
-    right = [
-        found(OperationVariant(kind=kind, reduction=one), team, dtype)
-        for team in made
+    correct = [
+        check_operation(OperationVariant(kind=kind, reduction=reduction), team, dtype)
+        for team in teams
         for kind in OPERATIONS.values()
-        for one in (REDUCTIONS if kind.reduces else (None,))
-        for dtype in (ALL_KINDS if team == WORLD and kind is not Barrier else ("float32",))
+        for reduction in (REDUCTIONS if kind.reduces else (None,))
+        for dtype in (DTYPES if team == WORLD and kind is not Barrier else ("float32",))
     ]
     wrong = [
-        found(OperationVariant(kind=kind), WORLD, dtype)
-        for kind, dtype in ((LastOneLate, "bfloat16"), (Swapped, "uint8"), (Idle, "int32"), (OpenDoor, "uint8"))
+        check_operation(OperationVariant(kind=kind), WORLD, dtype)
+        for kind, dtype in (
+            (WrongAllReduce, "bfloat16"),
+            (SwappingAllToAll, "uint8"),
+            (IdleBroadcast, "int32"),
+            (OpenBarrier, "uint8"),
+        )
     ]
-    missing = found(OperationVariant(kind=Missing), WORLD, "uint8")
-    mine = {"ring": rings(here, made[WORLD]), "timed": timed(here, made[WORLD], words)}
-    return {"checked": {"right": right, "wrong": wrong, "missing": missing}} | mine
+    return {
+        "correct": correct,
+        "wrong": wrong,
+        "unsupported": check_operation(OperationVariant(kind=UnsupportedBroadcast), WORLD, "uint8"),
+        "ring": reduce_in_rings(here, teams[WORLD]),
+        "timings": measure_timings(teams[WORLD], groups),
+        "maximum": groups.max([0.1 * here.rank, 0.2 - 0.1 * here.rank]),
+    }
 
 
-def rings(here: Rank, world: Team) -> dict[str, Any]:
-    """Our ring's results: of floats that round, by rank; and of whole numbers in every length and cut."""
+def reduce_in_rings(here: Rank, world: Team) -> dict[str, Any]:
+    """Return the bytes and the error of a ring all-reduce of floats, and the sizes at which integers are wrong."""
     generator = torch.Generator().manual_seed(here.rank)
     floats = torch.randn(10_007, generator=generator)
     exact = floats.double()
@@ -130,40 +138,40 @@ def rings(here: Rank, world: Team) -> dict[str, Any]:
             ring.run()  # again, with the same buffers
             if not torch.equal(data, torch.arange(count) * 18):
                 wrong.append((count, piece_bytes))
-    return {"bytes": floats.numpy().tobytes(), "off": float((floats - exact).abs().max()), "wrong": wrong}
+    return {"bytes": floats.numpy().tobytes(), "error": float((floats - exact).abs().max()), "wrong": wrong}
 
 
-def timed(here: Rank, world: Team, control: ControlGroup) -> list[Any]:
-    """Timings, and the slowest rank's of two numbers."""
-    operations = [AllReduce(world, 100, torch.float32) for _ in range(3)]
-    together = measure(caller(operations), Stopwatch(world), control, budget_s=0.005, longest_s=1.0, divided_by=3)
-    one_way = measure(
-        caller([Broadcast(world, 100, torch.uint8)]),
-        Stopwatch(world),
-        control,
-        budget_s=0.005,
-        longest_s=1.0,
-        after_barrier=True,
-    )
-    mine = [0.1 * here.rank, 0.2 - 0.1 * here.rank]
-    return [together, one_way, control.max(mine)]
+def measure_timings(world: Team, groups: Groups) -> list[Any]:
+    """Time three simultaneous all-reduces, and broadcasts after barriers."""
+    watch = Stopwatch(world.device, world.backend)
+    reduces = [AllReduce(world, 100, torch.float32) for _ in range(3)]
+    broadcasts = [Broadcast(world, 100, torch.uint8)]
+    limits = {"budget_s": 0.005, "longest_s": 1.0}
+    return [
+        measure(lambda: run_together(reduces), watch, groups, divided_by=3, **limits),
+        measure(lambda: run_together(broadcasts), watch, groups, after_barrier=True, **limits),
+    ]
 
 
 @pytest.fixture(scope="module")
 def by_rank() -> list[dict[str, Any]]:
-    return spawn_ranks(scene, 3)
+    return spawn_ranks(check_and_measure, 3)
 
 
-def test_operations_are_right_and_wrong_ones_are_named(by_rank: list[dict[str, Any]]) -> None:
-    checked = by_rank[0]["checked"]
-    assert by_rank[1]["checked"] == by_rank[2]["checked"] == checked, "all ranks know the same"
-    right, wrong, missing = checked["right"], checked["wrong"], checked["missing"]
-    assert [one for one in right if one.ok is not True] == []
-    assert {one.group for one in right} == {"world", "within nodes", "across nodes", "halves"}
-    assert len({one.operation for one in right}) == 24
-    late, swapped, idle, door = (one.error for one in wrong)
-    assert "rank 0 on n1: all_reduce[sum] of 7 x bfloat16 is wrong: at index 5 expected" in late
-    assert "(1 of 7 differ); 2 more of 3 ranks have wrong results" in late
+def test_all_operations_are_correct_in_all_groups(by_rank: list[dict[str, Any]]) -> None:
+    results = by_rank[0]["correct"]
+    assert [result for result in results if result.ok is not True] == []
+    assert {result.group for result in results} == {"world", "within nodes", "across nodes", "halves"}
+    assert len({result.operation for result in results}) == 24
+
+
+def test_faulty_operations_are_reported_with_rank_and_value(by_rank: list[dict[str, Any]]) -> None:
+    for key in ("correct", "wrong", "unsupported"):
+        assert by_rank[0][key] == by_rank[1][key] == by_rank[2][key], "all ranks have the same results"
+    assert [result.ok for result in by_rank[0]["wrong"]] == [False] * 4
+    wrong, swapped, idle, barrier = (result.error for result in by_rank[0]["wrong"])
+    assert "rank 0 on n1: all_reduce[sum] of 7 x bfloat16 is wrong: at index 5 expected" in wrong
+    assert "(1 of 7 differ); 2 more of 3 ranks have wrong results" in wrong
     assert swapped.startswith(
         "rank 1 on n1: all_to_all of 3 x uint8 is wrong: at index 0 expected 37, got 35 (2 of 3 differ)"
     )
@@ -171,26 +179,28 @@ def test_operations_are_right_and_wrong_ones_are_named(by_rank: list[dict[str, A
         "rank 0 on n1: broadcast of 1 x int32 (root is rank 2) is wrong: at index 0 expected 74, got 119"
         " (1 of 1 differ); 2 more of 3 ranks have wrong results"
     )
-    assert "a rank left the barrier of 3 ranks when" in door
-    assert [one.ok for one in wrong] == [False] * 4
-    assert (missing.ok, missing.error) == (
+    assert "a rank left the barrier of 3 ranks when" in barrier
+
+
+def test_unsupported_operation_is_skipped_with_the_backends_message(by_rank: list[dict[str, Any]]) -> None:
+    result = by_rank[0]["unsupported"]
+    assert (result.ok, result.error) == (
         None,
         "gloo does not support broadcast of uint8: Backend gloo does not support teleport at somewhere",
     )
 
 
-def test_our_ring_is_exact_and_equal_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
-    rings_by_rank = [one["ring"] for one in by_rank]
-    assert [one["wrong"] for one in rings_by_rank] == [[], [], []]
-    assert len({one["bytes"] for one in rings_by_rank}) == 1, "bit by bit"
-    assert rings_by_rank[0]["off"] < 1e-5
+def test_ring_all_reduce_is_exact_and_identical_on_all_ranks(by_rank: list[dict[str, Any]]) -> None:
+    rings = [found["ring"] for found in by_rank]
+    assert [ring["wrong"] for ring in rings] == [[], [], []]
+    assert len({ring["bytes"] for ring in rings}) == 1
+    assert rings[0]["error"] < 1e-5
 
 
-def test_times_are_the_slowest_ranks(by_rank: list[dict[str, Any]]) -> None:
-    together, one_way, largest = by_rank[0]["timed"]
-    assert by_rank[0]["timed"] == by_rank[1]["timed"] == by_rank[2]["timed"]
-    assert largest == [0.2, 0.2]
-    for timing in (together, one_way):
+def test_timings_are_those_of_the_slowest_rank(by_rank: list[dict[str, Any]]) -> None:
+    assert by_rank[0]["timings"] == by_rank[1]["timings"] == by_rank[2]["timings"]
+    assert [found["maximum"] for found in by_rank] == [[0.2, 0.2]] * 3
+    for timing in by_rank[0]["timings"]:
         assert 3 <= timing.iterations <= 1000
         assert 0 < timing.min_s <= timing.median_s <= timing.p99_s
 
@@ -220,10 +230,10 @@ CONFIG = Config(
 )
 
 
-def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
-    """Steps done, and the sentence at the end."""
+def run_benchmark(here: Rank, path: Path, stop_after: int | None = None) -> tuple[int, str]:
+    """Run until `stop_after` points or the end; return the number of points and the reason of the end."""
     flag = StopFlag()
-    overlap.SIZES = (4096,)
+    overlap.SIZES = (4096,)  # within max_bytes
     with open_context(here, RunDir(path), CONFIG, flag) as ctx:
         do, count = train.Bench.do, 0
 
@@ -240,25 +250,25 @@ def whole_run(here: Rank, path: Path, stop_after: int | None = None) -> tuple[in
     return count, ctx.end_reason
 
 
-def wrong_run(here: Rank, path: Path) -> str:
-    """What the run ends with when an operation is wrong."""
-    OPERATIONS["all_reduce"] = LastOneLate
+def run_with_wrong_all_reduce(here: Rank, path: Path) -> str:
+    """Return the error message of a benchmark with a wrong all-reduce."""
+    OPERATIONS["all_reduce"] = WrongAllReduce
     config = replace(CONFIG, sections={"comm": replace(CONFIG.section(CommConfig), operations=["all_reduce"])})
     with open_context(here, RunDir(path), config) as ctx, pytest.raises(CommError) as caught:
         train.train(ctx, config)
     return str(caught.value)
 
 
-def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_benchmark_resumes_with_the_next_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SIZES", (4096,))
     run = new_run(tmp_path)
-    first = spawn_ranks(whole_run, 3, path=run.path, stop_after=40)
+    first = spawn_ranks(run_benchmark, 3, path=run.path, stop_after=40)
     assert len({count for count, _ in first}) == 1
     stopped_at = first[0][0]
     assert 40 <= stopped_at < 60
     before = read_results(run.artifacts)
     assert not before.complete
-    second = spawn_ranks(whole_run, 3, path=run.path)
+    second = spawn_ranks(run_benchmark, 3, path=run.path)
     results = read_results(run.artifacts)
     places = results.ranks
     total = len(points(CONFIG.section(CommConfig), [place.node for place in places]))
@@ -275,26 +285,25 @@ def test_a_stopped_benchmark_goes_on_with_its_next_point(tmp_path: Path, monkeyp
         ("ring_all_reduce", "blocking", "world"),
         ("barrier", "blocking", "world"),
     }
-    ours = [row for row in results.rows if row.operation == "ring_all_reduce" and row.variant == "sum"]
-    assert [row.bytes for row in ours] == [1 << power for power in range(2, 13)]
+    rings = [row for row in results.rows if row.operation == "ring_all_reduce" and row.variant == "sum"]
+    assert [row.bytes for row in rings] == [1 << power for power in range(2, 13)]
     parts = [row for row in results.rows if (row.operation, row.mode, row.group) == ("all_gather", "blocking", "world")]
     assert [(row.size, row.bytes) for row in parts[:5]] == [(1, 3), (4, 6), (8, 9), (16, 18), (32, 33)]
     assert all(row.busbw == pytest.approx(row.bytes / row.median_s * 2 / 3) for row in parts)
     assert sorted((pair.source, pair.target) for pair in results.pairs) == [
         (0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)
     ]  # fmt: skip
-    assert {(one.operation, one.bytes) for one in results.overlap} == {("all_reduce", 4096), ("all_gather", 4098)}
-    assert [(one.target.partition("/")[2], one.bytes) for one in results.rpc] == [
+    assert {(point.operation, point.bytes) for point in results.overlap} == {("all_reduce", 4096), ("all_gather", 4098)}
+    assert [(call.target.partition("/")[2], call.bytes) for call in results.rpc] == [
         (rank, size) for rank in "12" for size in (4, 4096)
     ]
     assert "all_reduce of 4096 B" in second[0][1]
 
 
-def test_a_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
+def test_wrong_result_ends_the_run_on_every_rank(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    said = spawn_ranks(wrong_run, 3, path=run.path)
-    assert len(set(said)) == 1
-    assert "all_reduce[sum] of 7 x uint8 is wrong: at index 5" in said[0]
+    errors = spawn_ranks(run_with_wrong_all_reduce, 3, path=run.path)
+    assert len(set(errors)) == 1
+    assert "all_reduce[sum] of 7 x uint8 is wrong: at index 5" in errors[0]
     results = read_results(run.artifacts)
-    assert [one.ok for one in results.checked] == [False]
-    assert results.checked[0].error == said[0]
+    assert [(result.ok, result.error) for result in results.checked] == [(False, errors[0])]

@@ -1,4 +1,4 @@
-"""Real runs whose ranks, supervisor and shipper meet a file system that fails for some calls, and change nothing."""
+"""Runs on a file system that fails for some calls of ranks, supervisor and shipper: the results do not change."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hpcdist_runs import TRAINING, Runs, assert_equals_control
 from io_faults import Fault
 
-#: Every process of hpcdist; pytest and what it starts besides have no such command line.
+#: Part of the command line of all hpcdist processes, but not of pytest.
 ALL = "hpcdist"
-#: Six calls in a row, later than what a process does when it starts.
+#: Six calls in a row, after the start of the process.
 SIX = {"first": 12, "count": 6}
 heavy = pytest.mark.faults
 
@@ -38,7 +38,7 @@ heavy = pytest.mark.faults
         ),
     ],
 )  # fmt: skip
-def test_a_run_on_a_file_system_that_fails_for_some_calls(
+def test_failing_file_system_calls_do_not_change_the_results(
     runs: Runs,
     control_run: str,
     io_faults: Path,

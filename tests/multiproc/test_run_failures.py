@@ -1,4 +1,4 @@
-"""A hostile day, through the real command: each thing that goes wrong has one clear message and costs nothing more."""
+"""Failures of runs with `hpcdist run`: each has one clear message, and no unnecessary restarts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcdist.files.atomic import read_json
 from hpcdist.supervisor.hang.node import py_spy
 
 COUNTING = ["trainer=counting:train", "checkpoint.every_steps=10"]
-#: MLflow does not matter to these: its process is not waited for.
+#: For tests without MLflow: do not wait for the shipper.
 NO_WAIT = ["tracking.drain_timeout_s=0"]
 
 
-def test_a_mistake_that_only_ranks_can_see_is_not_retried(runs: Runs, tmp_path: Path) -> None:
+def test_user_error_found_by_the_ranks_is_not_retried(runs: Runs, tmp_path: Path) -> None:
     name = "no-data"
     missing = ["data.name=mnist", f"data.root={tmp_path / 'nowhere'}", "data.download=false"]
     code, output = runs.command("run", *runs.config(name, *missing, *NO_WAIT))
@@ -36,23 +36,23 @@ def test_a_mistake_that_only_ranks_can_see_is_not_retried(runs: Runs, tmp_path: 
     assert (state.status, state.rejected, state.attempt, state.restarts) == ("failed", True, 1, 0)
 
 
-def test_a_metric_that_is_never_measured_cannot_choose_the_best(runs: Runs) -> None:
+def test_unknown_monitor_metric_is_a_user_error(runs: Runs) -> None:
     name = "unknown-best"
     code, output = runs.command("run", *runs.config(name, "checkpoint.monitor=eval/f1", "stop.max_steps=2", *NO_WAIT))
     assert code == 2, output
-    wanted = "checkpoint.monitor='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
-    assert wanted in output.splitlines()[-1]
+    message = "checkpoint.monitor='eval/f1' is not measured: use one of eval/loss, eval/accuracy"
+    assert message in output.splitlines()[-1]
     assert len(runs.run_dir(name).attempts()) == 1
 
 
-def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
+def test_first_failed_rank_is_reported_with_traceback_and_log(runs: Runs) -> None:
     name = "raises"
     params = ["params.until=1000", "params.raise_at=25", "launch.num_ranks=3"]
     code, output = runs.command("run", *runs.config(name, *COUNTING, *params, *NO_WAIT))
     assert code == 1, output
     lines = [line.rstrip() for line in output.splitlines()]
     sentence = f"rank 2 on {os.uname().nodename} failed with ValueError: a mistake in the user's own code at step 24"
-    # Twice: the restart from step 20 runs into the very same thing, and so there is no third attempt.
+    # The restart from step 20 fails in the same way, so there is no third attempt.
     assert lines.count(sentence) == 2, output
     first = lines.index(sentence)
     assert "    ValueError: a mistake in the user's own code" in lines[first : first + 10]
@@ -60,12 +60,12 @@ def test_the_first_failing_rank_is_on_top(runs: Runs) -> None:
     assert f"    full log: {runs.attempt(name).log(2)}" in lines[first : first + 12]
     assert lines[-1] == f"failed: {sentence}, twice in a row: another restart would not help"
     assert "resumed at step 20 from" in runs.attempt(name, 2).log(2).read_text()
-    # The others failed only because this one had gone, and are not blamed in any line.
+    # The other ranks failed as a consequence, and are not reported.
     assert not [line for line in lines if line.startswith(("rank 0", "rank 1"))]
 
 
-#: py-spy, where it may look into all ranks but the first.
-PARTLY_ALLOWED = """#!/bin/sh
+#: A py-spy that is not permitted to read rank 0.
+NOT_PERMITTED_FOR_RANK_0 = """#!/bin/sh
 for pid; do :; done
 if tr '\\0' '\\n' </proc/"$pid"/environ | grep -qx HPCDIST_RANK=0; then
   printf 'Error: Failed\\n\\nCaused by:\\n    Permission denied\\n' >&2
@@ -75,11 +75,11 @@ exec {spy} "$@"
 """
 
 
-def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: Path) -> None:
-    """One waits in the user's code, two in a collective: with py-spy, and by what the ranks say of themselves."""
+def test_hung_rank_ends_the_attempt_and_is_reported(runs: Runs, tmp_path: Path) -> None:
+    """Rank 2 waits in user code, the others in a collective; stacks are from py-spy, and for rank 0 from its log."""
     name = "hangs"
     if (spy := py_spy(os.environ)) is not None:
-        (tmp_path / "py-spy").write_text(PARTLY_ALLOWED.format(spy=spy))
+        (tmp_path / "py-spy").write_text(NOT_PERMITTED_FOR_RANK_0.format(spy=spy))
         (tmp_path / "py-spy").chmod(0o755)
     options = ["params.until=1000", "params.hang_at=15", "launch.hang_timeout_s=12", "launch.max_restarts=0"]
     config = runs.config(name, *COUNTING, *options, "launch.num_ranks=3")
@@ -98,9 +98,9 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
     assert last.endswith(attempt.stacks_summary.read_text().partition("\n")[0])
     assert (read_json(attempt.failure) or {})["step"] == 14
     for rank in range(3):
-        assert "Current thread" in attempt.log(rank).read_text(), "as without a collector"
+        assert "Current thread" in attempt.log(rank).read_text(), "printed by faulthandler"
         stacks = attempt.stacks(rank).read_text()
-        assert "state S (sleeping)" in stacks, "it was not killed yet"
+        assert "state S (sleeping)" in stacks, "collected before the rank was killed"
         assert "counting.py" in stacks
         by_spy = spy is not None and rank > 0
         assert f"stacks by {'py-spy' if by_spy else 'faulthandler'}:" in stacks
@@ -114,18 +114,18 @@ def test_a_rank_that_hangs_ends_the_attempt_and_is_named(runs: Runs, tmp_path: P
     kept = {path.name for path in runs.artifacts(name, "logs/attempt-001").iterdir()}
     assert {
         "stacks.txt",
-        *(f"rank-0000{rank}.{what}" for rank in range(3) for what in ("stacks.txt", "flight.json")),
+        *(f"rank-0000{rank}.{suffix}" for rank in range(3) for suffix in ("stacks.txt", "flight.json")),
     } <= kept
     code, output = runs.command("explain", name)
     assert "cause:    the ranks hung: rank 2 differs from the others: in " in output
 
 
-def test_mlflow_is_never_there(runs: Runs) -> None:
-    """The run ends well, says what to do, and that ships all of it, once."""
+def test_run_without_mlflow_finishes_and_is_shipped_later(runs: Runs) -> None:
+    """The run finishes and recommends `hpcdist sync`, which ships all records once."""
     name = "no-mlflow"
-    away = f"tracking.uri=http://127.0.0.1:{unused_port()}"
+    unreachable = f"tracking.uri=http://127.0.0.1:{unused_port()}"
     options = ["params.until=40", "launch.num_ranks=1", "tracking.drain_timeout_s=2"]
-    code, output = runs.command("run", *runs.config(name, *COUNTING, *options, away))
+    code, output = runs.command("run", *runs.config(name, *COUNTING, *options, unreachable))
     assert code == 0, output
     assert "finished: counted to 40" in output
     assert "has not received all records (see shipper.log); none are lost" in output
@@ -136,19 +136,19 @@ def test_mlflow_is_never_there(runs: Runs) -> None:
     assert code == 1, output
     assert "MLflow at http://127.0.0.1" in output
     assert "Traceback" not in output
-    elsewhere = f"sqlite:///{runs.database}"
-    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=elsewhere)
+    sqlite_uri = f"sqlite:///{runs.database}"
+    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=sqlite_uri)
     assert code == 0, output
     series = runs.series(name)
     assert series == {("train/loss", step): 1 / step for step in range(1, 41)}
     assert runs.mlflow_status(name) == "FINISHED"
     before = runs.points(name)
-    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=elsewhere)
+    code, output = runs.command("sync", name, HPCDIST_TRACKING_URI=sqlite_uri)
     assert code == 0, output
     assert runs.points(name) == before
 
 
-def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
+def test_detached_run_is_held_by_one_supervisor(runs: Runs) -> None:
     name = "detached"
     config = runs.config(name, *COUNTING, "params.until=100000", *NO_WAIT)
     code, output = runs.command("run", *config, "--detach")
@@ -176,7 +176,7 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
     code, output = runs.command("stop", name)
     assert code == 0, output
     wait_for(lambda: runs.run_dir(name).read_state().status == "stopped", "the run to stop")
-    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to leave")
+    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to end")
     stopped_at = runs.checkpoint_steps(name)[-1]
     code, output = runs.command("stop", name)
     assert code == 2, output
@@ -184,15 +184,15 @@ def test_detached_and_held_by_one_supervisor_alone(runs: Runs) -> None:
 
     code, output = runs.command("resume", name, "--detach")
     assert code == 0, output
-    wait_for(lambda: runs.checkpoint_steps(name)[-1] > stopped_at, "the run to go on")
+    wait_for(lambda: runs.checkpoint_steps(name)[-1] > stopped_at, "the run to continue")
     assert f"resumed at step {stopped_at} from" in runs.command("logs", name)[1]
     code, output = runs.command("cancel", name)
     assert code == 0, output
     wait_for(lambda: runs.run_dir(name).read_state().status == "cancelled", "the run to end")
-    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to leave")
+    wait_for(lambda: not runs.run_dir(name).lease.exists(), "the supervisor to end")
 
 
-def test_ctrl_c_once_saves_and_twice_kills(runs: Runs) -> None:
+def test_first_ctrl_c_stops_and_second_cancels_the_run(runs: Runs) -> None:
     name = "interrupted"
     process = runs.start("run", *runs.config(name, *COUNTING, "params.until=100000", *NO_WAIT))
     wait_for(lambda: runs.checkpoint_steps(name), "the first checkpoint")
@@ -207,7 +207,7 @@ def test_ctrl_c_once_saves_and_twice_kills(runs: Runs) -> None:
     attempt = runs.attempt(name, 2)
     wait_for(lambda: attempt.log(1).exists() and "resumed at step" in attempt.log(1).read_text(), "the ranks to resume")
     process.send_signal(signal.SIGINT)
-    wait_for(attempt.request.exists, "the first Ctrl-C to be taken")
+    wait_for(attempt.request.exists, "the request of the first Ctrl-C")
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
@@ -221,13 +221,13 @@ HOW_TO_MOUNT = "as root: sudo .venv/bin/python -m pytest tests/multiproc/test_ru
 
 @pytest.fixture
 def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
-    """Runs on a file system of 32 MB."""
+    """Yield runs on a file system of 32 MB."""
     (tmp_path / "runs").mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=32m", "hpcdist-test", str(tmp_path / "runs")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        pytest.skip(f"no `mount` here; {HOW_TO_MOUNT}")
+        pytest.skip(f"`mount` is not installed; {HOW_TO_MOUNT}")
     if done.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted ({done.stderr.strip()}); {HOW_TO_MOUNT}")
     try:
@@ -236,7 +236,7 @@ def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
         subprocess.run(["umount", str(tmp_path / "runs")], check=True)
 
 
-def test_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
+def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
     name = "full-disk"
     process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES))
     small_disk.wait_until_held(name)
@@ -249,7 +249,7 @@ def test_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
     code, output = finish(process)
     assert code == 1, output
     *_, last = output.splitlines()
-    # Whichever comes first: the checkpoint of step 60 or the metrics since step 45.
+    # The first failed write is the checkpoint of step 60 or the metrics since step 45.
     assert last.startswith(f"failed: rank 0 on {os.uname().nodename} failed with ")
     assert "could not be written" in last or "cannot be written" in last
     assert "No space left on device" in last

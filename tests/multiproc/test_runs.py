@@ -1,10 +1,12 @@
-"""Whole runs through the real command: whatever happens on the way, they end as if nothing had happened."""
+"""Runs with `hpcdist run`: after an interruption, a run ends with the same results as without one."""
 
 from __future__ import annotations
 
 import os
 import signal
 
+import psutil
+import pytest
 from hpcdist_runs import (
     AUGMENTED,
     HOLD_OVERRIDES,
@@ -21,7 +23,7 @@ from hpcdist_runs import (
 )
 
 
-def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, control_run: str) -> None:
+def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:
     series = runs.series(control_run)
     assert series["eval/accuracy", LAST_STEP] > 0.9
     assert series["train/lr", LAST_STEP] < series["train/lr", 40]
@@ -29,7 +31,7 @@ def test_an_undisturbed_run_leaves_model_and_metrics(runs: Runs, control_run: st
     assert any(key.startswith("system/") for key, _, _ in runs.points(control_run))
 
 
-def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, control_run: str) -> None:
+def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_run: str) -> None:
     name = "stopped"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
     held = runs.wait_until_held(name)
@@ -40,13 +42,13 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, control_run: 
     code, output = finish(process)
     assert code == 0, output
     assert "stopped: stopped with everything saved (`hpcdist stop` by" in output
-    at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_STEP <= at < LAST_STEP, "stopped in the middle of the second epoch"
+    stopped_at = runs.checkpoint_steps(name)[-1]
+    assert HOLD_STEP <= stopped_at < LAST_STEP, "stopped in the middle of the second epoch"
     assert runs.mlflow_status(name) == "KILLED"
 
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert f"resumed at step {at} from" in runs.attempt(name, 2).log(0).read_text()
+    assert f"resumed at step {stopped_at} from" in runs.attempt(name, 2).log(0).read_text()
     assert_equals_control(runs, name, control_run)
     assert len(runs.run_dir(name).attempts()) == 2
 
@@ -54,11 +56,11 @@ def test_stopped_in_the_middle_of_an_epoch_and_resumed(runs: Runs, control_run: 
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
-def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmented_control_run: str) -> None:
+def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control_run: str) -> None:
     name = "truncated"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
     for pid in runs.wait_until_held(name):
-        os.kill(pid, signal.SIGUSR2)  # the other way to ask for a stop, here without the supervisor's knowledge
+        os.kill(pid, signal.SIGUSR2)  # a stop signal to the ranks, without the supervisor
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
@@ -75,7 +77,8 @@ def test_a_truncated_newest_checkpoint_costs_only_its_steps(runs: Runs, augmente
     assert_equals_control(runs, name, augmented_control_run)
 
 
-def test_a_rank_is_killed(runs: Runs, augmented_control_run: str) -> None:
+@pytest.mark.smoke
+def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, augmented_control_run: str) -> None:
     name = "rank-killed"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
     _, victim = runs.wait_until_held(name)
@@ -91,32 +94,30 @@ def test_a_rank_is_killed(runs: Runs, augmented_control_run: str) -> None:
     assert_equals_control(runs, name, augmented_control_run)
 
 
-def test_the_supervisor_is_killed(runs: Runs, control_run: str) -> None:
+def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, control_run: str) -> None:
     name = "supervisor-killed"
     process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, "params.grandchild=true"))
     ranks = runs.wait_until_held(name)
-    below = Descendants(process.pid)
-    assert {process.pid for process in below.processes} >= set(ranks)
-    assert sum(command == "sleep 1000" for command in below.commands) == 2, below.commands
+    descendants = Descendants(process.pid)
+    assert {process.pid for process in descendants.processes} >= set(ranks)
+    assert sum(command == "sleep 1000" for command in descendants.commands) == 2, descendants.commands
     process.kill()
-    below.wait_until_ended(30)
+    descendants.wait_until_ended(30)
     assert finish(process)[0] == -signal.SIGKILL
 
     code, output = runs.command("status", name)
     assert code == 0, output
     assert "lost" in output
     assert "the supervisor died: `hpcdist resume` continues the run" in output
-    assert runs.mlflow_status(name) == "FAILED", "its shipper told MLflow before it left"
+    assert runs.mlflow_status(name) == "FAILED", "the shipper recorded the end of the run"
     code, output = runs.command("resume", name)
     assert code == 0, output
     assert_equals_control(runs, name, control_run)
-    # No process of a user's trainer outlives a run that ended well, either.
-    wait_for(lambda: not _sleepers(runs), "the second attempt's grandchildren to be gone", timeout_s=10)
+    # Child processes of ranks also end with a finished run.
+    wait_for(lambda: not _sleepers(runs), "the grandchildren of the second attempt to end", timeout_s=10)
 
 
 def _sleepers(runs: Runs) -> list[int]:
-    import psutil
-
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "cwd"])
@@ -124,8 +125,7 @@ def _sleepers(runs: Runs) -> list[int]:
     ]
 
 
-def test_a_trainer_refuses_roles_that_it_cannot_work_with(runs: Runs) -> None:
-    """The user's mistake: one line, exit code 2, no restart."""
+def test_roles_that_a_trainer_does_not_support_are_a_user_error(runs: Runs) -> None:
     code, output = runs.command("run", *runs.config("wrong-roles", "trainer=roles:train", "roles.worker=2"))
     message = (
         "this trainer needs the roles server 1, worker 1 or more, got worker 2: set roles='{server: 1, worker: 1}'"

@@ -1,4 +1,4 @@
-"""One run of two ranks with each shipped trainer: `make smoke`, together with the killed rank in `test_runs.py`."""
+"""One run of two ranks with each shipped trainer; with the killed rank of `test_runs.py`, this is `make smoke`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hpcdist_runs import Runs
 
 from hpcdist import trainers
 
-#: By trainer: the shipped config, and overrides that make it two ranks and a few steps.
+#: The shipped config of each trainer, and overrides for two ranks and few steps.
 SMALL = {
     "ddp": ("ddp_digits", ["stop.max_epochs=1"]),
     "rl": ("rl_cartpole", ["roles={agent: 1, observer: 1}", "stop.max_epochs=2"]),
@@ -18,13 +18,13 @@ SMALL = {
 }
 
 
-def test_every_shipped_trainer_is_covered() -> None:
+def test_smoke_covers_all_shipped_trainers() -> None:
     assert set(SMALL) == set(trainers.NAMES)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("trainer", SMALL)
-def test_two_ranks(runs: Runs, trainer: str) -> None:
+def test_trainer_finishes_with_two_ranks(runs: Runs, trainer: str) -> None:
     config, overrides = SMALL[trainer]
     name = f"smoke-{trainer}"
     overrides = [*overrides, f"experiment={runs.experiment}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdist.machine.check import Check, Level
+from hpcdist.machine.check import Check, Level, ok
 
 #: Each rank pays this time at its start.
 SLOW_S = 1.0
@@ -41,7 +41,7 @@ def host_name_checks(host: str, found: Mapping[str, Any], *, is_node: bool) -> l
         text = f"{host} → {address} takes {forward_s:.1f} s, and each rank looks it up at its start{note}"
         first = Check(name="own name", level=level, text=text, fix=_SPEED_UP)
     else:
-        first = Check(name="own name", level="ok", text=f"{host} → {address} ({1000 * forward_s:.0f} ms)")
+        first = ok("own name", f"{host} → {address} ({1000 * forward_s:.0f} ms)")
     return [first, _reverse(found, level, note)]
 
 
@@ -53,6 +53,5 @@ def _reverse(found: Mapping[str, Any], level: Level, note: str) -> Check:
         return Check(name="reverse", level=level, text=text, fix=_SPEED_UP)
     took = f"{1000 * reverse_s:.0f} ms"
     if error:
-        text = f"{found['address']} has no name ({error}, {took}): fast, so harmless"
-        return Check(name="reverse", level="ok", text=text)
-    return Check(name="reverse", level="ok", text=f"{found['address']} → {found['reverse']} ({took})")
+        return ok("reverse", f"{found['address']} has no name ({error}, {took}): fast, so harmless")
+    return ok("reverse", f"{found['address']} → {found['reverse']} ({took})")

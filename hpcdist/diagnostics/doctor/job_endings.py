@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcdist.diagnostics.doctor.slurm_checks import SlurmFacts, few
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, note, ok, warning
 from hpcdist.slurm.cluster_nodes import Partition
 from hpcdist.slurm.command_output import parse_seconds
 
@@ -34,7 +34,7 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
     )
     if settings.get("PreemptType", "preempt/none") in ("preempt/none", "(null)"):
         off = "off: no job ends because of another one"
-        return [_cancel(kill_wait), Check(name="preemption", level="ok", text=off)]
+        return [_cancel(kill_wait), ok("preemption", off)]
     by_qos = settings["PreemptType"].endswith("/qos")
     modes: dict[tuple[str, int], list[str]] = {}
     for one in partitions:
@@ -45,7 +45,7 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
     )
     return [
         _cancel(kill_wait),
-        Check(name="preemption", level="ok", text=text),
+        ok("preemption", text),
         *(_preempted(mode, grace, kill_wait, names) for (mode, grace), names in modes.items()),
     ]
 
@@ -53,17 +53,17 @@ def _preemption(settings: dict[str, str], partitions: list[Partition]) -> list[C
 def _cancel(kill_wait: int) -> Check:
     text = f"`scancel` sends SIGTERM, and SIGKILL {kill_wait} s later (KillWait)"
     text += "; a run saves a checkpoint before its time limit (cluster.signal_lead_s)"
-    return Check(name="job ends", level="ok", text=text)
+    return ok("job ends", text)
 
 
 def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check:
     where = f"preempted in {few(names)}"
     if mode in ("OFF", "DISABLED"):
-        return Check(name="preemption", level="ok", text=f"jobs in {few(names)} are never preempted")
+        return ok("preemption", f"jobs in {few(names)} are never preempted")
     if mode in ("SUSPEND", "GANG"):
         text = f"{where}: Slurm suspends the processes and resumes them later with their memory"
         fix = "set launch.hang_timeout_s above the usual pause, so that suspended ranks do not count as hung"
-        return Check(name="preemption", level="note", text=text, fix=fix)
+        return note("preemption", text, fix)
     then = "requeues the run" if mode == "REQUEUE" else "does not requeue the run (PreemptMode=CANCEL)"
     total = grace + kill_wait
     text = f"{where}: SIGTERM, and SIGKILL {total} s later (GraceTime {grace} + KillWait {kill_wait}); Slurm {then}"
@@ -71,7 +71,7 @@ def _preempted(mode: str, grace: int, kill_wait: int, names: list[str]) -> Check
     if total < _EASY_S:
         more = f"a step and a checkpoint must fit into {total} s, or the steps since the newest checkpoint are lost:"
         more += " set checkpoint.every_steps accordingly, or ask for a longer GraceTime"
-        return Check(name="preemption", level="note", text=text, fix="; ".join(filter(None, [fix, more])))
+        return note("preemption", text, "; ".join(filter(None, [fix, more])))
     return Check(name="preemption", level="ok" if mode == "REQUEUE" else "note", text=text, fix=fix)
 
 
@@ -86,16 +86,14 @@ def _requeue(settings: dict[str, str]) -> list[Check]:
     if conflicting:
         listed = ", ".join(f"{name}={value}" for name, value in conflicting.items())
         checks.append(
-            Check(
-                name="requeue",
-                level="warning",
-                text=f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again",
-                fix="cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes",
+            warning(
+                "requeue",
+                f"{listed}: Slurm requeues jobs with exit code 1 or 2, so a failed run starts again",
+                "cluster.sbatch={no-requeue: true} prevents it; administrators can set other codes",
             )
         )
     if settings.get("JobRequeue", "1") == "0":
-        text = "off by default (JobRequeue=0); hpcdist sets --requeue for each job"
-        checks.append(Check(name="requeue", level="ok", text=text))
+        checks.append(ok("requeue", "off by default (JobRequeue=0); hpcdist sets --requeue for each job"))
     return checks
 
 
@@ -114,10 +112,10 @@ def _lost_node(settings: dict[str, str]) -> list[Check]:
     if timeout == 0:
         text = "Slurm never marks an unresponsive node as down (SlurmdTimeout=0)"
         fix = "hpcdist requests the requeue; the node stays `idle*` until an administrator acts"
-        return [Check(name="lost node", level="note", text=text, fix=fix)]
+        return [note("lost node", text, fix)]
     if timeout is None:
         return []
-    return [Check(name="lost node", level="ok", text=f"Slurm detects it within {timeout} s (SlurmdTimeout)")]
+    return [ok("lost node", f"Slurm detects it within {timeout} s (SlurmdTimeout)")]
 
 
 def _left_processes(settings: dict[str, str]) -> list[Check]:
@@ -129,8 +127,8 @@ def _left_processes(settings: dict[str, str]) -> list[Check]:
     if tracking == "pgid":
         text += ", so processes outside their process group remain"
         fix = "check the node with `ps`; administrators can set ProctrackType=proctrack/cgroup"
-        return [Check(name="clean-up", level="note", text=text, fix=fix)]
-    return [Check(name="clean-up", level="ok", text=text)] if tracking else []
+        return [note("clean-up", text, fix)]
+    return [ok("clean-up", text)] if tracking else []
 
 
 def _arrays(settings: dict[str, str]) -> list[Check]:
@@ -139,5 +137,5 @@ def _arrays(settings: dict[str, str]) -> list[Check]:
         return []
     if int(size) <= 1:
         text = "job arrays are disabled (MaxArraySize): Slurm would reject `hpcdist submit --sweep`"
-        return [Check(name="sweeps", level="note", text=text, fix="submit the cells one at a time")]
-    return [Check(name="sweeps", level="ok", text=f"up to {int(size) - 1} runs in one array (MaxArraySize)")]
+        return [note("sweeps", text, "submit the cells one at a time")]
+    return [ok("sweeps", f"up to {int(size) - 1} runs in one array (MaxArraySize)")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpcdist.config.schema import Config
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, note, warning
+from hpcdist.machine.timed_command import run_within
 from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, probe_command, probe_env, read_answers
 from hpcdist.rank.topology import port_for
@@ -44,34 +44,23 @@ def check_job_nodes(run: RunDir, config: Config, job_id: str, nodes: Sequence[st
             backend="nccl" if gpus else "gloo",
             deadline_s=MEET_S,
         )
-        try:
-            done = subprocess.run(
-                step_command(job_id, nodes, request),
-                # Inside another job, srun would take missing options from that job's variables.
-                env={
-                    **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"},
-                    **probe_env(request),
-                },
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=STEP_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
-            fix = f"`srun --jobid={job_id} --overlap hostname` shows the node that does not answer"
-            return [Check(name="nodes", level="warning", text=text, fix=fix)]
+        # Inside another job, srun would take missing options from that job's variables.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        if "SLURM_CONF" in os.environ:
+            env["SLURM_CONF"] = os.environ["SLURM_CONF"]
+        done = run_within(step_command(job_id, nodes, request), STEP_TIMEOUT_S, env={**env, **probe_env(request)})
+    if done.returncode < 0:
+        text = f"a step beside the ranks did not finish within {STEP_TIMEOUT_S:g} s"
+        return [
+            warning("nodes", text, f"`srun --jobid={job_id} --overlap hostname` shows the node that does not answer")
+        ]
     answers = read_answers(done.stdout)
     if not answers:
         message = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
-        text = f"no node answered: {message[:200]}"
-        return [Check(name="nodes", level="warning", text=text, fix=f"`srun --jobid={job_id} --overlap hostname`")]
+        return [warning("nodes", f"no node answered: {message[:200]}", f"`srun --jobid={job_id} --overlap hostname`")]
     checks = check_nodes(request, {node: _without_use(found) for node, found in answers.items()})
     if any(check.name in ("network", "disk") and check.level == "warning" for check in checks):
-        text = "the run was training during the measurement, so speeds are lower"
-        checks.append(Check(name="beside ranks", level="note", text=text))
+        checks.append(note("beside ranks", "the run was training during the measurement, so speeds are lower"))
     return checks
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.diagnostics.doctor import container_runtimes, host_name, rank_startup, runs_folder, software
-from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container, read_container
+from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
@@ -18,7 +18,7 @@ from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_
 from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.diagnostics.doctor.slurm_checks import Cached, SlurmFacts, client_checks, partition_checks, read_slurm
 from hpcdist.machine import facts, gpus, storage
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, warning
 from hpcdist.machine.own_image import image_facts
 from hpcdist.run.lease import user_name
 from hpcdist.slurm.nodelist import expand
@@ -85,8 +85,7 @@ def machine_sections(request: Request) -> list[Section]:
         ),
     ]
     if inside:
-        found = read_container(image_facts(env), env)
-        sections.insert(0, Section(title="Container", run=lambda: container_checks(found)))
+        sections.insert(0, Section(title="Container", run=lambda: container_checks(image_facts(env), env)))
     return sections
 
 
@@ -120,7 +119,7 @@ def _trials(env: Mapping[str, str]) -> list[Check]:
 
 def _store(request: Request) -> list[Check]:
     if request.store is None:
-        return [Check(name="store", level="warning", text=request.store_problem)]
+        return [warning("store", request.store_problem)]
     database = request.store.database
     kind = storage.file_system(storage.existing(database)) if database is not None else ""
     return store_checks(request.store, request.env, "" if kind in storage.LOCAL else kind)

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from hpcdist.machine import storage
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, note, ok, warning
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
@@ -68,16 +68,15 @@ def store_checks(found: MlflowStore, env: Mapping[str, str], file_system: str = 
     if "://" not in found.uri or found.uri.startswith("file:"):
         text = f"{found.shown} is a file store, which MLflow does not support since 3.13: {_LATER}"
         fix = "unset MLFLOW_TRACKING_URI for a database in the folder of runs, or set a server or sqlite:////path/mlflow.db"
-        return [*checks, Check(name="store", level="warning", text=text, fix=fix)]
-    return [*checks, Check(name="store", level="note", text=f"{found.shown}: doctor cannot check this kind of store")]
+        return [*checks, warning("store", text, fix)]
+    return [*checks, note("store", f"{found.shown}: doctor cannot check this kind of store")]
 
 
 def _client() -> list[Check]:
     try:
-        return [Check(name="client", level="ok", text=f"MLflow {metadata.version('mlflow')}")]
+        return [ok("client", f"MLflow {metadata.version('mlflow')}")]
     except metadata.PackageNotFoundError:
-        text = f"mlflow is not installed; {_LATER}"
-        return [Check(name="client", level="warning", text=text, fix="`pip install mlflow`")]
+        return [warning("client", f"mlflow is not installed; {_LATER}", "`pip install mlflow`")]
 
 
 # --- a server
@@ -92,12 +91,12 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
             return [_refused(found, env, error.code, known=bool(headers))]
         text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
         fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
-        return [Check(name="server", level="warning", text=text, fix=fix)]
+        return [warning("server", text, fix)]
     except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         text = f"{found.shown} cannot be reached ({why}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
-        return [Check(name="server", level="warning", text=text, fix=fix)]
+        return [warning("server", text, fix)]
     try:
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
         version = _get(f"{root}/version", headers).strip()
@@ -105,11 +104,11 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         if error.code in (401, 403):
             return [_refused(found, env, error.code, known=bool(headers))]
         text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
-        return [Check(name="server", level="warning", text=text, fix="see the server's log")]
+        return [warning("server", text, "see the server's log")]
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         text = f"{found.shown} is up, but did not list experiments ({getattr(error, 'reason', error)}): {_LATER}"
-        return [Check(name="server", level="warning", text=text, fix="see the server's log, and its database")]
-    return [Check(name="server", level="ok", text=f"{found.shown} answers, MLflow {version[:20]}")]
+        return [warning("server", text, "see the server's log, and its database")]
+    return [ok("server", f"{found.shown} answers, MLflow {version[:20]}")]
 
 
 def _get(url: str, headers: Mapping[str, str]) -> str:
@@ -136,12 +135,11 @@ def _address(uri: str, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 def _refused(found: MlflowStore, env: Mapping[str, str], code: int, *, known: bool) -> Check:
     if not known:
         text = f"{found.shown} requires a user and a password (answer {code}): {_LATER}"
-        fix = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-        return Check(name="server", level="warning", text=text, fix=fix)
+        return warning("server", text, "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
     who = urlsplit(found.uri).username or env.get("MLFLOW_TRACKING_USERNAME", "the token")
     text = f"{found.shown} refuses {who} (answer {code}): {_LATER}"
     fix = "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-    return Check(name="server", level="warning", text=text, fix=fix)
+    return warning("server", text, fix)
 
 
 # --- databases
@@ -151,22 +149,20 @@ def _sqlite(found: MlflowStore, path: Path, file_system: str) -> list[Check]:
     checks = []
     if file_system:
         text = f"{path} is on {file_system}, which several machines may write to: sqlite's locks are unreliable there"
-        fix = "use a server (tracking.uri) if several users or jobs log at a time"
-        checks.append(Check(name="database", level="note", text=text, fix=fix))
+        checks.append(note("database", text, "use a server (tracking.uri) if several users or jobs log at a time"))
     folder = storage.existing(path.parent)
     if not path.exists() and os.access(folder, os.W_OK):
-        text = f"{path} does not exist; the first run creates it"
-        return [*checks, Check(name="database", level="ok", text=text)]
+        return [*checks, ok("database", f"{path} does not exist; the first run creates it")]
     if not os.access(path, os.W_OK) or not os.access(folder, os.W_OK):
         text = f"{path} or its folder cannot be written by this user: {_LATER}"
         fix = f"`ls -ld {folder} {path}`; set tracking.uri to a folder of your own"
-        return [*checks, Check(name="database", level="warning", text=text, fix=fix)]
+        return [*checks, warning("database", text, fix)]
     try:
         revision = _sqlite_revision(path)
     except sqlite3.Error as error:
         text = f"{path} cannot be read ({error}): {_LATER}"
         fix = "restore a backup, or set another store for new runs (tracking.uri)"
-        return [*checks, Check(name="database", level="warning", text=text, fix=fix)]
+        return [*checks, warning("database", text, fix)]
     return [*checks, _schema(found, revision)]
 
 
@@ -196,7 +192,7 @@ def _database(found: MlflowStore) -> list[Check]:
         )
     except subprocess.TimeoutExpired:
         text = f"{found.shown} did not answer within {DATABASE_TIMEOUT_S:g} s: {_LATER}"
-        return [Check(name="database", level="warning", text=text, fix="check the server and the firewall")]
+        return [warning("database", text, "check the server and the firewall")]
     status, _, revision = done.stdout.strip().partition(" ")
     if status in ("revision", "empty"):
         return [_schema(found, revision)]
@@ -204,31 +200,30 @@ def _database(found: MlflowStore) -> list[Check]:
     if missing := re.search(r"No module named '(\w+)'", error):
         name = {"psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}.get(missing[1], missing[1])
         text = f"{found.shown}: the database driver {missing[1]} is not installed: {_LATER}"
-        return [Check(name="database", level="warning", text=text, fix=f"`pip install {name}`")]
+        return [warning("database", text, f"`pip install {name}`")]
     why = next((line for line in done.stderr.splitlines() if "Error" in line and "sqlalche.me" not in line), error)
     text = f"{found.shown} cannot be queried ({' '.join(why.replace(found.uri, found.shown).split())[-200:]}): {_LATER}"
     fix = "check host, port, user and database in the URI; an MLflow server (tracking.uri=http://…) is safer"
-    return [Check(name="database", level="warning", text=text, fix=fix)]
+    return [warning("database", text, fix)]
 
 
 def _schema(found: MlflowStore, revision: str) -> Check:
     """Compare a database's revision with that of the installed MLflow."""
     known = revisions()
     if not revision:
-        return Check(name="database", level="ok", text=f"{found.shown} is empty; the first run creates its tables")
+        return ok("database", f"{found.shown} is empty; the first run creates its tables")
     head = next((own for own in known if own not in known.values()), "")
     if not known or revision == head:
-        return Check(name="database", level="ok", text=f"{found.shown}, its schema is up to date")
+        return ok("database", f"{found.shown}, its schema is up to date")
     if revision in known:
         behind = 0
         step = head
         while step != revision and step:
             step, behind = known[step], behind + 1
         text = f"{found.shown} has the schema of an older MLflow, {behind} step{'s' * (behind > 1)} behind: {_LATER}"
-        fix = f"copy the database as a backup, then `mlflow db upgrade {found.shown}`"
-        return Check(name="database", level="warning", text=text, fix=fix)
+        return warning("database", text, f"copy the database as a backup, then `mlflow db upgrade {found.shown}`")
     text = f"{found.shown} has the schema {revision} of a newer MLflow than the installed one"
-    return Check(name="database", level="warning", text=f"{text}; {_LATER}", fix="`pip install --upgrade mlflow`")
+    return warning("database", f"{text}; {_LATER}", "`pip install --upgrade mlflow`")
 
 
 def revisions(folder: Path | None = None) -> dict[str, str]:

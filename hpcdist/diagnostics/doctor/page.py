@@ -12,31 +12,30 @@ from hpcdist.machine.check import Check, Level
 #: Sections: title and results.
 Page = Sequence[tuple[str, Sequence[Check]]]
 _MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "warning": "warning", "failure": "FAILURE"}
+#: Widths of the columns, and the column of the text.
 _INDENT, _MARK, _NAME = 2, 9, 15
+_TEXT = _INDENT + _MARK + _NAME
 
 
 def section_lines(title: str, checks: Sequence[Check], width: int) -> Iterator[tuple[str, str]]:
     """Yield the lines of one section, each with its style: `title`, a level, or empty."""
-    if not checks:
-        return
-    yield "title", title
+    if checks:
+        yield "title", title
     for check in checks:
         name = f"{check.node} {check.name}".strip() if check.name != check.node else check.name
         head = f"{'':{_INDENT}}{_MARKS[check.level]:<{_MARK}}{name:<{_NAME}}"
-        if len(name) >= _NAME:
-            head += " "
-        yield from _wrapped(check.level, head, check.text, width)
+        yield from _wrapped(check.level, head if head.endswith(" ") else f"{head} ", check.text, width, _TEXT)
         if check.fix:
-            yield from _wrapped("", f"{'':{_INDENT + _MARK + _NAME}}→ ", check.fix, width)
+            yield from _wrapped("", f"{'':{_TEXT}}→ ", check.fix, width, _TEXT + 2)
 
 
-def _wrapped(kind: str, head: str, text: str, width: int) -> Iterator[tuple[str, str]]:
-    indent = " " * (_INDENT + _MARK + _NAME + (2 if head.endswith("→ ") else 0))
+def _wrapped(kind: str, head: str, text: str, width: int, indent: int) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a text; rich would break long words such as paths and commands."""
     lines = textwrap.wrap(
         text,
         max(width, 60),
         initial_indent=head,
-        subsequent_indent=indent,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -57,14 +56,7 @@ def summary_lines(page: Page, width: int) -> Iterator[tuple[str, str]]:
     yield "failure", f"{count} would make a run fail ({others}):"
     for title, check in failures:
         where = f"{check.node}: " if check.node else ""
-        yield from _plain(f"{where}{title}, {check.name}: {check.text}", width)
-
-
-def _plain(text: str, width: int) -> Iterator[tuple[str, str]]:
-    for line in textwrap.wrap(
-        text, max(width, 60), initial_indent="  - ", subsequent_indent="    ", break_long_words=False
-    ):
-        yield "", line
+        yield from _wrapped("", "  - ", f"{where}{title}, {check.name}: {check.text}", width, 4)
 
 
 def document(page: Page, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.diagnostics.doctor.software import TOGETHER
-from hpcdist.machine.check import Check, Level
+from hpcdist.machine.check import Check, Level, failure, ok, warning
 
 #: On a slow network file system, the import of torch takes most of this time.
 TRIAL_S = 90.0
@@ -91,7 +91,7 @@ def rank_checks(trials: Sequence[Trial], name: str, *, within_s: float = TRIAL_S
     text = f"import {took['torch']:.1f} s, rendezvous {took['meet']:.1f} s, all-reduce correct"
     if nccl := trials[0].stage("compute").get("nccl"):
         text += f", NCCL {nccl}"
-    return [Check(name=name, level="ok", text=text)]
+    return [ok(name, text)]
 
 
 def _problem(trial: Trial, within_s: float) -> tuple[str, str] | None:
@@ -126,13 +126,12 @@ def torch_checks(trials: Sequence[Trial]) -> list[Check]:
     checks = []
     if "version" in torch:
         built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
-        checks.append(Check(name="torch", level="ok", text=f"{torch['version']}, {built}"))
+        checks.append(ok("torch", f"{torch['version']}, {built}"))
     if "No module named 'torchvision'" in vision.get("error", ""):
-        text = "not installed: image trainers need it"
-        checks.append(Check(name="torchvision", level="warning", text=text, fix=TOGETHER))
+        checks.append(warning("torchvision", "not installed: image trainers need it", TOGETHER))
     elif "error" in vision:
         text = f"cannot be imported with torch {torch.get('version', '')}: {vision['error']}"
-        checks.append(Check(name="torchvision", level="failure", text=text, fix=TOGETHER))
+        checks.append(failure("torchvision", text, TOGETHER))
     elif vision:
-        checks.append(Check(name="torchvision", level="ok", text=vision["version"]))
+        checks.append(ok("torchvision", vision["version"]))
     return checks

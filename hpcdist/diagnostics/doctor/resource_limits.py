@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.machine.facts import num_cores
 
 GIB = 2**30
@@ -123,11 +123,10 @@ def _cores(found: ResourceLimits) -> Check:
     if found.quota is not None and found.quota < found.cores - 0.5:
         text = f"{found.cores} visible, but a CPU quota of {found.quota:.1f} cores: additional threads are throttled"
         fix = f"launch.num_threads={max(1, int(found.quota) // 2)} for two ranks, or a larger --cpus for the container"
-        return Check(name="cores", level="warning", text=text, fix=fix)
+        return warning("cores", text, fix)
     if found.cores < 2:
-        text = "1: two ranks share it and take twice as long"
-        return Check(name="cores", level="note", text=text, fix="in a job request more (--cpus-per-task)")
-    return Check(name="cores", level="ok", text=f"{found.cores}")
+        return note("cores", "1: two ranks share it and take twice as long", "in a job request more (--cpus-per-task)")
+    return ok("cores", f"{found.cores}")
 
 
 def _memory(found: ResourceLimits) -> Check:
@@ -135,8 +134,8 @@ def _memory(found: ResourceLimits) -> Check:
     text = f"{found.memory_bytes / GIB:.1f} GiB" if limit is None else f"{limit / GIB:.1f} GiB (cgroup limit)"
     if (limit or found.memory_bytes) < _LITTLE_MEMORY:
         fix = "fewer ranks (launch.num_ranks=1), or a larger --memory (container) or --mem (Slurm)"
-        return Check(name="memory", level="warning", text=f"{text}: two ranks need about 2 GiB", fix=fix)
-    return Check(name="memory", level="ok", text=text)
+        return warning("memory", f"{text}: two ranks need about 2 GiB", fix)
+    return ok("memory", text)
 
 
 def _size(num_bytes: int) -> str:
@@ -147,13 +146,13 @@ def _shm(found: ResourceLimits) -> list[Check]:
     if found.shm_bytes is None:
         text = "there is no /dev/shm: data workers and NCCL would fail"
         fix = "mount it (`mount -t tmpfs tmpfs /dev/shm`), or start the container with --ipc=host"
-        return [Check(name="shared memory", level="failure", text=text, fix=fix)]
+        return [failure("shared memory", text, fix)]
     text = f"{_size(found.shm_free_bytes)} of {_size(found.shm_bytes)} free in /dev/shm"
     if found.shm_free_bytes < _LITTLE_SHM:
         fix = "start the container with --ipc=host or --shm-size=8g; otherwise remove leftover files in /dev/shm"
         text += ": data workers and NCCL need some hundred MiB"
-        return [Check(name="shared memory", level="warning", text=text, fix=fix)]
-    return [Check(name="shared memory", level="ok", text=text)]
+        return [warning("shared memory", text, fix)]
+    return [ok("shared memory", text)]
 
 
 def _limits(found: ResourceLimits) -> list[Check]:
@@ -164,11 +163,10 @@ def _limits(found: ResourceLimits) -> list[Check]:
     ):
         if value < least:
             text = f"at most {value} (ulimit): many ranks or data workers exceed it"
-            fix = f"`{flag}`, or limits.conf (administrators)"
-            checks.append(Check(name=name, level="warning", text=text, fix=fix))
+            checks.append(warning(name, text, f"`{flag}`, or limits.conf (administrators)"))
     if found.rdma and found.locked_bytes < _NO_LIMIT:
         text = f"at most {found.locked_bytes // 1024} KiB may be locked, and InfiniBand locks its send buffers"
         fix = "`ulimit -l unlimited` (limits.conf, slurmd's LimitMEMLOCK); containers: --ulimit memlock=-1"
-        checks.append(Check(name="locked memory", level="warning", text=text, fix=fix))
+        checks.append(warning("locked memory", text, fix))
     shown = "unlimited" if found.max_files >= _NO_LIMIT else str(found.max_files)
-    return checks or [Check(name="limits", level="ok", text=f"{shown} open files")]
+    return checks or [ok("limits", f"{shown} open files")]

@@ -15,7 +15,7 @@ from hpcdist.diagnostics.doctor.job_nodes import STEP_TIMEOUT_S, check_job_nodes
 from hpcdist.diagnostics.doctor.section import Section
 from hpcdist.files.atomic import read_json
 from hpcdist.files.formats import fill
-from hpcdist.machine.check import LEVELS, Check
+from hpcdist.machine.check import LEVELS, Check, note, ok, warning
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import holder
@@ -58,16 +58,15 @@ def _standing(run: RunDir) -> list[Check]:
     checks = [standing_check(run, now)]
     if now.slurm_error:
         text = f"Slurm cannot be reached: {now.slurm_error}"
-        fix = "the node states below may be outdated; see `hpcdist doctor`"
-        checks.append(Check(name="Slurm", level="warning", text=text, fix=fix))
+        checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
     started = (read_json(run.environment) or {}).get("host", "")
     if job_of(run) is None and started and started != socket.gethostname():
         text = f"the run was started on {started}; the sections below are about this machine, {socket.gethostname()}"
-        checks.append(Check(name="host", level="note", text=text, fix=f"`hpcdist doctor {run.name}` on {started}"))
+        checks.append(note("host", text, f"`hpcdist doctor {run.name}` on {started}"))
     if (held := holder(run)) is not None:
         ago = max(0, int(time.time() - float(held["renewed"])))
         text = f"process {held['pid']} of {held['user']} on {held['host']}, lease renewed {ago} s ago"
-        checks.append(Check(name="held by", level="ok", text=text))
+        checks.append(ok("held by", text))
     return checks
 
 
@@ -78,10 +77,10 @@ def standing_check(run: RunDir, now: RunStatus) -> Check:
         text += f"; {now.facts.describe(time.time())}"
     if now.name == "lost":
         fix = f"`hpcdist resume {run.name}` continues it, `hpcdist sync {run.name}` closes it in MLflow"
-        return Check(name="state", level="warning", text=text, fix=fix)
+        return warning("state", text, fix)
     if now.name == "failed":
-        return Check(name="state", level="warning", text=text, fix=f"for the cause run `hpcdist explain {run.name}`")
-    return Check(name="state", level="ok", text=text)
+        return warning("state", text, f"for the cause run `hpcdist explain {run.name}`")
+    return ok("state", text)
 
 
 # --- failed attempts
@@ -92,28 +91,25 @@ def attempts(run: RunDir) -> list[Check]:
     found = [(attempt, failure) for attempt in run.attempts() if (failure := read_json(attempt.failure)) is not None]
     if not found:
         started = len(run.attempts())
-        text = f"{started} started, none failed" if started else "none started yet"
-        return [Check(name="attempts", level="ok", text=text)]
+        return [ok("attempts", f"{started} started, none failed" if started else "none started yet")]
     checks = [_failed(attempt, failure) for attempt, failure in found[-SHOWN_ATTEMPTS:]]
     if len(found) > SHOWN_ATTEMPTS:
-        text = f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed as well"
-        checks.insert(0, Check(name="attempts", level="note", text=text))
+        checks.insert(0, note("attempts", f"{len(found) - SHOWN_ATTEMPTS} earlier ones failed as well"))
     by_host = Counter(str(failure.get("host", "")) for _, failure in found)
     host, times = by_host.most_common(1)[0]
     if host and times > 1 and len(by_host) == 1 and job_of(run) is not None:
         text = f"all {times} failures happened on this node"
         fix = f"`hpcdist resume {run.name} cluster.exclude={host.partition('.')[0]}`, and report the node"
-        checks.append(Check(name="suspect", level="warning", text=text, fix=fix, node=host))
+        checks.append(warning("suspect", text, fix, node=host))
     return checks
 
 
 def _failed(attempt: Attempt, failure: dict[str, Any]) -> Check:
     step = f" at step {failure['step']}" if failure.get("step") is not None else ""
     error = " ".join(str(failure.get("error", "")).split())
-    return Check(
-        name=f"attempt {attempt.number}",
-        level="note",
-        text=f"rank {failure.get('rank')} failed{step}: {error[:200]}",
+    return note(
+        f"attempt {attempt.number}",
+        f"rank {failure.get('rank')} failed{step}: {error[:200]}",
         node=str(failure.get("host", "")),
     )
 
@@ -158,8 +154,7 @@ def _node_states(run: RunDir) -> list[Check]:
     try:
         states = client.node_states(names=nodes)
     except SlurmError as error:
-        text = f"Slurm does not report their states: {error}"
-        return [Check(name="nodes", level="warning", text=text, fix="see `hpcdist doctor`")]
+        return [warning("nodes", f"Slurm does not report their states: {error}", "see `hpcdist doctor`")]
     return node_checks(states, nodes)
 
 
@@ -170,18 +165,16 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
     for node in nodes:
         found = known.get(node)
         if found is None:
-            text = "Slurm has no node of this name any more"
-            bad.append(Check(name=node, level="warning", text=text, node=node))
+            bad.append(warning(node, "Slurm has no node of this name any more", node=node))
             continue
         if found.state.lower().startswith(_BAD) or "*" in found.state:
             bad.append(_unfit(found))
         else:
             well.append((node, found.state))
-    shown = [Check(name=node, level="ok", text=state, node=node) for node, state in well[:SHOWN_NODES]]
+    shown = [ok(node, state, node=node) for node, state in well[:SHOWN_NODES]]
     if len(well) > SHOWN_NODES:
         counts = Counter(state for _, state in well[SHOWN_NODES:])
-        text = ", ".join(f"{count} {state}" for state, count in counts.items())
-        shown.append(Check(name="others", level="ok", text=text))
+        shown.append(ok("others", ", ".join(f"{count} {state}" for state, count in counts.items())))
     return bad + shown
 
 
@@ -193,7 +186,7 @@ def _unfit(node: NodeState) -> Check:
         words.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
     fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
     fix += f"After the repair an administrator runs `scontrol update nodename={node.name} state=resume`"
-    return Check(name=node.name, level="warning", text=", ".join(words), fix=fix, node=node.name)
+    return warning(node.name, ", ".join(words), fix, node=node.name)
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:
@@ -201,9 +194,7 @@ def _live(run: RunDir, config: Config) -> list[Check]:
     now = status_of(run)
     job = job_of(run)
     if now.facts is None or job is None or now.facts.state != "RUNNING" or shutil.which("srun") is None:
-        text = "not run: the run has no nodes at present"
-        return [Check(name="nodes", level="ok", text=text)]
+        return [ok("nodes", "not run: the run has no nodes at present")]
     if config.cluster.roles and len(now.facts.nodes.split(",")) > 1 and config.cluster.het is not False:
-        text = "not available while a heterogeneous job runs; see the section Preflight"
-        return [Check(name="nodes", level="note", text=text)]
+        return [note("nodes", "not available while a heterogeneous job runs; see the section Preflight")]
     return check_job_nodes(run, config, job.id, expand(now.facts.nodes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.machine import storage
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.run.runs_dir import DATABASE, foreign_owner
 
 GIB = 2**30
@@ -61,17 +61,16 @@ def folder_checks(
     shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (the first run creates it)")
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         text = f"{place} is on a file system that is mounted read-only ({kind}): a run would fail at once"
-        return [Check(name="runs", level="failure", text=text, fix=f"`mount | grep {kind}` shows why; {_CHOOSE}")]
+        return [failure("runs", text, f"`mount | grep {kind}` shows why; {_CHOOSE}")]
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         text = f"{place} belongs to {_owner(place)} and cannot be written by user {os.getuid()}: a run would fail"
         fix = "start the container with --user $(id -u):$(id -g); or " * in_container + _CHOOSE
-        return [Check(name="runs", level="failure", text=text, fix=fix)]
-    checks = [Check(name="runs", level="ok", text=shown)]
+        return [failure("runs", text, fix)]
+    checks = [ok("runs", shown)]
     checks += _privacy(runs_dir)
     if in_container and kind == "overlay" and is_in_container_layer(place):
         text = "in the container's own layer, which is deleted with the container"
-        fix = f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"
-        checks.append(Check(name="file system", level="warning", text=text, fix=fix))
+        checks.append(warning("file system", text, f"mount a folder: -v $PWD/runs:{runs_dir.absolute()}"))
     else:
         checks.append(_shared(runs_dir, kind, source, on_cluster))
     checks.append(_space(place))
@@ -88,16 +87,14 @@ def _privacy(runs_dir: Path) -> list[Check]:
     for path, kind in ((runs_dir, "the folder"), (database, "the database")):
         if (owner := foreign_owner(path)) is not None:
             text = f"{kind} {path} belongs to {owner}: runs are refused, because a folder of runs has a single owner"
-            return [
-                Check(name="owner", level="failure", text=text, fix=f"{_CHOOSE}; share results by an MLflow server")
-            ]
+            return [failure("owner", text, f"{_CHOOSE}; share results by an MLflow server")]
     checks = []
     if (mode := _mode(runs_dir)) & 0o022 and not mode & stat.S_ISVTX:
         text = f"group or others may write to {runs_dir} (mode {mode:04o}): they can replace what your runs execute"
-        checks.append(Check(name="owner", level="warning", text=text, fix=f"chmod go-w {shlex.quote(str(runs_dir))}"))
+        checks.append(warning("owner", text, f"chmod go-w {shlex.quote(str(runs_dir))}"))
     if (mode := _mode(database)) & 0o077:
         text = f"group or others may open {database} (mode {mode:04o}); the next run restricts it to its owner"
-        checks.append(Check(name="database", level="warning", text=text, fix=f"chmod 600 {shlex.quote(str(database))}"))
+        checks.append(warning("database", text, f"chmod 600 {shlex.quote(str(database))}"))
     return checks
 
 
@@ -117,17 +114,17 @@ def _file_operations(place: Path, tries: FolderTests) -> list[Check]:
         ("making once", tries.exclusive(place), "two supervisors could take the same run"),
     ]
     broken = [
-        Check(name=name, level="failure", text=f"{problem}: {meaning}", fix=f"{_CHOOSE}, on a POSIX file system")
+        failure(name, f"{problem}: {meaning}", f"{_CHOOSE}, on a POSIX file system")
         for name, problem, meaning in problems
         if problem
     ]
     if broken:
         return broken
-    checks = [Check(name="files", level="ok", text="atomic replacement and exclusive creation work")]
+    checks = [ok("files", "atomic replacement and exclusive creation work")]
     if problem := tries.lock(place):
         text = f"locks do not work ({problem}): sqlite's database and concurrent `hpcdist` commands need them"
         fix = "set another MLflow store (tracking.uri); Lustre: mount with -o flock; NFS: check rpc.statd"
-        checks.append(Check(name="locks", level="warning", text=text, fix=fix))
+        checks.append(warning("locks", text, fix))
     return checks
 
 
@@ -136,7 +133,7 @@ def _clock(offset_s: float) -> list[Check]:
         return []
     text = f"the file server's clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     fix = "file times are misleading (`status`, `explain`): synchronise both clocks (chronyc, timedatectl)"
-    return [Check(name="clock", level="warning", text=text, fix=fix)]
+    return [warning("clock", text, fix)]
 
 
 def _owner(place: Path) -> str:
@@ -150,13 +147,13 @@ def _shared(runs_dir: Path, kind: str, source: str, on_cluster: bool) -> Check:
     text = f"{kind or 'of unknown type'}{f' ({source})' if source and source != kind else ''}"
     if kind not in storage.LOCAL:
         seen = "other machines may see it" if kind else "unknown whether other machines see it"
-        return Check(name="file system", level="ok", text=f"{text}: {seen}")
+        return ok("file system", f"{text}: {seen}")
     if not on_cluster:
-        return Check(name="file system", level="ok", text=f"{text}, of this machine")
+        return ok("file system", f"{text}, of this machine")
     private = any(runs_dir.resolve().is_relative_to(place) for place in storage.PRIVATE) or kind in storage.IN_MEMORY
     where = "each machine has its own" if private else "of this machine"
     fix = "set a shared folder by --runs-dir or HPCDIST_RUNS_DIR; if the nodes see this one: cluster.shared_runs=true"
-    return Check(name="file system", level="warning", text=f"{text}, {where}: Slurm's nodes must see it", fix=fix)
+    return warning("file system", f"{text}, {where}: Slurm's nodes must see it", fix)
 
 
 def _space(place: Path) -> Check:
@@ -164,14 +161,13 @@ def _space(place: Path) -> Check:
     text = f"{found['free'] / GIB:.1f} GiB free of {found['total'] / GIB:.1f}"
     files = found.get("free_files")
     if found["free"] == 0:
-        return Check(name="space", level="failure", text=f"{text}: a run would fail", fix=f"remove old runs; {_CHOOSE}")
+        return failure("space", f"{text}: a run would fail", f"remove old runs; {_CHOOSE}")
     if found["free"] < _LITTLE_SPACE:
-        fix = f"remove old runs or checkpoints; {_CHOOSE}"
-        return Check(name="space", level="warning", text=f"{text}: checkpoints may not fit", fix=fix)
+        return warning("space", f"{text}: checkpoints may not fit", f"remove old runs or checkpoints; {_CHOOSE}")
     if files is not None and files < _FEW_FILES:
         text = f"{text}, but only {files} more files (inodes)"
-        return Check(name="space", level="warning", text=text, fix=f"remove old runs, or raise the quota; {_CHOOSE}")
-    return Check(name="space", level="ok", text=text)
+        return warning("space", text, f"remove old runs, or raise the quota; {_CHOOSE}")
+    return ok("space", text)
 
 
 def _speed(place: Path, tries: FolderTests) -> Check:
@@ -180,11 +176,9 @@ def _speed(place: Path, tries: FolderTests) -> Check:
     except OSError as error:
         text = f"a file of {_TEST_BYTES // 2**20} MiB could not be written ({error.strerror}): checkpoints would fail"
         fix = f"disk full, read-only, or quota exceeded (`quota -s`, `df -h {place}`); {_CHOOSE}"
-        return Check(name="writing", level="failure", text=text, fix=fix)
+        return failure("writing", text, fix)
     text = f"{speed / 2**20:.0f} MiB/s with each block synced"
     if speed < _SLOW:
         fix = "save less often (checkpoint.every_steps), or use a faster file system"
-        return Check(
-            name="writing", level="note", text=f"{text}: a checkpoint of 1 GiB takes a minute or more", fix=fix
-        )
-    return Check(name="writing", level="ok", text=text)
+        return note("writing", f"{text}: a checkpoint of 1 GiB takes a minute or more", fix)
+    return ok("writing", text)

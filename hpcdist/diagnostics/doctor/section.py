@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, warning
 from hpcdist.machine.time_limit import start
 
 
@@ -49,5 +49,5 @@ def execute(
             text, fix = f"no answer within {section.timeout_s:g} s", section.timeout_fix
             if future.done():
                 text, fix = f"this section failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", ""
-            checks = [Check(name=section.title, level="warning", text=text, fix=fix)]
+            checks = [warning(section.title, text, fix)]
         yield section.title, checks

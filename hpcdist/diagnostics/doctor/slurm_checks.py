@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.slurm import client as slurm_client
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeGroup, Partition
@@ -84,39 +84,32 @@ def client_checks(found: SlurmFacts, user: str, *, in_container: bool = False) -
     """Check whether jobs can be submitted and followed from this machine."""
     if not found.installed and in_container:
         text = "none in this container, as intended: hpcdist outside the container submits and supervises jobs"
-        return [Check(name="commands", level="ok", text=text)]
+        return [ok("commands", text)]
     if not found.installed:
         return [
-            Check(
-                name="commands",
-                level="note",
-                text="Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not",
-                fix="on a cluster use a login node or `module load slurm`; for a test cluster:"
+            note(
+                "commands",
+                "Slurm is not installed: `hpcdist submit` needs it, `hpcdist run` does not",
+                "on a cluster use a login node or `module load slurm`; for a test cluster:"
                 " `sudo hpcdist devcluster up --install`",
             )
         ]
     checks = []
     if found.missing:
         checks.append(
-            Check(
-                name="commands",
-                level="failure",
-                text=f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail",
-                fix="put the folder of Slurm's commands on PATH, or install the package slurm-client",
+            failure(
+                "commands",
+                f"{', '.join(found.missing)} not found, other Slurm commands are: `hpcdist submit` would fail",
+                "put the folder of Slurm's commands on PATH, or install the package slurm-client",
             )
         )
     if found.away and _UNCONFIGURED in found.away:
         text = "Slurm's commands are installed but not configured: `hpcdist submit` would fail, `hpcdist run` works"
         fix = "on a cluster copy its slurm.conf to /etc/slurm, or set SLURM_CONF (`hpcdist devcluster up` prints"
-        checks.append(Check(name="controller", level="warning", text=text, fix=f"{fix} its own)"))
+        checks.append(warning("controller", text, f"{fix} its own)"))
     elif found.away:
         checks.append(
-            Check(
-                name="controller",
-                level="failure",
-                text=f"{found.away}: `hpcdist submit` would fail",
-                fix=f"{_START_IT}; check SLURM_CONF",
-            )
+            failure("controller", f"{found.away}: `hpcdist submit` would fail", f"{_START_IT}; check SLURM_CONF")
         )
     if found.reached:
         checks += [_controller(found), *_accounting(found.settings, user)]
@@ -130,8 +123,8 @@ def _controller(found: SlurmFacts) -> Check:
     if number and number < OLDEST:
         oldest = ".".join(f"{part:02d}" for part in OLDEST)
         fix = "run `hpcdist submit --test` and a short run before a long one"
-        return Check(name="controller", level="warning", text=f"{text}: tested with {oldest} and newer", fix=fix)
-    return Check(name="controller", level="ok", text=text)
+        return warning("controller", f"{text}: tested with {oldest} and newer", fix)
+    return ok("controller", text)
 
 
 def _accounting(settings: dict[str, str], user: str) -> list[Check]:
@@ -140,25 +133,24 @@ def _accounting(settings: dict[str, str], user: str) -> list[Check]:
         " its memory"
     )
     if not settings.get("AccountingStorageType", "").endswith("/slurmdbd"):
-        return [Check(name="accounting", level="note", text=f"Slurm keeps none: {lost}")]
+        return [note("accounting", f"Slurm keeps none: {lost}")]
     try:
         accounts = slurm_client.user_accounts(user, cluster=settings.get("ClusterName", ""))
     except SlurmError as error:
         fix = "if sacct fails as well, slurmdbd or its database is down: contact the administrators"
-        return [Check(name="accounting", level="warning", text=f"{error}: {lost}", fix=fix)]
+        return [warning("accounting", f"{error}: {lost}", fix)]
     enforced = "associations" in settings.get("AccountingStorageEnforce", "").lower()
     if accounts:
-        return [Check(name="accounting", level="ok", text=f"{user} may use {few(accounts)} (cluster.account)")]
+        return [ok("accounting", f"{user} may use {few(accounts)} (cluster.account)")]
     if enforced:
         return [
-            Check(
-                name="accounting",
-                level="failure",
-                text=f"{user} has no account, and this cluster requires one for each job",
-                fix=f"an administrator can add one: `sacctmgr add user {user} account=…`",
+            failure(
+                "accounting",
+                f"{user} has no account, and this cluster requires one for each job",
+                f"an administrator can add one: `sacctmgr add user {user} account=…`",
             )
         ]
-    return [Check(name="accounting", level="ok", text=f"answers; {user} has no account, and none is required")]
+    return [ok("accounting", f"answers; {user} has no account, and none is required")]
 
 
 def few(names: list[str], most: int = 5) -> str:
@@ -173,17 +165,15 @@ def partition_checks(found: SlurmFacts) -> list[Check]:
     if not found.reached:
         return []
     if found.partitions is None:
-        text = "scontrol or sinfo did not list them"
-        return [Check(name="partitions", level="warning", text=text, fix=f"{_START_IT}")]
+        return [warning("partitions", "scontrol or sinfo did not list them", f"{_START_IT}")]
     if not found.partitions:
-        return [Check(name="partitions", level="failure", text="none: no job can start", fix=_START_IT)]
+        return [failure("partitions", "none: no job can start", _START_IT)]
     ordered = sorted(found.partitions, key=lambda one: one.facts.get("Default") != "YES")
     checks = [_partition(one) for one in ordered[:SHOWN_PARTITIONS]]
     if rest := [one.name for one in ordered[SHOWN_PARTITIONS:]]:
-        checks.append(Check(name="more", level="ok", text=f"{len(rest)} partitions: {few(rest, 10)}"))
+        checks.append(ok("more", f"{len(rest)} partitions: {few(rest, 10)}"))
     if all(one.facts.get("Default") != "YES" for one in found.partitions):
-        text = "no partition is the default: set cluster.partition"
-        checks.append(Check(name="default", level="note", text=text))
+        checks.append(note("default", "no partition is the default: set cluster.partition"))
     return checks
 
 
@@ -197,11 +187,10 @@ def _partition(partition: Partition) -> Check:
     text = "; ".join(filter(None, shown)) + (" (default)" if partition.facts.get("Default") == "YES" else "")
     if state != "UP":
         fix = f"jobs wait until it is up again (`scontrol show partition {partition.name}`)"
-        return Check(name=partition.name, level="note", text=f"{state}; {text}", fix=fix)
+        return note(partition.name, f"{state}; {text}", fix)
     if not up:
-        fix = f"reasons: `sinfo -R -p {partition.name}`"
-        return Check(name=partition.name, level="warning", text=f"no node accepts jobs; {text}", fix=fix)
-    return Check(name=partition.name, level="ok", text=text)
+        return warning(partition.name, f"no node accepts jobs; {text}", f"reasons: `sinfo -R -p {partition.name}`")
+    return ok(partition.name, text)
 
 
 def _hardware(groups: tuple[NodeGroup, ...]) -> str:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import hpcdist
-from hpcdist.machine.check import Check
+from hpcdist.machine.check import Check, failure, note, ok, warning
 from hpcdist.machine.cuda_drivers import driver_problem
 
 OLDEST_PYTHON = (3, 11)
@@ -31,48 +31,46 @@ def _python() -> Check:
     text = f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.prefix}"
     if sys.version_info < OLDEST_PYTHON:
         fix = "create a virtual environment with a newer one: `python3.11 -m venv .venv`"
-        return Check(name="Python", level="failure", text=f"{text}: hpcdist needs 3.11 or newer", fix=fix)
-    return Check(name="Python", level="ok", text=text)
+        return failure("Python", f"{text}: hpcdist needs 3.11 or newer", fix)
+    return ok("Python", text)
 
 
 def _own() -> Check:
     folder = Path(hpcdist.__file__).parent
     checkout = folder.parent
     if not (checkout / ".git").exists():
-        return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, {folder}")
+        return ok("hpcdist", f"{hpcdist.__version__}, {folder}")
     changed = 0
     if shutil.which("git") is not None:
         command = ["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
         changed = len(done.stdout.splitlines())
     state = f", {changed} file{'s' * (changed > 1)} changed since the last commit" if changed else ""
-    return Check(name="hpcdist", level="ok", text=f"{hpcdist.__version__}, the checkout {checkout}{state}")
+    return ok("hpcdist", f"{hpcdist.__version__}, the checkout {checkout}{state}")
 
 
 def _torch(required: bool, cuda: str, driver: str) -> list[Check]:
     version = version_of("torch")
     if not version:
         if not required:
-            text = "not installed: the nodes' Python or the image needs it, submission does not"
-            return [Check(name="torch", level="note", text=text)]
-        text = "not installed: a run on this machine would fail"
-        return [Check(name="torch", level="failure", text=text, fix="`pip install 'hpcdist[train]'`")]
+            return [note("torch", "not installed: the nodes' Python or the image needs it, submission does not")]
+        return [failure("torch", "not installed: a run on this machine would fail", "`pip install 'hpcdist[train]'`")]
     checks = []
     pinned = _pin("torchvision", "torch")
     if pinned and pinned != version.partition("+")[0]:
         text = (
             f"{version} beside a torchvision {version_of('torchvision')} built for {pinned}, which cannot be imported"
         )
-        checks.append(Check(name="torch", level="failure", text=text, fix=TOGETHER))
+        checks.append(failure("torch", text, TOGETHER))
     if problem := driver_problem(cuda, driver):
         text = f"torch {version} needs {problem}"
         fix = "update the driver, or install a torch for an older CUDA: https://pytorch.org/get-started/locally"
-        checks.append(Check(name="driver", level="failure", text=text, fix=fix))
+        checks.append(failure("driver", text, fix))
     elif driver:
-        checks.append(Check(name="driver", level="ok", text=driver + (f", supports CUDA {cuda}" if cuda else "")))
+        checks.append(ok("driver", driver + (f", supports CUDA {cuda}" if cuda else "")))
     if driver and not cuda:
         text = f"torch {version} is built without CUDA, and this machine has GPUs: training uses the CPUs"
-        checks.append(Check(name="torch", level="warning", text=text, fix=f"install a build with CUDA; {TOGETHER}"))
+        checks.append(warning("torch", text, f"install a build with CUDA; {TOGETHER}"))
     return checks
 
 

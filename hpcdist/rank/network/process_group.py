@@ -52,10 +52,25 @@ class Groups:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, in double precision, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maximum of each value over all ranks, in double precision, on every rank."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.control is not None:
-            dist.all_reduce(tensor, group=self.control)
+            dist.all_reduce(tensor, op, group=self.control)
         return [float(value) for value in tensor.tolist()]
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks by rank, on every rank."""
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self.control)
+        return found
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks by rank on rank 0, and an empty list on the other ranks."""

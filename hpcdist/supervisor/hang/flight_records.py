@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 #: torch's descriptions of groups that have none.
 _NO_LABELS = ("undefined", "default_pg", "")
@@ -74,22 +74,11 @@ def _operation(entry: Mapping[str, Any]) -> str:
     return f"{name} [{sizes}]" if sizes else name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Absence:
+class Absence(NamedTuple):
     """A collective that some ranks wait in, and others have not called."""
 
-    call: Calls  #: calls of one waiting rank
-    number: int
-    operation: str
-    waiting: tuple[int, ...]
-    absent: tuple[int, ...]
-
-    def text(self) -> str:
-        return (
-            f"{ranks_text(self.absent)} {'has' if len(self.absent) == 1 else 'have'} not called {self.call.backend}"
-            f" {self.operation} (number {self.number} of {self.call.group_text}), which {ranks_text(self.waiting)}"
-            f" wait{'s' * (len(self.waiting) == 1)} in"
-        )
+    absent: list[int]
+    text: str
 
 
 def absences(calls: Mapping[int, Sequence[Calls]]) -> list[Absence]:
@@ -101,42 +90,29 @@ def absences(calls: Mapping[int, Sequence[Calls]]) -> list[Absence]:
     found = []
     for members in _by_group(calls):
         for number in sorted({number for call in members.values() for number, _ in call.pending}):
-            waiting = {
-                rank: operation for rank, call in members.items() for n, operation in call.pending if n == number
-            }
-            absent = tuple(sorted(rank for rank, call in members.items() if call.last < number))
+            absent = sorted(rank for rank, call in members.items() if call.last < number)
             if absent:
-                first = min(waiting)
-                found.append(
-                    Absence(
-                        call=members[first],
-                        number=number,
-                        operation=waiting[first],
-                        waiting=tuple(sorted(waiting)),
-                        absent=absent,
-                    )
-                )
+                found.append(_absence(members, number, absent))
                 break
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """Ranks of a group that call different collectives under one sequence number, because their code paths differ."""
-
-    call: Calls
-    number: int
-    callers: tuple[tuple[str, tuple[int, ...]], ...]  #: by operation, most callers first
-
-    def text(self) -> str:
-        calls = ", but ".join(
-            f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {operation}" for operation, ranks in self.callers
-        )
-        return f"as {self.call.backend} collective number {self.number} of {self.call.group_text} {calls}"
+def _absence(members: Mapping[int, Calls], number: int, absent: list[int]) -> Absence:
+    waiting = {rank: operation for rank, call in members.items() for n, operation in call.pending if n == number}
+    first = min(waiting)
+    text = (
+        f"{ranks_text(absent)} {'has' if len(absent) == 1 else 'have'} not called {members[first].backend}"
+        f" {waiting[first]} (number {number} of {members[first].group_text}), which {ranks_text(waiting)}"
+        f" wait{'s' * (len(waiting) == 1)} in"
+    )
+    return Absence(absent, text)
 
 
-def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[Mismatch]:
-    """Return, for each group, the first pending sequence number under which ranks call different collectives."""
+def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[str]:
+    """Return, for each group, a sentence about the first sequence number under which ranks call different collectives.
+
+    The code paths of these ranks differ.
+    """
     found = []
     for members in _by_group(calls):
         callers: dict[int, dict[str, list[int]]] = {}
@@ -147,8 +123,10 @@ def mismatches(calls: Mapping[int, Sequence[Calls]]) -> list[Mismatch]:
         if mismatch is not None:
             number, by_operation = mismatch
             most_first = sorted(by_operation.items(), key=lambda item: -len(item[1]))
-            groups = tuple((operation, tuple(ranks)) for operation, ranks in most_first)
-            found.append(Mismatch(call=members[groups[0][1][0]], number=number, callers=groups))
+            group = members[most_first[0][1][0]]
+            texts = [f"{ranks_text(ranks)} call{'s' * (len(ranks) == 1)} {name}" for name, ranks in most_first]
+            where = f"{group.backend} collective number {number} of {group.group_text}"
+            found.append(f"as {where} {', but '.join(texts)}")
     return found
 
 

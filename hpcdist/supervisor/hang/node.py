@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     node = slurm_node or socket.gethostname()
     processes = find_ranks(attempt.path.parent.parent, attempt.number, slurm_node)
     if snapshots := take_snapshots(processes, attempt, node, time.monotonic() + float(limit_s)):
-        write_json(attempt.node_stacks(node), {"ranks": [snapshot.as_json() for snapshot in snapshots]})
+        write_json(attempt.node_stacks(node), {"ranks": [asdict(snapshot) for snapshot in snapshots]})
 
 
 def take_snapshots(processes: Sequence[RankProcess], attempt: Attempt, node: str, until: float) -> list[RankSnapshot]:

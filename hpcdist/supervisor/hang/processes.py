@@ -14,25 +14,17 @@ import psutil
 from hpcdist.errors import TopologyError
 from hpcdist.rank.topology import Topology
 
-#: Letters and descriptions of process states, see proc(5), by psutil's name.
-_LETTERS = {
-    psutil.STATUS_RUNNING: "R",
-    psutil.STATUS_SLEEPING: "S",
-    psutil.STATUS_DISK_SLEEP: "D",
-    psutil.STATUS_STOPPED: "T",
-    psutil.STATUS_TRACING_STOP: "t",
-    psutil.STATUS_ZOMBIE: "Z",
-    psutil.STATUS_DEAD: "X",
-}
+#: Letters of process states, see proc(5): psutil's name and a description.
 STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a device or a file system",
-    "T": "stopped",
-    "t": "stopped by a debugger",
-    "Z": "zombie",
-    "X": "dead",
+    "R": (psutil.STATUS_RUNNING, "running"),
+    "S": (psutil.STATUS_SLEEPING, "sleeping"),
+    "D": (psutil.STATUS_DISK_SLEEP, "waiting for a device or a file system"),
+    "T": (psutil.STATUS_STOPPED, "stopped"),
+    "t": (psutil.STATUS_TRACING_STOP, "stopped by a debugger"),
+    "Z": (psutil.STATUS_ZOMBIE, "zombie"),
+    "X": (psutil.STATUS_DEAD, "dead"),
 }
+_LETTERS = {name: letter for letter, (name, _) in STATES.items()}
 #: States in which a process cannot run, whatever its code does.
 CANNOT_RUN = "TtDZX"
 #: Limit of the reported connections and children of a process.

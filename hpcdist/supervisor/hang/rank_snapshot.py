@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.supervisor.hang.flight_records import Calls
@@ -48,7 +48,8 @@ class RankSnapshot:
 
     def state_text(self) -> str:
         """Return such as `state S (sleeping), in futex_wait_queue, 12 threads, 0.02 s of CPU in 1.1 s`."""
-        state = f"state {self.process.state} ({STATES.get(self.process.state, 'see proc(5)')})"
+        _, description = STATES.get(self.process.state, ("", "see proc(5)"))
+        state = f"state {self.process.state} ({description})"
         wchan = f", in {self.process.wchan}" if self.process.wchan else ""
         return f"{state}{wchan}, {self.process.threads} threads, {self.cpu_s:.2f} s of CPU in {self.over_s:.1f} s"
 
@@ -63,11 +64,9 @@ class RankSnapshot:
         lines.append(f"stacks by {self.source}:" if self.text else "no stack could be read")
         return "\n".join(lines) + "\n\n" + self.text
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankSnapshot:
+        """Return the snapshot from the JSON of `dataclasses.asdict`."""
         parts = {
             "frames": tuple(Frame(*frame) for frame in value["frames"]),
             "calls": tuple(

@@ -39,9 +39,8 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     groups = _groups(by_rank)
     calls = {rank: snapshot.calls for rank, snapshot in by_rank.items()}
     absent_calls = absences(calls)
-    mismatched = mismatches(calls)
     suspects = _suspects(by_rank, groups, {rank for absence in absent_calls for rank in absence.absent})
-    collectives = list(dict.fromkeys([*(item.text() for item in mismatched), *(item.text() for item in absent_calls)]))
+    collectives = list(dict.fromkeys([*mismatches(calls), *(absence.text for absence in absent_calls)]))
     apart = "; ".join(filter(None, [_starved(by_rank), _no_snapshot(missing_ranks)]))
     sentence = "; ".join(
         filter(None, [_sentence(groups, suspects, all_seen=not missing_ranks), *collectives[:1], apart])

@@ -11,7 +11,6 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -24,8 +23,7 @@ import torch
 from hpcdist.bench import output_files, pairs, rpc_calls
 from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import check
-from hpcdist.bench.groups import WORLD, ControlGroup, choose_backend, make_teams
-from hpcdist.bench.measurement import Stopwatch, caller, measure
+from hpcdist.bench.groups import WORLD, choose_backend, make_teams
 from hpcdist.bench.measurement_plan import (
     BYTES,
     DEPTH,
@@ -39,13 +37,16 @@ from hpcdist.bench.measurement_plan import (
     elements,
     points,
 )
+from hpcdist.bench.operation import run_together
 from hpcdist.bench.overlap import measure_overlap
 from hpcdist.bench.patterns import DTYPES
-from hpcdist.bench.results import ARTIFACT, Pair, RankPlace, Results, Row
+from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
 from hpcdist.files.atomic import write_atomic
+from hpcdist.network.bandwidth import bandwidths
 from hpcdist.rank.context import Context
+from hpcdist.rank.network.collective_timing import Stopwatch, measure
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +77,15 @@ class Bench:
     def __init__(self, ctx: Context, cfg: Config) -> None:
         self.ctx, self.cfg = ctx, cfg.section(CommConfig)
         timeout = timedelta(seconds=cfg.launch.hang_timeout_s + 60)
-        self.control = ControlGroup(timeout)
         node = ctx.topology.hosts[ctx.topology.node_rank] if ctx.topology.hosts else socket.gethostname()
         is_gpu = ctx.device.type == "cuda"
         device = torch.cuda.get_device_name(ctx.device) if is_gpu else "cpu"
-        everyone = [json.loads(one) for one in self.control.all_gather(json.dumps([node, device, ctx.device.index]))]
+        everyone = ctx.groups.all_gather((node, device, ctx.device.index))
         nodes = [one[0] for one in everyone]
         self.gpus: list[int | None] = [one[2] for one in everyone]
         backend, where = choose_backend(self.cfg.backend, ctx.device)
         self.teams = make_teams(nodes, backend, where, timeout, with_groups="groups" in self.cfg.operations)
-        self.watch = Stopwatch(self.teams[WORLD])
+        self.watch = Stopwatch(where, backend)
         self.points = points(self.cfg, nodes)
         self.done = 0
         #: Step of the first point; not 0 if the benchmark had to start again.
@@ -155,7 +155,7 @@ class Bench:
         for dtype in point.dtypes:
             node = self.results.ranks[self.ctx.rank].node
             team = self.teams[point.team]
-            found = check(point.variant, team, dtype, self.control, self.ctx.store, node=node)
+            found = check(point.variant, team, dtype, self.ctx.groups, node=node)
             self.results.checked.append(found)
             if found.ok is False:
                 self.write()
@@ -190,16 +190,15 @@ class Bench:
             mine = elements(point.size, series.dtype, team.size if kind.has_parts else 1)
             operations = [series.variant.make(team, mine, DTYPES[series.dtype]) for _ in range(depth)]
         timing = measure(
-            caller(operations),
+            lambda: run_together(operations),
             self.watch,
-            self.control,
+            self.ctx.groups,
             budget_s=self.cfg.measure_s,
             longest_s=self.cfg.max_iteration_s,
             after_barrier=kind.is_one_way,
             divided_by=depth * kind.hops(team.largest),
         )
-        factor = kind.bus_factor(team.largest)
-        algbw = None if factor is None else size / timing.median_s
+        algbw, busbw = bandwidths(kind.name, size, timing.median_s, team.largest) if size else (None, None)
         row = Row(
             operation=kind.name,
             variant=series.variant.reduction or "",
@@ -212,7 +211,7 @@ class Bench:
             bytes=size,
             **asdict(timing),
             algbw=algbw,
-            busbw=None if algbw is None or factor is None else algbw * factor,
+            busbw=busbw,
         )
         self.results.rows.append(row)
         self._log(series, row)
@@ -261,8 +260,7 @@ class Bench:
         if not self.results.pairs:  # warm-up: the first measurement is always slower
             pairs.measure_round(point.links, self.teams[WORLD])
         mine = pairs.measure_round(point.links, self.teams[WORLD])
-        found = self.control.all_gather(json.dumps(asdict(mine)) if mine else "")
-        self.results.pairs += [Pair(**json.loads(one)) for one in found if one]
+        self.results.pairs += filter(None, self.ctx.groups.all_gather(mine))
         if point.is_last:
             self.write()
 
@@ -273,7 +271,7 @@ class Bench:
             return  # not supported, or stopped at a smaller size
         count = elements(point.size, dtype, team.size if point.variant.kind.has_parts else 1)
         operation = point.variant.make(team, count, DTYPES[dtype])
-        self.results.overlap.append(measure_overlap(operation, self.control, longest_s=self.cfg.max_iteration_s))
+        self.results.overlap.append(measure_overlap(operation, self.ctx.groups, longest_s=self.cfg.max_iteration_s))
         self.write()
 
     # --- summary

@@ -30,7 +30,7 @@ from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DdpLoop:
     """State of the training loop of one rank."""
 
@@ -79,16 +79,9 @@ def make_loop(ctx: Context, cfg: Config) -> DdpLoop:
         model.module.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
-    return DdpLoop(
-        ctx=ctx,
-        cfg=cfg,
-        data=data,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop),
-        meter=Meter(saved.local if saved else None, ctx.device),
-    )
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
+    meter = Meter(saved.local if saved else None, ctx.device)
+    return DdpLoop(ctx, cfg, data, model, optimizer, scaler, position, meter)
 
 
 def train_epoch(loop: DdpLoop) -> Iterator[None]:

@@ -65,7 +65,7 @@ class PreparedBatch:
     labels: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HybridLoop:
     """State of the training loop of one trainer."""
 
@@ -140,26 +140,17 @@ def make_loop(ctx: Context, cfg: Config, layout: Layout, groups: ProcessGroups, 
     log.info("%d training and %d test samples; %s", len(data), len(test), plan)
     num_test = [0.0] * num_trainers
     num_test[ctx.role_index] = len(test)
+    num_eval_batches = math.ceil(max(_sum_over_trainers(groups, num_test)) / hybrid.eval_batch_size)
+    lookups = Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan)
 
     saved = ctx.restore()
     if saved is not None:
         model.module.load_state_dict({name.removeprefix("dense."): value for name, value in saved.model.items()})
         optimizer.load_state_dict(saved.trainer["optimizer"])
     steps_per_epoch = math.ceil(len(data) / hybrid.batch_size)
-    return HybridLoop(
-        ctx=ctx,
-        cfg=cfg,
-        groups=groups,
-        group=group,
-        data=data,
-        test=test,
-        num_eval_batches=math.ceil(max(_sum_over_trainers(groups, num_test)) / hybrid.eval_batch_size),
-        model=model,
-        optimizer=optimizer,
-        lookups=Lookups(groups.exchange, ctx.ranks_of("parameter_server"), layout, plan),
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop),
-        meter=Meter(saved.local if saved else None),
-    )
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
+    meter = Meter(saved.local if saved else None)
+    return HybridLoop(ctx, cfg, groups, group, data, test, num_eval_batches, model, optimizer, lookups, position, meter)
 
 
 def train_epoch(loop: HybridLoop) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (the usual name)
@@ -24,30 +24,11 @@ from hpcdist.trainers.pipeline.wire import Wire
 MAX_AHEAD = 2
 
 
-class Engine(Protocol):
-    """Runs the stage of this rank together with the other stages."""
-
-    stage: Stage
-    idle_s: float  #: seconds that this stage has waited for others in `step`
-
-    def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
-        """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
-
-        Args:
-            images: [B, 3, H, W], for the first stage; None elsewhere.
-            labels: int64 [B], for the last stage; None elsewhere.
-
-        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same `num_micro_batches`.
-        """
-        ...
-
-    def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
-        """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
-        ...
-
-
 class RpcEngine:
-    """Runs a schedule over `Wire`; see `Engine`."""
+    """Runs a schedule of this rank's stage over `Wire`.
+
+    `idle_s` counts the seconds that the stage has waited for others in `step`.
+    """
 
     def __init__(self, stage: Stage, wire: Wire, *, index: int, num_stages: int, schedule: str) -> None:
         self.stage = stage
@@ -59,6 +40,14 @@ class RpcEngine:
         self._is_last = index == num_stages - 1
 
     def step(self, images: Tensor | None, labels: Tensor | None, num_micro_batches: int) -> Tensor:
+        """Add the gradients of the batch's mean cross-entropy to the stage's parameters.
+
+        Args:
+            images: [B, 3, H, W], for the first stage; None elsewhere.
+            labels: int64 [B], for the last stage; None elsewhere.
+
+        Returns the loss in the last stage, zero elsewhere. Every stage calls it with the same `num_micro_batches`.
+        """
         image_parts = () if images is None else images.chunk(num_micro_batches)
         label_parts = () if labels is None else labels.chunk(num_micro_batches)
         size = 0 if labels is None else len(labels)
@@ -88,6 +77,7 @@ class RpcEngine:
 
     @torch.no_grad()
     def infer(self, batches: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+        """Yield the logits of each batch in the last stage, None elsewhere. All batches have the same size."""
         num_ahead = 0
         for images in batches:
             y = self.stage(self._receive_activation() if images is None else images)
@@ -120,7 +110,7 @@ class _Contiguous(nn.Module):
 
 
 class PipeliningEngine:
-    """Runs the stages by torch.distributed.pipelining over the process group; see `Engine`.
+    """Runs the stages by torch.distributed.pipelining over the process group, with the methods of `RpcEngine`.
 
     Args:
         boundaries: example input and output of this stage, for a batch of one image.
@@ -203,3 +193,6 @@ class PipeliningEngine:
 
         part.forward_one_chunk = timed(part.forward_one_chunk)
         part.backward_one_chunk = timed(part.backward_one_chunk)
+
+
+Engine: TypeAlias = RpcEngine | PipeliningEngine

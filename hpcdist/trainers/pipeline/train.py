@@ -42,7 +42,7 @@ from hpcdist.trainers.pipeline.stages import Stage
 from hpcdist.trainers.pipeline.tuning import choose_micro_batches
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PipelineLoop:
     """State of the training loop of one stage."""
 
@@ -78,15 +78,10 @@ def train(ctx: Context, cfg: Config) -> None:
 
 def make_loop(ctx: Context, cfg: Config, setup: StageSetup) -> PipelineLoop:
     """Choose the number of micro-batches and the position to continue from; call it on every rank."""
+    num_micro_batches = select_micro_batches(ctx, cfg, setup)
     saved, steps_per_epoch = setup.saved, len(setup.data.train) // cfg.data.batch_size
-    return PipelineLoop(
-        ctx=ctx,
-        cfg=cfg,
-        setup=setup,
-        num_micro_batches=select_micro_batches(ctx, cfg, setup),
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop),
-        meter=Meter(saved.local if saved else None, ctx.device),
-    )
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, steps_per_epoch, cfg.stop)
+    return PipelineLoop(ctx, cfg, setup, num_micro_batches, position, Meter(saved.local if saved else None, ctx.device))
 
 
 def train_epoch(loop: PipelineLoop) -> Iterator[None]:

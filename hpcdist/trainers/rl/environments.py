@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -110,31 +110,6 @@ class Step(NamedTuple):
     truncated: Bools
 
 
-class Environments(Protocol):
-    """n environments that are stepped together."""
-
-    num_envs: int
-    #: [n, num_inputs], input of the next action
-    observations: Floats
-    #: [n], whether the episode has ended, so that the next step resets
-    over: Bools
-
-    def begin(self, rng: np.random.Generator) -> None:
-        """Draw all random numbers from `rng` from now on."""
-
-    def reset(self) -> None:
-        """Start a new episode in every environment."""
-
-    def step(self, actions: NDArray[Any], skip: Bools | None = None) -> Step:
-        """Step with actions in the environment's units. Environments in `skip` may be left out."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `load_state` as tensors and lists, without the generator: call `begin` after loading."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of the same number of environments of the same problem."""
-
-
 def make_environments(problem: Problem, num_envs: int, rng: np.random.Generator) -> Environments:
     """Return n environments after a reset, vectorised by the environment itself if that state can be saved."""
     envs: Environments | None = None
@@ -171,9 +146,11 @@ class Vectorized:
         self._check_state()
 
     def begin(self, rng: np.random.Generator) -> None:
+        """Draw all random numbers from `rng` from now on."""
         self._inner.np_random = rng
 
     def reset(self) -> None:
+        """Start a new episode in every environment."""
         before = self._inner.np_random
         seed = int(before.integers(2**31))
         self.observations, _ = self._env.reset(seed=seed)
@@ -181,12 +158,14 @@ class Vectorized:
         self.over = np.zeros(self.num_envs, np.bool_)
 
     def step(self, actions: NDArray[Any], skip: Bools | None = None) -> Step:
+        """Step with actions in the environment's units. Environments in `skip` may be left out."""
         step = Step(*self._env.step(actions)[:4])
         self.observations = step.observations
         self.over = step.terminated | step.truncated
         return step
 
     def state(self) -> dict[str, Any]:
+        """Return the state for `load_state` as tensors and lists, without the generator: call `begin` after loading."""
         values = {name: _to_tensor(value) for name, value in vars(self._inner).items() if _is_array_or_number(value)}
         return {"env": values, "observations": _to_tensor(self.observations), "over": _to_tensor(self.over)}
 
@@ -210,7 +189,7 @@ class Vectorized:
 
 
 class Separate:
-    """Environments that are stepped in a Python loop.
+    """Environments that are stepped in a Python loop, with the methods of `Vectorized`.
 
     The internal state of an environment is unknown, so each episode starts from a seed and the actions of the current
     episodes are kept: repeating them restores the state.
@@ -265,6 +244,14 @@ class Separate:
                 self.observations[index] = env.step(action)[0]
                 self._actions[index].append(action)
         self.over = _to_array(state["over"])
+
+
+Environments: TypeAlias = Vectorized | Separate
+"""n environments that are stepped together.
+
+`observations` [n, num_inputs] are the input of the next action. `over` [n] holds whether an episode has ended, so that
+the next step resets its environment.
+"""
 
 
 def _is_array_or_number(value: Any) -> bool:

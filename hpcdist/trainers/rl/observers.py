@@ -43,7 +43,7 @@ class Observer:
             self._ctx.timer.add(compute_s=time.perf_counter() - began)
             return rollout
         # Most of this time is that of the agent's answers, the same for all observers, so it is not measured.
-        infer = functools.partial(request_inference, self._ctx.role_index, call_timeout_s(self._cfg))
+        infer = functools.partial(request_inference, self._ctx.role_index, self._cfg.launch.hang_timeout_s)
         return self.collector.collect(number, rl.num_rollout_steps, infer, weights.get("log_std"))
 
 
@@ -60,11 +60,6 @@ def serve_rollouts(ctx: Context, cfg: Config, problem: Problem) -> None:
     with rpc_group(ctx, target=observer) as group:
         ctx.agree_among([0])
         group.serve({"save": save})
-
-
-def call_timeout_s(cfg: Config) -> float:
-    """Return a timeout longer than any rollout: the supervisor detects a rank that hangs."""
-    return cfg.launch.hang_timeout_s
 
 
 @remote
@@ -93,9 +88,8 @@ class ObserverGroup:
         """Request rollout `number` from every observer with these weights, without waiting."""
         if self._cfg.section(RlConfig).inference == "remote":
             weights = {name: value for name, value in weights.items() if name == "log_std"}
-        self._pending = [
-            rpc.rpc_async(name, _collect, (number, weights), timeout=call_timeout_s(self._cfg)) for name in self._names
-        ]
+        timeout_s = self._cfg.launch.hang_timeout_s  # longer than any rollout: the supervisor detects a hung rank
+        self._pending = [rpc.rpc_async(name, _collect, (number, weights), timeout=timeout_s) for name in self._names]
 
     def wait(self) -> list[Rollout]:
         """Wait for the pending rollouts and return them; they stay pending.

@@ -56,7 +56,7 @@ class History:
     last_returns: list[float] = field(default_factory=list)  #: of the episodes of the last evaluation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RlLoop:
     """State of the agent's training loop."""
 
@@ -114,20 +114,13 @@ def make_loop(
         policy.load_state_dict(saved.model)
         optimizer.load_state_dict(saved.trainer["optimizer"])
         pending = [Rollout(*tensors) for tensors in saved.trainer["pending"]]
-    return RlLoop(
-        ctx=ctx,
-        cfg=cfg,
-        problem=problem,
-        policy=policy,
-        optimizer=optimizer,
-        observers=ObserverGroup(group, cfg, pending),
-        group=group,
-        test_envs=make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0)),
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop),
-        meter=Meter(saved.trainer["meter"] if saved else None, ctx.device),
-        history=History(**saved.trainer["history"]) if saved else History(),
-        began=time.perf_counter(),
-    )
+    observers = ObserverGroup(group, cfg, pending)
+    test_envs = make_environments(problem, rl.num_eval_episodes, random_numbers(cfg.seed, 1, 0))
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, rl.updates_per_epoch, cfg.stop)
+    meter = Meter(saved.trainer["meter"] if saved else None, ctx.device)
+    history = History(**saved.trainer["history"]) if saved else History()
+    began = time.perf_counter()
+    return RlLoop(ctx, cfg, problem, policy, optimizer, observers, group, test_envs, position, meter, history, began)
 
 
 def train_policy(loop: RlLoop) -> None:

@@ -12,12 +12,13 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
+from hpcdist.trainers.rnn.schema import RnnConfig
 
 UNKNOWN = "<unk>"
 #: A word or separators with the space before, or a line end with the indentation of the next line. Joined, the pieces
@@ -27,18 +28,8 @@ PIECES = r" ?\w+| ?[^\w\s]+|\s+(?!\S)|\s+"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 
 
-class Tokenizer(Protocol):
-    @property
-    def size(self) -> int:
-        """Number of different tokens."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-
 class ByteTokenizer:
-    """UTF-8."""
+    """The bytes of UTF-8 as tokens."""
 
     size = 256
 
@@ -63,6 +54,7 @@ class WordTokenizer:
 
     @property
     def size(self) -> int:
+        """Number of different tokens."""
         return int(self._library.get_vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -72,19 +64,7 @@ class WordTokenizer:
         return "".join(self._library.id_to_token(token) or UNKNOWN for token in tokens)
 
 
-class TextParams(Protocol):
-    """The part of a config that this module reads."""
-
-    @property
-    def files(self) -> list[str]: ...
-    @property
-    def max_corpus_mb(self) -> float: ...
-    @property
-    def eval_fraction(self) -> float: ...
-    @property
-    def tokenizer(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
+Tokenizer: TypeAlias = ByteTokenizer | WordTokenizer
 
 
 @dataclass(frozen=True)
@@ -96,19 +76,19 @@ class Corpus:
     tokenizer: Tokenizer
 
 
-def load_corpus(params: TextParams, seed: int) -> Corpus:
+def load_corpus(cfg: RnnConfig, seed: int) -> Corpus:
     """Read, split and tokenize the text. Raises ConfigError if there is none or too little."""
-    texts = read_texts(params.files, params.max_corpus_mb, seed)
-    num_held_out = max(1, round(1 / params.eval_fraction))
+    texts = read_texts(cfg.files, cfg.max_corpus_mb, seed)
+    num_held_out = max(1, round(1 / cfg.eval_fraction))
     if len(texts) >= num_held_out:
         held_out = texts[::num_held_out]
         train = [text for number, text in enumerate(texts) if number % num_held_out]
     else:
         joined = "".join(texts)
-        cut = round(len(joined) * (1 - params.eval_fraction))
+        cut = round(len(joined) * (1 - cfg.eval_fraction))
         train, held_out = [joined[:cut]], [joined[cut:]]
     # The vocabulary is that of the training text; other words of the held-out text are unknown, as in use.
-    tokenizer: Tokenizer = ByteTokenizer() if params.tokenizer == "byte" else WordTokenizer(train, params.vocab_size)
+    tokenizer: Tokenizer = ByteTokenizer() if cfg.tokenizer == "byte" else WordTokenizer(train, cfg.vocab_size)
     return Corpus(_stream(tokenizer, train), _stream(tokenizer, held_out), tokenizer)
 
 

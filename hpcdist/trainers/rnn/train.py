@@ -54,7 +54,7 @@ from hpcdist.trainers.rnn.vocabulary_server import CALL_TIMEOUT_S, VocabularySer
 TRAINER, SERVER = "trainer", "parameter_server"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RnnLoop:
     """State of the training loop of one trainer."""
 
@@ -173,18 +173,9 @@ def make_loop(
     local = saved.local if saved is not None else None
     if local is not None and "h" in local:
         learner.state = local["h"].to(learner.device), local["c"].to(learner.device)
-    return RnnLoop(
-        ctx=ctx,
-        cfg=cfg,
-        learner=learner,
-        group=group,
-        columns=columns,
-        held_out=held_out,
-        vocab_size=vocab_size,
-        position=TrainingPosition.resume(saved.trainer["position"] if saved else None, len(columns), cfg.stop),
-        meter=Meter(local["meter"] if local else None),
-        in_flight=deque(),
-    )
+    position = TrainingPosition.resume(saved.trainer["position"] if saved else None, len(columns), cfg.stop)
+    meter = Meter(local["meter"] if local else None)
+    return RnnLoop(ctx, cfg, learner, group, columns, held_out, vocab_size, position, meter, deque())
 
 
 def train_epoch(loop: RnnLoop) -> Iterator[None]:

@@ -12,7 +12,6 @@ from sample_comm import Factor, row, sample, with_links
 
 from hpcdist.bench.bottleneck import bottleneck
 from hpcdist.bench.results import RankPlace, Results
-from hpcdist.bench.slow_links import find_slow_links
 
 
 def of(node: str, factor: float = 6.0) -> Factor:
@@ -200,14 +199,6 @@ def test_on_a_busy_machine_pairs_differ_as_transfers_do(busy: dict[str, float]) 
 def test_whatever_goes_on_a_dead_link_is_told() -> None:
     dead = with_sends(with_links(sample(), slower=of("n3", 50.0)), tail=1000.0)
     assert bottleneck(dead)[0].startswith("n3 is ")
-
-
-def test_pairs_of_a_ring_alone() -> None:
-    """One partner in each direction cannot tell a slow end from a slow way: the pair is named."""
-    links = {(rank, (rank + 1) % 6): 1e9 for rank in range(6)} | {(2, 3): 1e8}
-    found = find_slow_links(links, 1.5)
-    assert (found.sends, found.receives, found.pairs) == (set(), set(), {(2, 3)})
-    assert found.usual == 1e9
 
 
 def test_ranks_that_were_measured_in_part() -> None:

@@ -174,7 +174,7 @@ def test_quick_commands_import_no_heavy_modules(tmp_path: Path, arguments: list[
         (["run", "ddp_digit"], "ddp_digit: no such config file: did you mean 'ddp_digits'?"),
         (["run", "ddp_digits", "trainer=dpp"], "trainer: 'dpp' is not one of "),
         (["run", "ddp_digits", "launch.device=cuda"], "launch.device=cuda, but no GPU is visible here"),
-        (["run", "ddp_digits", "--sweep", "seed=1,1"], "--sweep: seed: 1 stands there twice"),
+        (["run", "ddp_digits", "--sweep", "seed=1,1"], "--sweep: seed: 1 is given twice"),
         (["run", "ddp_digits", "seed=3", "--sweep", "seed=1,2"], "--sweep: seed is both swept and overridden"),
         (["run", "ddp_digits", "--sweep", "optim.lr=0.1,-1"], "optim.lr must be > 0, got -1.0"),
         (["run", "ddp_digits", "--sweep", "trainer=ddp,dpp"], "trainer: 'dpp' is not one of "),

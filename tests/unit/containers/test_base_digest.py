@@ -1,4 +1,4 @@
-"""The digest of a base image, asked of a fake engine: a script that answers as podman and docker were seen to."""
+"""Tests of the digest of a base image, with a script that answers like podman and docker."""
 
 from __future__ import annotations
 
@@ -62,19 +62,17 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         ("registry:5000/os/debian:12", f"registry:5000/os/debian@{DIGEST}"),
     ],
 )
-def test_an_image_that_is_here_is_taken_by_the_digest_of_its_registry(
-    engine: FakeEngine, name: str, listed: str
-) -> None:
+def test_local_image_has_the_digest_of_its_registry(engine: FakeEngine, name: str, listed: str) -> None:
     engine.put("store", name, f"mirror.example/other@sha256:{'00' * 32}", listed)
     found = look_up(Engine("podman"), name, pull=True)
     assert found == Base(name=name, digest=DIGEST)
     assert found.reference == f"{repository(name)}@{DIGEST}"
-    assert engine.calls() == [f"image inspect {name}"], "nothing is fetched"
+    assert engine.calls() == [f"image inspect {name}"], "nothing is pulled"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("program", ["podman", "docker"])
-def test_one_that_is_not_here_is_pulled_as_the_build_would(engine: FakeEngine, program: Any) -> None:
+def test_missing_image_is_pulled_unless_it_is_a_dry_run(engine: FakeEngine, program: Any) -> None:
     name = "docker.io/library/debian:12"
     engine.put("registry", name, f"docker.io/library/debian@{DIGEST}")
     assert look_up(Engine(program), name, pull=False).problem == (
@@ -85,7 +83,7 @@ def test_one_that_is_not_here_is_pulled_as_the_build_would(engine: FakeEngine, p
 
 @pytest.mark.processes
 @pytest.mark.parametrize("digests", [[], [f"localhost/base@{DIGEST}"]], ids=["docker", "podman"])
-def test_a_local_image_is_recorded_by_its_id(engine: FakeEngine, digests: list[str]) -> None:
+def test_image_without_registry_is_recorded_by_its_id(engine: FakeEngine, digests: list[str]) -> None:
     engine.put("store", "localhost/base:1", *digests)
     found = look_up(Engine("podman"), "localhost/base:1", pull=True)
     assert found == Base(name="localhost/base:1", id=ID, problem="a local image without a digest of a registry")
@@ -93,27 +91,27 @@ def test_a_local_image_is_recorded_by_its_id(engine: FakeEngine, digests: list[s
 
 
 @pytest.mark.processes
-def test_without_a_network_the_tag_is_used_and_the_reason_told(engine: FakeEngine) -> None:
+def test_failed_pull_keeps_the_tag_and_the_reason(engine: FakeEngine) -> None:
     found = look_up(Engine("podman"), "docker.io/library/debian:12", pull=True)
     assert found.problem == "podman cannot pull it: Error: dial tcp: lookup failed"
     assert (found.reference, found.digest, found.id) == ("docker.io/library/debian:12", "", "")
 
 
-def test_a_name_with_a_digest_is_asked_of_nobody(engine: FakeEngine) -> None:
+def test_name_with_digest_needs_no_engine(engine: FakeEngine) -> None:
     name = f"docker.io/library/debian@{DIGEST}"
     assert look_up(Engine("podman"), name, pull=True) == Base(name=name, digest=DIGEST)
     assert Base(name=name, digest=DIGEST).reference == name
     assert engine.calls() == []
 
 
-def test_buildah_is_not_asked(engine: FakeEngine) -> None:
+def test_buildah_reports_no_digest(engine: FakeEngine) -> None:
     assert look_up(Engine("buildah"), "debian", pull=True).problem == (
         "buildah reports no digests; docker and podman do"
     )
     assert engine.calls() == []
 
 
-def test_the_base_of_a_dockerfile_is_its_own_default(tmp_path: Path) -> None:
+def test_default_base_is_read_from_the_dockerfile(tmp_path: Path) -> None:
     for name in ("Dockerfile", "mlflow.Dockerfile"):
         assert default_base(CHECKOUT / "docker" / name).startswith("docker.io/")
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")

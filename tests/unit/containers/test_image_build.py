@@ -1,10 +1,11 @@
-"""The line that builds an image, and where the checkout is found."""
+"""Tests of `hpcdist image build`: command, checkout, and pinned packages."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ LOCAL = Base(name="base:1", id="sha256:cd")
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
-def test_the_line_for_docker() -> None:
+def test_docker_command() -> None:
     base = Base(name="debian:12", digest="sha256:ab")
     build = Build(checkout=Path("/src"), tag="hpcdist", base=base, revision="abc", created="2026-11-20T08:00:00+00:00")
     assert shlex.join(argv("docker", build)) == (
@@ -29,7 +30,7 @@ def test_the_line_for_docker() -> None:
     )
 
 
-def test_the_line_for_podman_with_everything() -> None:
+def test_podman_command_with_all_options() -> None:
     build = Build(
         checkout=Path("/src"), tag="mine:1", target="slim", base=LOCAL, uid=0, gid=7, options=("--network=host",)
     )
@@ -40,7 +41,7 @@ def test_the_line_for_podman_with_everything() -> None:
     )
 
 
-def test_the_servers_image_has_a_file_of_its_own() -> None:
+def test_mlflow_image_has_a_separate_dockerfile() -> None:
     build = Build(checkout=Path("/src"), tag=default_tag("mlflow"), base=Base(name="debian:12"), target="mlflow")
     assert shlex.join(argv("buildah", build)) == (
         "buildah build --format docker --file /src/docker/mlflow.Dockerfile --tag hpcdist-mlflow"
@@ -48,13 +49,13 @@ def test_the_servers_image_has_a_file_of_its_own() -> None:
     )
 
 
-def test_the_dockerfile_names_this_version() -> None:
-    """The label is an argument's default, and others trust it."""
+def test_version_label_of_the_dockerfile_is_current() -> None:
+    """The label is the default of a build argument."""
     text = (CHECKOUT / "docker" / "Dockerfile").read_text()
     assert re.findall(r"^ARG VERSION=(.*)$", text, re.MULTILINE) == [hpcdist.__version__]
 
 
-def test_the_pinned_torch_and_the_base_are_of_one_cuda_line() -> None:
+def test_pinned_torch_and_base_image_have_the_same_cuda_version() -> None:
     lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
     (runtime,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
     (base,) = re.findall(r"^ARG BASE_IMAGE=docker.io/nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu24.04$",
@@ -64,28 +65,26 @@ def test_the_pinned_torch_and_the_base_are_of_one_cuda_line() -> None:
 
 
 @pytest.mark.parametrize("name", ["build", "mlflow", "sbom"])
-def test_every_package_of_the_other_lists_has_hashes(name: str) -> None:
+def test_packages_of_build_and_server_are_pinned_with_hashes(name: str) -> None:
     lock = (CHECKOUT / "docker" / f"requirements-{name}.txt").read_text()
     entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
-    wanted = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
+    declared = (CHECKOUT / "docker" / f"requirements-{name}.in").read_text().splitlines()
     pinned = {entry.partition("==")[0] for entry in entries}
-    assert {line.partition("[")[0] for line in wanted if not line.startswith(("#", "-"))} <= pinned
+    assert {line.partition("[")[0] for line in declared if not line.startswith(("#", "-"))} <= pinned
 
 
-def test_every_pinned_package_has_hashes_and_every_declared_one_is_pinned() -> None:
-    import tomllib
-
+def test_declared_packages_are_pinned_with_hashes() -> None:
     lock = (CHECKOUT / "docker" / "requirements.txt").read_text()
     entries = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
     pinned = {entry.partition("==")[0] for entry in entries}
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["train"]
-    assert {re.split(r"[\[<>=]", text)[0] for text in wanted} <= pinned
+    declared = project["dependencies"] + project["optional-dependencies"]["train"]
+    assert {re.split(r"[\[<>=]", text)[0] for text in declared} <= pinned
 
 
-def test_the_checkout_is_around_the_current_folder_or_this_one(tmp_path: Path) -> None:
+def test_checkout_is_a_parent_folder(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     for name in ("docker/Dockerfile", "hpcdist/__init__.py"):
@@ -94,25 +93,25 @@ def test_the_checkout_is_around_the_current_folder_or_this_one(tmp_path: Path) -
     assert find_checkout(inner) == tmp_path
 
 
-def test_without_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_checkout_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hpcdist, "__file__", str(tmp_path / "site-packages" / "hpcdist" / "__init__.py"))
     with pytest.raises(UserMistake, match=r"no docker/Dockerfile of hpcdist in .* run this command in a checkout"):
         find_checkout(tmp_path)
 
 
 @pytest.mark.processes
-def test_the_revision_is_empty_where_there_is_no_git(tmp_path: Path) -> None:
+def test_revision_is_empty_outside_of_git(tmp_path: Path) -> None:
     assert revision_of(tmp_path) == ("", "")
 
 
 @pytest.mark.processes
-def test_a_failed_build_is_one_line() -> None:
+def test_failed_build_has_its_exit_code() -> None:
     with pytest.raises(ImageError, match=r"podman could not build the image \(exit code 3\)"):
         run(Engine("podman"), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 @pytest.mark.processes
-def test_docker_builds_with_buildkit() -> None:
-    """Without it Debian 12's docker refuses the Dockerfiles: "the --mount option requires BuildKit"."""
-    check = "import os, sys; sys.exit(os.environ.get('DOCKER_BUILDKIT') != '1')"
-    run(Engine("docker"), [sys.executable, "-c", check])
+def test_docker_builds_with_buildkit(capfd: pytest.CaptureFixture[str]) -> None:
+    """Docker of Debian 12 refuses the Dockerfiles otherwise: "the --mount option requires BuildKit"."""
+    run(Engine("docker"), [sys.executable, "-c", "import os; print(os.environ['DOCKER_BUILDKIT'])"])
+    assert capfd.readouterr().out == "1\n"

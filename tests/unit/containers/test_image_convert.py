@@ -1,4 +1,4 @@
-"""What each site's runtime reads: the command that writes it, its name, once, never half."""
+"""Tests of `hpcdist image convert`: commands, file names, concurrent and failed conversions."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ FACTS = ImageFacts(
 
 
 @pytest.mark.parametrize(
-    ("engine", "form", "line"),
+    ("engine", "form", "command"),
     [
         ("docker", "sqsh", "enroot import --output /i/x dockerd://hpcdist"),
         ("podman", "sqsh", "enroot import --output /i/x podman://hpcdist"),
         ("docker", "sif", "apptainer build /i/x docker-daemon:hpcdist"),
     ],
 )
-def test_commands(engine: str, form: str, line: str) -> None:
-    assert " ".join(argv(engine, "hpcdist", form, Path("/i/x"))) == line  # type: ignore[arg-type]
+def test_conversion_commands(engine: str, form: str, command: str) -> None:
+    assert " ".join(argv(engine, "hpcdist", form, Path("/i/x"))) == command  # type: ignore[arg-type]
 
 
 def test_podman_saves_an_archive_for_apptainer() -> None:
-    line = " ".join(argv("podman", "hpcdist", "sif", Path("/i/x"), Path("/i/x.tar")))
-    assert line == "apptainer build /i/x docker-archive:/i/x.tar"
+    command = " ".join(argv("podman", "hpcdist", "sif", Path("/i/x"), Path("/i/x.tar")))
+    assert command == "apptainer build /i/x docker-archive:/i/x.tar"
 
 
-def test_the_name_has_version_and_digest() -> None:
+def test_file_name_has_version_and_digest() -> None:
     assert target_of(FACTS, "sqsh", Path("/i")) == Path("/i/hpcdist-1.2.3-0123456789ab.sqsh")
     assert target_of(FACTS, "dir", Path("/i")) == Path("/i/hpcdist-1.2.3-0123456789ab")
 
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A PATH of stand-ins; `calls` has what they were called with."""
+    """Return a folder on PATH for scripts that record their calls in the file `calls`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder
 
 
-def program(folder: Path, name: str, script: str) -> None:
+def install(folder: Path, name: str, script: str) -> None:
     (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n{script}\n')
     (folder / name).chmod(0o755)
 
@@ -66,8 +66,8 @@ def calls(folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
-def test_many_at_once_write_it_once(programs: Path, tmp_path: Path) -> None:
-    program(programs, "enroot", 'echo squashed > "$3"')
+def test_concurrent_conversions_write_the_file_once(programs: Path, tmp_path: Path) -> None:
+    install(programs, "enroot", 'echo squashed > "$3"')
     results: list[tuple[Path, bool]] = []
     threads = [
         threading.Thread(target=lambda: results.append(convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")))
@@ -85,25 +85,25 @@ def test_many_at_once_write_it_once(programs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_failure_leaves_nothing_and_is_one_line(programs: Path, tmp_path: Path) -> None:
-    program(programs, "enroot", 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1')
+def test_failed_conversion_leaves_no_file(programs: Path, tmp_path: Path) -> None:
+    install(programs, "enroot", 'echo half > "$3"; echo "[ERROR] disk quota exceeded" >&2; exit 1')
     with pytest.raises(ImageError, match=r"`enroot import` failed: \[ERROR\] disk quota exceeded"):
         convert(Engine("docker"), FACTS, "sqsh", tmp_path / "images")
     assert [path.name for path in (tmp_path / "images").iterdir()] == [".hpcdist-1.2.3-0123456789ab.sqsh.lock"]
 
 
 @pytest.mark.processes
-def test_what_a_killed_one_has_left_is_written_again(programs: Path, tmp_path: Path) -> None:
-    program(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
+def test_unfinished_file_is_replaced(programs: Path, tmp_path: Path) -> None:
+    install(programs, "enroot", '[ ! -e "$3" ] && echo whole > "$3"')
     (tmp_path / ".hpcdist-1.2.3-0123456789ab.sqsh.part").write_text("half")
     target, _ = convert(Engine("docker"), FACTS, "sqsh", tmp_path)
     assert target.read_text() == "whole\n"
 
 
 @pytest.mark.processes
-def test_the_archive_for_apptainer_does_not_stay(programs: Path, tmp_path: Path) -> None:
-    program(programs, "podman", 'touch "$5"')
-    program(programs, "apptainer", 'touch "$2"')
+def test_archive_for_apptainer_is_removed(programs: Path, tmp_path: Path) -> None:
+    install(programs, "podman", 'touch "$5"')
+    install(programs, "apptainer", 'touch "$2"')
     target, _ = convert(Engine("podman"), FACTS, "sif", tmp_path / "images")
     archive = tmp_path / "images" / ".hpcdist-1.2.3-0123456789ab.sif.part.tar"
     assert calls(programs)[0] == f"podman save --format docker-archive --output {archive} hpcdist"
@@ -111,15 +111,15 @@ def test_the_archive_for_apptainer_does_not_stay(programs: Path, tmp_path: Path)
     assert not archive.exists()
 
 
-def test_a_missing_tool_is_named_with_who_reads_its_form(programs: Path, tmp_path: Path) -> None:
+def test_missing_conversion_program_is_named(programs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserMistake, match=r"enroot is not installed here; it writes \.sqsh for enroot and pyxis"):
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
 
 
-def test_a_small_disk_is_told_before_anything_is_written(
+def test_insufficient_space_is_reported_before_writing(
     monkeypatch: pytest.MonkeyPatch, programs: Path, tmp_path: Path
 ) -> None:
-    program(programs, "enroot", "")
+    install(programs, "enroot", "")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0})())
     with pytest.raises(UserMistake, match=r"has 0\.0 GB free, and hpcdist as \.sqsh may need 0\.0 GB"):
         convert(Engine("docker"), FACTS, "sqsh", tmp_path)
@@ -127,8 +127,8 @@ def test_a_small_disk_is_told_before_anything_is_written(
 
 
 @pytest.mark.processes
-def test_a_directory_has_the_variables_for_charliecloud(programs: Path, tmp_path: Path) -> None:
-    program(
+def test_directory_contains_the_image_variables_for_charliecloud(programs: Path, tmp_path: Path) -> None:
+    install(
         programs,
         "podman",
         'case $1 in create) echo 42;; export) cd "$(mktemp -d)"; mkdir opt dev; touch opt/f dev/null; tar -c .;; esac',

@@ -1,6 +1,6 @@
-"""The node's side of a container: what the script adds, and how a rank and its step learn of each other.
+"""Tests of `node_wrapper.sh` and process 1 of a container with a replacement for podman.
 
-podman's place is taken by a script that leaves its containers running, as podman does when Slurm kills it.
+Like podman, the replacement leaves its containers running when Slurm kills it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hpcdist.containers.runtimes import SCRIPT
 pytestmark = pytest.mark.processes
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_podman.py"
-#: Notes each signal that it hears, and ends with 7 at SIGTERM.
+#: Prints each received signal, and exits with 7 at SIGTERM.
 RANK = """
 import os, signal, sys, time
-def note(number, _):
-    print("heard", signal.Signals(number).name, flush=True)
+def receive(number, _):
+    print("received", signal.Signals(number).name, flush=True)
     if number == signal.SIGTERM:
         sys.exit(7)
 ignored = signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, note)
+    signal.signal(number, receive)
 print("rank", os.getpid(), "USR2 ignored at first:", ignored, flush=True)
 while True:
     time.sleep(0.02)
@@ -39,7 +39,7 @@ while True:
 
 
 class Node:
-    """A node with a podman, and an attempt's folder."""
+    """A node with podman and docker, and the folder of an attempt."""
 
     def __init__(self, root: Path) -> None:
         self.state = root / "state"
@@ -67,7 +67,7 @@ class Node:
         return subprocess.run(command, env=self.env | env, capture_output=True, text=True, check=False, timeout=60)
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """A rank's task, whose log is that of the rank."""
+        """Start the task of a rank, which shares the log of the rank."""
         first = [sys.executable, "-m", "hpcdist.containers.pid1", str(self.attempt)]
         words = ["rank", str(self.attempt), "SLURM_*", "podman", "run", "--label=hpcdist.run=/r", "IMAGE", *first]
         with open(self.log, "ab") as log:
@@ -76,35 +76,35 @@ class Node:
     def args(self, name: str = "unnamed") -> list[str]:
         return (self.state / f"{name}.args").read_text().splitlines()
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def pid(self) -> int:
-        """Process id of the rank, once it hears signals."""
-        return int(wait_for(lambda: self.said().partition("rank ")[2].partition(" USR2")[0], "the rank to start"))
+        """Return the process id of the rank once it handles signals."""
+        return int(wait_for(lambda: self.log_text().partition("rank ")[2].partition(" USR2")[0], "the rank to start"))
 
-    def is_tidy(self) -> bool:
+    def is_clean(self) -> bool:
         return [path.name for path in self.attempt.iterdir()] == ["rank-00003.log"] and not [*self.state.glob("*.pid")]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
-    yield made
-    for path in made.state.glob("*.pid"):
+    node = Node(tmp_path)
+    yield node
+    for path in node.state.glob("*.pid"):
         with suppress(ProcessLookupError):
             os.killpg(int(path.read_text()), signal.SIGKILL)
 
 
-def test_what_the_node_adds_to_podman(node: Node) -> None:
-    more = {
+def test_podman_gets_user_devices_and_matching_variables(node: Node) -> None:
+    variables = {
         "NCCL_DEBUG": "INFO",
         "NCCL_X": "two\nTOKEN=lines",
         "TOKEN": "s",
         "WANDB": "off",
         "HPCDIST_TRACKING_URI": "s",
     }
-    done = node.script("once", "NCCL_*|WANDB|HPCDIST_*", "podman", "run", "--rm", "IMAGE", "true", **more)
+    done = node.script("once", "NCCL_*|WANDB|HPCDIST_*", "podman", "run", "--rm", "IMAGE", "true", **variables)
     assert (done.returncode, done.stderr) == (0, "")
     *flags, rm, image, command = node.args()
     assert [rm, image, command] == ["--rm", "IMAGE", "true"]
@@ -116,7 +116,7 @@ def test_what_the_node_adds_to_podman(node: Node) -> None:
     assert [flag for flag in flags if flag not in names] == [user, *mapping, *devices]
 
 
-def test_what_the_node_adds_to_docker(node: Node) -> None:
+def test_docker_gets_user_groups_and_devices(node: Node) -> None:
     assert node.script("once", "WANDB", "docker", "run", "IMAGE", "true").returncode == 0
     groups = [f"--group-add={group}" for group in subprocess.check_output(["id", "-G"], text=True).split()]
     devices = ["--device=/dev/infiniband"] if Path("/dev/infiniband").exists() else []
@@ -124,67 +124,67 @@ def test_what_the_node_adds_to_docker(node: Node) -> None:
 
 
 @pytest.mark.parametrize("words", [["once", "X"], ["plain"], ["rank", "/nowhere", "X"]])
-def test_a_runtime_that_is_not_there_is_told_in_one_line(node: Node, words: list[str]) -> None:
+def test_missing_runtime_is_reported_in_one_line(node: Node, words: list[str]) -> None:
     done = node.script(*words, "apptainer", "exec", "IMAGE")
     assert (done.returncode, done.stderr) == (127, "hpcdist: apptainer is not installed on n2\n")
 
 
-def test_a_rank_has_name_labels_and_log_and_its_exit_code_counts(node: Node) -> None:
+def test_container_has_name_and_labels_and_the_exit_code_of_the_rank(node: Node) -> None:
     assert node.start("sh", "-c", "echo hello; exit 5").wait(60) == 5
     name = "hpcdist-7-1-3"
     assert {f"--name={name}", "--label=hpcdist.job=7", "--label=hpcdist.attempt=1"} <= set(node.args(name))
-    assert node.said() == "hello\n"
-    assert node.is_tidy()
+    assert node.log_text() == "hello\n"
+    assert node.is_clean()
 
 
-def test_signals_reach_the_rank(node: Node) -> None:
+def test_signals_are_forwarded_to_the_rank(node: Node) -> None:
     task = node.start(sys.executable, "-c", RANK)
     node.pid()
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         task.send_signal(number)
-        wait_for(lambda number=number: f"heard {number.name}" in node.said(), number.name)  # type: ignore[misc]
+        wait_for(lambda number=number: f"received {number.name}" in node.log_text(), number.name)  # type: ignore[misc]
     assert task.wait(60) == 7
-    assert "USR2 ignored at first: True" in node.said()
-    assert node.is_tidy()
+    assert "USR2 ignored at first: True" in node.log_text()
+    assert node.is_clean()
 
 
-def test_a_rank_that_is_killed(node: Node) -> None:
+def test_killed_rank_has_the_exit_code_of_its_signal(node: Node) -> None:
     task = node.start(sys.executable, "-c", RANK)
     os.kill(node.pid(), signal.SIGKILL)
     assert task.wait(60) == 128 + signal.SIGKILL
-    assert node.is_tidy()
+    assert node.is_clean()
 
 
-def test_a_rank_outlives_podmans_client(node: Node) -> None:
-    """Slurm signals all that a step has started, where it tells processes by their parents."""
+def test_rank_survives_the_death_of_the_podman_client(node: Node) -> None:
+    """Slurm may signal all child processes of a step."""
     task = node.start(sys.executable, "-c", RANK)
     node.pid()
     clients = Path(f"/proc/{task.pid}/task/{task.pid}/children").read_text().split()
     os.kill(int(clients[0]), signal.SIGKILL)
-    wait_for((node.state / "attached").exists, "the script to look again")
+    wait_for((node.state / "attached").exists, "the script to attach again")
     assert task.poll() is None
     task.terminate()
     assert task.wait(60) == 7
-    assert "heard SIGTERM" in node.said()
-    assert node.is_tidy()
+    assert "received SIGTERM" in node.log_text()
+    assert node.is_clean()
 
 
-def test_a_container_ends_with_its_step(node: Node) -> None:
+def test_container_ends_with_its_step(node: Node) -> None:
     task = node.start(sys.executable, "-c", RANK)
     node.pid()
     task.kill()
     task.wait(60)
-    wait_for(lambda: "the Slurm step around this container is gone" in node.said(), "process 1 to notice")
-    assert not [*node.attempt.glob("*.line")], "a pipe that is left would block whoever copies the folder"
+    wait_for(lambda: "the Slurm step around this container is gone" in node.log_text(), "process 1 to notice")
+    assert not [*node.attempt.glob("*.line")], "a remaining pipe would block copies of the folder"
 
 
-def test_a_container_that_does_not_start(node: Node) -> None:
+def test_start_failure_has_exit_code_and_message_of_podman(node: Node) -> None:
     done = node.script("rank", str(node.attempt), "X", "podman", "run", "UNKNOWN", "true")
     assert (done.returncode, done.stderr) == (125, "Error: image not known\n")
     assert [*node.attempt.iterdir()] == []
 
 
-def test_what_is_left_of_a_run_is_removed_and_nothing_else(node: Node) -> None:
+def test_only_containers_of_the_run_are_removed(node: Node) -> None:
     label = "hpcdist.run=/runs/my run"
     processes = [
         subprocess.Popen(
@@ -204,7 +204,7 @@ def test_what_is_left_of_a_run_is_removed_and_nothing_else(node: Node) -> None:
     processes[1].wait()
 
 
-def test_enroots_command_script_goes_to_the_folder(node: Node) -> None:
+def test_command_script_of_enroot_changes_the_folder(node: Node) -> None:
     done = node.script("in", str(node.attempt), "pwd")
     assert (done.returncode, done.stdout) == (0, f"{node.attempt}\n")
 
@@ -212,14 +212,14 @@ def test_enroots_command_script_goes_to_the_folder(node: Node) -> None:
 @pytest.mark.parametrize(
     "hostile", ["A) touch x;; B", "A$(touch x)", "`touch x`", "A; touch x", "'", '"', "*) touch x"]
 )
-def test_names_are_never_executed(node: Node, tmp_path: Path, hostile: str) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "SLURM_file").touch()  # which a pattern must not be taken for
+def test_patterns_are_never_executed(node: Node, tmp_path: Path, hostile: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "SLURM_file").touch()  # patterns must not expand to files
     command = ["sh", str(SCRIPT), "once", f"{hostile}|SLURM_*", "podman", "run", "IMAGE", "true"]
-    done = subprocess.run(command, env=node.env, cwd=here, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=node.env, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [path.name for path in here.iterdir()] == ["SLURM_file"]
+    assert [path.name for path in folder.iterdir()] == ["SLURM_file"]
     assert {"--env=SLURM_JOB_ID", "--env=SLURM_PROCID", "--env=SLURMD_NODENAME"} & set(node.args()) == {
         "--env=SLURM_JOB_ID",
         "--env=SLURM_PROCID",

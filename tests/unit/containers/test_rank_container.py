@@ -1,4 +1,4 @@
-"""From a config to its container, and every mistake about it in one line."""
+"""Tests of the containers of ranks: specification, image check, and failures of the runtime."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hpcdist.run.folder import RunDir
 
 IMAGE = "localhost/hpcdist:0.1.0"
 SPEC = ContainerSpec(runtime="podman", image=IMAGE, run=Path("/runs/e/r"), mounts=(), workdir=Path("/p"))
-GOOD = {
+FACTS = {
     "node": "n1",
     "hpcdist": hpcdist.__version__,
     "source": source_digest(str(Path(hpcdist.__file__).parent)),
@@ -45,29 +45,30 @@ GOOD = {
 }
 
 
-def line(**changes: Any) -> str:
-    facts = {key: value for key, value in (GOOD | changes).items() if value is not None}
+def probe_output(**changes: Any) -> str:
+    """Return the line that the probe prints in an image; None removes a fact."""
+    facts = {key: value for key, value in (FACTS | changes).items() if value is not None}
     return f"hpcdist-image {json.dumps(facts)}"
 
 
-def test_the_digest_of_a_package_is_that_of_its_code(tmp_path: Path) -> None:
+def test_source_digest_depends_on_code_alone(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.py").write_text("a = 1\n")
     digest_before = source_digest(str(tmp_path))
-    (tmp_path / "sub" / "notes.md").write_text("nothing that runs")
+    (tmp_path / "sub" / "notes.md").write_text("no code")
     assert source_digest(str(tmp_path)) == digest_before
     (tmp_path / "sub" / "a.py").rename(tmp_path / "sub" / "b.py")
     assert source_digest(str(tmp_path)) != digest_before
 
 
-# --- the spec
+# --- specification
 
 
-def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(tmp_path: Path) -> None:
+def test_specification_has_folders_variables_and_gpus_of_the_config(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     run = RunDir(tmp_path / "runs/digits/first")
     config = Config(
-        trainer=TrainerConfig(script=["/elsewhere/train.py"]),
+        trainer=TrainerConfig(script=["/code/train.py"]),
         data=DataConfig(root=str(tmp_path / "data")),
         launch=LaunchConfig(env={"MY_FLAG": "1", "MY_TOKEN": "secret"}),
         cluster=ClusterConfig(gpus_per_node=4, env={"SITE": "x"}),
@@ -85,7 +86,7 @@ def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(
         image="/i.sif",
         run=run.path,
         mounts=(
-            Mount(source="/elsewhere", target="/elsewhere"),
+            Mount(source="/code", target="/code"),
             Mount(source="/scratch", target="/fast", read_only=True),
             *(
                 Mount(source=str(path), target=str(path))
@@ -99,11 +100,11 @@ def test_folders_are_mounted_where_they_are_and_ranks_see_what_the_config_names(
     )
 
 
-def test_no_runtime_no_box() -> None:
+def test_runtime_none_has_no_container() -> None:
     assert rank_container(Config(), RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p")) is None
 
 
-def test_a_folder_of_ones_own_takes_the_place_of_the_usual_one(tmp_path: Path) -> None:
+def test_configured_mount_replaces_the_default_mount(tmp_path: Path) -> None:
     config = Config(
         data=DataConfig(root=str(tmp_path)),
         container=ContainerConfig(runtime="podman", image=IMAGE, mounts=[f"/scratch/copy:{tmp_path}:ro"]),
@@ -113,7 +114,7 @@ def test_a_folder_of_ones_own_takes_the_place_of_the_usual_one(tmp_path: Path) -
     assert [mount.source for mount in spec.mounts if mount.target == str(tmp_path)] == ["/scratch/copy"]
 
 
-def test_the_images_own_folders_are_not_hidden_by_where_someone_stands() -> None:
+def test_system_folders_are_never_mounted() -> None:
     spec = rank_container(
         config(runtime="podman", image=IMAGE), RunDir(Path("/runs/e/r")), cwd=Path("/usr"), root=Path("/")
     )
@@ -122,7 +123,7 @@ def test_the_images_own_folders_are_not_hidden_by_where_someone_stands() -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "gpus", "wanted"),
+    ("setting", "device", "gpus", "expected"),
     [
         ("auto", "auto", 4, True),
         ("auto", "cpu", 4, False),
@@ -131,36 +132,36 @@ def test_the_images_own_folders_are_not_hidden_by_where_someone_stands() -> None
         ("none", "auto", 4, False),
     ],
 )
-def test_who_sees_gpus(asked: Any, device: Any, gpus: int, wanted: bool) -> None:
+def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gpus: int, expected: bool) -> None:
     config = Config(
         launch=LaunchConfig(device=device),
         cluster=ClusterConfig(gpus_per_node=gpus),
-        container=ContainerConfig(runtime="podman", image=IMAGE, gpus=asked),
+        container=ContainerConfig(runtime="podman", image=IMAGE, gpus=setting),
     )
     spec = rank_container(config, RunDir(Path("/runs/e/r")), cwd=Path("/p"), root=Path("/p"))
     assert spec is not None
-    assert spec.gpus == ("all" if wanted else "")
+    assert spec.gpus == ("all" if expected else "")
 
 
-# --- what an image says
+# --- image check
 
 
 @pytest.mark.processes
-def test_the_look_tells_of_the_python_that_makes_it(tmp_path: Path) -> None:
+def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
     words = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
     code = words[-1]
     assert words[-3:-1] == [sys.executable, "-c"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
-    said = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    facts, problem, _ = check_image(SPEC, said, "", "n7")
+    output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    facts, problem, _ = check_image(SPEC, output, "", "n7")
     assert problem == ""
     assert facts is not None
     torch_version = __import__("torch").__version__
-    wanted = ("n7", hpcdist.__version__, torch_version, ".".join(map(str, sys.version_info[:3])))
-    assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == wanted
+    expected = ("n7", hpcdist.__version__, torch_version, ".".join(map(str, sys.version_info[:3])))
+    assert (facts["node"], facts["hpcdist"], facts["torch"], facts["python"]) == expected
 
 
-def test_the_look_sees_the_image_alone() -> None:
+def test_probe_has_neither_mounts_nor_pythonpath() -> None:
     spec = replace(SPEC, runtime="charliecloud", mounts=(Mount(source="/p", target="/p"),))
     assert not [word for word in image_probe_command(spec).argv if word.startswith("--bind")]
     assert image_probe_env(spec, {"PYTHONPATH": "/host", "NCCL_DEBUG": "INFO", "USER": "ada"}) == {
@@ -170,22 +171,22 @@ def test_the_look_sees_the_image_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "errors", "told"),
+    ("output", "errors", "message"),
     [
-        (line(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
+        (probe_output(hpcdist=None), "", f"{IMAGE} has no hpcdist for its python3: see container.python"),
         (
-            line(source="0123456789ab"),
+            probe_output(source="0123456789ab"),
             "",
             f"{IMAGE} has hpcdist {hpcdist.__version__} from other source files than this one: build it again",
         ),
         (
-            line(hpcdist="0.0.9"),
+            probe_output(hpcdist="0.0.9"),
             "",
             f"{IMAGE} has hpcdist 0.0.9, this is {hpcdist.__version__}: build it again, or install 0.0.9",
         ),
-        (line(python="3.9.2"), "", f"{IMAGE} has Python 3.9.2; hpcdist needs 3.11 or newer"),
+        (probe_output(python="3.9.2"), "", f"{IMAGE} has Python 3.9.2; hpcdist needs 3.11 or newer"),
         (
-            line(driver="535.104.05"),
+            probe_output(driver="535.104.05"),
             "",
             f"{IMAGE} needs driver 580.65 or newer for its CUDA 13.2, found 535.104.05 on n2",
         ),
@@ -204,49 +205,53 @@ def test_the_look_sees_the_image_alone() -> None:
         ),
     ],
 )
-def test_what_only_a_user_can_put_right(output: str, errors: str, told: str) -> None:
-    _, problem, passing = check_image(replace(SPEC, gpus="all"), output, errors, "n2")
-    assert (problem, passing) == (told, False)
+def test_problems_that_need_the_user_are_not_retried(output: str, errors: str, message: str) -> None:
+    _, problem, may_pass = check_image(replace(SPEC, gpus="all"), output, errors, "n2")
+    assert (problem, may_pass) == (message, False)
 
 
 @pytest.mark.parametrize("driver", ["580.65.06", "595.10", None])
-def test_drivers_that_are_new_enough_or_not_there(driver: str | None) -> None:
-    assert check_image(replace(SPEC, gpus="all"), line(driver=driver), "", "n1")[1] == ""
-    assert check_image(SPEC, line(driver="400.1"), "", "n1")[1] == "", "no GPU is asked for"
+def test_new_or_unknown_driver_is_accepted(driver: str | None) -> None:
+    assert check_image(replace(SPEC, gpus="all"), probe_output(driver=driver), "", "n1")[1] == ""
+    assert check_image(SPEC, probe_output(driver="400.1"), "", "n1")[1] == "", "the ranks use no GPU"
 
 
-def test_what_may_pass_by_itself() -> None:
-    told = f"podman could not start {IMAGE} on n2: Error: no space left"
-    assert check_image(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (None, told, True)
+def test_other_start_failures_are_retried() -> None:
+    message = f"podman could not start {IMAGE} on n2: Error: no space left"
+    assert check_image(SPEC, "", "srun: error: n2: task 1: Exited\nError: no space left\n", "n2") == (
+        None,
+        message,
+        True,
+    )
 
 
-def test_one_line_for_all_nodes() -> None:
-    good, missing = f"0: {line()}\n", "hpcdist: podman is not installed on"
-    assert check_image_on_nodes(SPEC, ["n1"], good, "")["hpcdist"] == hpcdist.__version__
-    with pytest.raises(UserMistake) as caught:
-        check_image_on_nodes(SPEC, ["n1", "n2", "n3"], good, f"1: {missing} n2\n2: {missing} n3\n")
-    assert str(caught.value) == "podman is not installed on n2, n3"
-    with pytest.raises(HpcdistError) as passing:
-        check_image_on_nodes(SPEC, ["n1", "n2"], good, "")
-    assert not isinstance(passing.value, UserMistake)
-    assert str(passing.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
+def test_equal_problems_of_nodes_are_merged() -> None:
+    passed, missing = f"0: {probe_output()}\n", "hpcdist: podman is not installed on"
+    assert check_image_on_nodes(SPEC, ["n1"], passed, "")["hpcdist"] == hpcdist.__version__
+    with pytest.raises(UserMistake) as raised:
+        check_image_on_nodes(SPEC, ["n1", "n2", "n3"], passed, f"1: {missing} n2\n2: {missing} n3\n")
+    assert str(raised.value) == "podman is not installed on n2, n3"
+    with pytest.raises(HpcdistError) as temporary:
+        check_image_on_nodes(SPEC, ["n1", "n2"], passed, "")
+    assert not isinstance(temporary.value, UserMistake)
+    assert str(temporary.value) == f"podman could not start {IMAGE} on n2: it printed nothing"
 
 
-def test_errors_of_pyxis_without_a_label_count_for_every_node() -> None:
-    refused = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
-    with pytest.raises(HpcdistError) as caught:
-        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", refused)
+def test_unlabelled_errors_of_pyxis_apply_to_all_nodes() -> None:
+    errors = 'srun: error: pyxis: --container-mounts: invalid format: "/a"\nsrun: error: Invalid --container-mounts'
+    with pytest.raises(HpcdistError) as raised:
+        check_image_on_nodes(replace(SPEC, runtime="pyxis"), ["n1", "n2"], "", errors)
     problem = f'pyxis could not start {IMAGE} on n1, n2: pyxis: --container-mounts: invalid format: "/a"'
-    assert str(caught.value) == problem
+    assert str(raised.value) == problem
 
 
-def test_labels_of_many_tasks_are_as_wide_as_the_widest() -> None:
+def test_padded_task_labels_are_parsed() -> None:
     nodes = [f"n{number}" for number in range(11)]
-    output = "".join(f"{number:2d}: {line()}\n" for number in range(11))
+    output = "".join(f"{number:2d}: {probe_output()}\n" for number in range(11))
     assert check_image_on_nodes(SPEC, nodes, output, "")["hpcdist"] == hpcdist.__version__
 
 
-# --- before the queue
+# --- checks before submission
 
 
 def config(**container: Any) -> Config:
@@ -262,7 +267,7 @@ def rootfs(tmp_path: Path) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("container", "told"),
+    ("container", "problem"),
     [
         (
             {"runtime": "podman", "image": "x", "mounts": ["/nowhere/data:/data"]},
@@ -281,12 +286,12 @@ def rootfs(tmp_path: Path) -> Path:
         ({"runtime": "enroot", "image": "/proc"}, "container.image: /proc is no file: enroot starts a .sqsh"),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, container: dict[str, Any], told: str) -> None:
-    assert container_problems(config(**container), tmp_path, {"PATH": ""}) == [told]
+def test_missing_images_and_mounts_are_reported(tmp_path: Path, container: dict[str, Any], problem: str) -> None:
+    assert container_problems(config(**container), tmp_path, {"PATH": ""}) == [problem]
 
 
-def podman(folder: Path, script: str) -> dict[str, str]:
-    """An environment with a podman that does what the script says."""
+def install_podman(folder: Path, script: str) -> dict[str, str]:
+    """Install a script as podman and return the environment."""
     tool = folder / "podman"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -294,49 +299,52 @@ def podman(folder: Path, script: str) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_an_image_that_is_not_in_the_store_here(tmp_path: Path) -> None:
-    env = podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
-    told = (
+def test_image_missing_in_the_local_store_is_reported(tmp_path: Path) -> None:
+    env = install_podman(tmp_path, 'echo "Error: inspecting object: $5: image not known" >&2; exit 125')
+    problem = (
         "container.image: localhost/typo is not in podman's store on this machine (inspecting object: localhost/typo:"
         " image not known): build or load it, or set container.check_image=false if only the nodes have it"
     )
-    wanted = {"runtime": "podman", "image": "localhost/typo"}
-    assert container_problems(config(**wanted), tmp_path, env) == [told]
-    assert container_problems(config(**wanted, check_image=False), tmp_path, env) == []
-    assert container_problems(config(**wanted), tmp_path, {"PATH": "/nowhere"}) == []
+    container = {"runtime": "podman", "image": "localhost/typo"}
+    assert container_problems(config(**container), tmp_path, env) == [problem]
+    assert container_problems(config(**container, check_image=False), tmp_path, env) == []
+    assert container_problems(config(**container), tmp_path, {"PATH": "/nowhere"}) == []
 
 
 @pytest.mark.processes
-def test_an_image_of_another_version_here(tmp_path: Path) -> None:
-    env = podman(tmp_path, f"[ $1 = image ] || echo '{line(hpcdist='0.0.1')}'")
-    (told,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
-    assert told.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
+def test_image_of_another_version_is_reported(tmp_path: Path) -> None:
+    env = install_podman(tmp_path, f"[ $1 = image ] || echo '{probe_output(hpcdist='0.0.1')}'")
+    (problem,) = container_problems(config(runtime="podman", image=IMAGE), tmp_path, env)
+    assert problem.startswith(f"container.image: {IMAGE} has hpcdist 0.0.1, this is ")
     assert (
-        container_problems(config(runtime="podman", image=IMAGE), tmp_path, podman(tmp_path, f"echo '{line()}'")) == []
+        container_problems(
+            config(runtime="podman", image=IMAGE), tmp_path, install_podman(tmp_path, f"echo '{probe_output()}'")
+        )
+        == []
     )
 
 
-# --- the image's folder, its digest
+# --- mount points and digests
 
 
-def test_an_unpacked_image_gets_what_the_run_mounts_things_at(rootfs: Path, tmp_path: Path) -> None:
+def test_mount_points_are_created_in_an_unpacked_image(rootfs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    here = Path(__file__)
-    there = Path("/srv/code")  # not below /tmp, which ch-run shows as it is
+    file = Path(__file__)
+    target = Path("/srv/code")  # not below /tmp, which ch-run shares with the host
     mounts = (
-        Mount(source=str(here.parent), target=str(there)),
-        Mount(source=str(here), target="/etc/one.py"),
+        Mount(source=str(file.parent), target=str(target)),
+        Mount(source=str(file), target="/etc/one.py"),
         Mount(source=str(tmp_path), target=str(tmp_path)),
     )
     spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=mounts)
     make_mount_points(spec)
     make_mount_points(spec)
-    assert (rootfs / str(there)[1:]).is_dir()
+    assert (rootfs / str(target)[1:]).is_dir()
     assert [(rootfs / "etc" / name).is_file() for name in ("one.py", "hosts", "resolv.conf")] == [True] * 3
     assert (rootfs / "tmp").exists() == (not str(tmp_path).startswith("/tmp"))
 
 
-def test_an_image_that_cannot_be_prepared(rootfs: Path) -> None:
+def test_mount_point_that_cannot_be_created_is_an_error(rootfs: Path) -> None:
     (rootfs / "data").touch()
     spec = replace(SPEC, runtime="charliecloud", image=str(rootfs), mounts=(Mount(source="/usr", target="/data/x"),))
     with pytest.raises(UserMistake, match="image has no mount point /data/x, and it cannot be created: Not a "):
@@ -344,8 +352,8 @@ def test_an_image_that_cannot_be_prepared(rootfs: Path) -> None:
 
 
 @pytest.mark.processes
-def test_digests(tmp_path: Path) -> None:
-    env = podman(tmp_path, f"echo {'ab' * 32}")
+def test_digest_comes_from_the_store_or_the_file_name(tmp_path: Path) -> None:
+    env = install_podman(tmp_path, f"echo {'ab' * 32}")
     assert image_digest(SPEC, env) == f"sha256:{'ab' * 32}"
     assert image_digest(SPEC, {"PATH": "/nowhere"}) is None
     assert (
@@ -355,9 +363,9 @@ def test_digests(tmp_path: Path) -> None:
     assert image_digest(replace(SPEC, runtime="charliecloud", image="/i/mine"), {}) is None
 
 
-# --- ranks that never came to be
+# --- failures of the runtime
 
-#: Forms of pyxis' messages, after its source (0.24); progress is printed by srun, errors by slurmstepd.
+#: Messages of pyxis, from its source (0.24); srun prints progress, slurmstepd prints errors.
 PYXIS_PROGRESS = "pyxis: importing docker image: nvcr.io#a/b:1\npyxis: imported docker image: nvcr.io#a/b:1\n"
 PYXIS_LOG = """\
 slurmstepd: error: pyxis: child 77 failed with error code: 1
@@ -427,11 +435,13 @@ slurmstepd: error: Failed to invoke spank plugin stack
         ("pyxis", 137, PYXIS_PROGRESS, None),
     ],
 )
-def test_failures_of_the_runtime_itself(runtime: str, code: int, log: str, expected: tuple[str, bool] | None) -> None:
+def test_failures_of_the_runtime_differ_from_those_of_the_rank(
+    runtime: str, code: int, log: str, expected: tuple[str, bool] | None
+) -> None:
     assert start_failure(runtime, code, log) == expected
 
 
-def test_a_runtimes_failure_is_reported_in_the_ranks_place(tmp_path: Path) -> None:
+def test_start_failure_is_written_as_the_outcome_of_the_rank(tmp_path: Path) -> None:
     (tmp_path / "001").mkdir()
     attempt = Attempt(tmp_path / "001")
     steps = ContainerSteps(SPEC, RunDir(tmp_path), {})
@@ -449,8 +459,8 @@ def test_a_runtimes_failure_is_reported_in_the_ranks_place(tmp_path: Path) -> No
     assert sorted(attempt.outcomes()) == [2, 3]
 
 
-class Scripted:
-    """srun and podman on a PATH, in place of a job."""
+class FakeJob:
+    """A job whose srun and podman are scripts that record their calls."""
 
     def __init__(self, folder: Path, srun: str) -> None:
         self.log = folder / "calls"
@@ -465,22 +475,22 @@ class Scripted:
 
 
 @pytest.mark.processes
-def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -> None:
-    here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
+def test_each_attempt_removes_containers_and_the_first_checks_the_image(tmp_path: Path) -> None:
+    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
     run = RunDir(tmp_path)
-    steps = ContainerSteps(SPEC, run, here.env)
+    steps = ContainerSteps(SPEC, run, job.env)
     env_before = os.environ.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", here.env["PATH"])
+        patch.setenv("PATH", job.env["PATH"])
         steps.prepare()
         steps.prepare()
     assert os.environ == env_before
-    steps_made = [call.split()[:8] for call in here.calls() if call.startswith("srun")]
-    assert len(steps_made) == 3, "two clean, one looks"
+    started = [call.split()[:8] for call in job.calls() if call.startswith("srun")]
+    assert len(started) == 3, "two remove containers, one checks the image"
     common = "srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
     common += " --job-name=hpcdist-containers"
-    assert steps_made == [common.split()] * 3
-    assert "remove podman hpcdist.run=/runs/e/r" in here.calls()[0]
+    assert started == [common.split()] * 3
+    assert "remove podman hpcdist.run=/runs/e/r" in job.calls()[0]
     assert read_json(run.container) == {
         "runtime": "podman",
         "image": IMAGE,
@@ -493,34 +503,36 @@ def test_nodes_are_cleaned_for_each_attempt_and_looked_at_once(tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_each_component_of_a_job_has_steps_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Scripted(tmp_path, f"case $* in *label*-c*) echo '0: {line()}'; echo '1: {line()}';; esac")
-    monkeypatch.setenv("PATH", here.env["PATH"])
+def test_each_component_of_a_heterogeneous_job_has_separate_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = FakeJob(tmp_path, f"case $* in *label*-c*) echo '0: {probe_output()}'; echo '1: {probe_output()}';; esac")
+    monkeypatch.setenv("PATH", job.env["PATH"])
     groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
     spec = replace(SPEC, gpus="all")
-    ContainerSteps(spec, RunDir(tmp_path), here.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
-    calls = [call for call in here.calls() if call.startswith("srun")]
-    wanted = ["--het-group=0 --overlap --nodes=1 --ntasks=1", "--het-group=1 --overlap --nodes=2 --ntasks=2"]
-    assert [call.removeprefix("srun ").partition(" --ntasks-per-node")[0] for call in calls] == [*wanted, *wanted]
-    assert "gpu" not in "".join(calls), "not every component has any"
+    ContainerSteps(spec, RunDir(tmp_path), job.env | groups | {"SLURM_HET_SIZE": "2"}, het=True).prepare()
+    calls = [call for call in job.calls() if call.startswith("srun")]
+    expected = ["--het-group=0 --overlap --nodes=1 --ntasks=1", "--het-group=1 --overlap --nodes=2 --ntasks=2"]
+    assert [call.removeprefix("srun ").partition(" --ntasks-per-node")[0] for call in calls] == [*expected, *expected]
+    assert "gpu" not in "".join(calls), "some components have no GPUs"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("said", "is_told"),
+    ("error", "is_logged"),
     [
         ("srun: error: Slurm job 12 has expired", False),
         ("srun: error: Unable to confirm allocation for job 4: Job is pending execution", False),
         ("Error: no space", True),
     ],
 )
-def test_what_is_left_is_told_unless_the_job_is_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, said: str, is_told: bool
+def test_remaining_containers_are_logged_unless_the_job_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: str, is_logged: bool
 ) -> None:
-    here = Scripted(tmp_path, f"echo '{said}' >&2; exit 1")
-    monkeypatch.setenv("PATH", here.env["PATH"])
-    ContainerSteps(SPEC, RunDir(tmp_path), here.env).remove_containers()
-    assert (f"containers may remain on a node: {said}" in caplog.text) == is_told
+    job = FakeJob(tmp_path, f"echo '{error}' >&2; exit 1")
+    monkeypatch.setenv("PATH", job.env["PATH"])
+    ContainerSteps(SPEC, RunDir(tmp_path), job.env).remove_containers()
+    assert (f"containers may remain on a node: {error}" in caplog.text) == is_logged
 
 
 @pytest.fixture
@@ -533,23 +545,23 @@ def scene(tmp_path: Path) -> Scene:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("error", "rejected", "attempts"),
-    [(UserMistake("podman is not installed on n2"), True, 1), (HpcdistError("n2 said nothing"), False, 2)],
+    [(UserMistake("podman is not installed on n2"), True, 1), (HpcdistError("n2 printed nothing"), False, 2)],
 )
-def test_ranks_that_cannot_be_started_end_the_run_with_that_line(
+def test_error_at_the_start_of_ranks_ends_the_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: HpcdistError, rejected: bool, attempts: int
 ) -> None:
     supervisor = scene.supervisor()
 
-    def refuse(attempt: Attempt) -> Any:
+    def fail(attempt: Attempt) -> Any:
         raise error
 
-    monkeypatch.setattr(scene.launcher, "start", refuse)
+    monkeypatch.setattr(scene.launcher, "start", fail)
     state = scene.supervise(supervisor)
-    twice = "" if rejected else ", twice in a row: another restart would not help"
+    suffix = "" if rejected else ", twice in a row: another restart would not help"
     assert (state.status, state.rejected, state.attempt) == ("failed", rejected, attempts)
-    assert state.reason == f"{error}{twice}"
+    assert state.reason == f"{error}{suffix}"
 
 
-def test_the_script_comes_with_the_package() -> None:
+def test_node_script_is_part_of_the_package() -> None:
     assert shutil.which("sh")
     assert (Path(hpcdist.__file__).parent / "containers" / "node_wrapper.sh").is_file()

@@ -1,4 +1,4 @@
-"""The command line of every runtime, compared whole; nothing is started."""
+"""Tests of the command lines of all runtimes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = ContainerSpec(
 )
 NAMES = "SLURM_*|NCCL_*|WANDB_MODE"
 WORKER = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.rank.worker", str(RUN.path)]
-FIRST = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
+PID1 = ["/opt/hpcdist/bin/python3", "-P", "-m", "hpcdist.containers.pid1", f"{RUN.path}/attempts/001"]
 IGNORE_USR2 = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh"]
 SRUN = [
     "srun", "--job-name=attempt-001", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=1",
@@ -61,7 +61,7 @@ def test_podman() -> None:
         "--device=nvidia.com/gpu=all",
         "--cgroups=disabled",
         "--entrypoint=", "localhost/hpcdist:0.1.0",
-        *FIRST, *WORKER,
+        *PID1, *WORKER,
     ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_docker() -> None:
         "--gpus=all",
         "--shm-size=8g",
         "--entrypoint=", "localhost/hpcdist:0.1.0",
-        *FIRST, *WORKER,
+        *PID1, *WORKER,
     ]  # fmt: skip
 
 
@@ -137,14 +137,14 @@ def test_pyxis() -> None:
     ]  # fmt: skip
 
 
-def test_pyxis_without_mounts_has_no_empty_list() -> None:
-    """The look at an image has no mounts, and srun refuses `--container-mounts=`."""
+def test_pyxis_without_mounts_has_no_mounts_flag() -> None:
+    """The image probe has no mounts, and srun refuses `--container-mounts=`."""
     words = step(replace(SPEC, runtime="pyxis", mounts=()))
     assert not [word for word in words if word.startswith("--container-mounts")]
 
 
-def test_components_of_their_own_are_contained_each_for_itself() -> None:
-    """Each opens its log by itself, has its own variables around its container, and GPUs where it asked for some."""
+def test_components_have_separate_containers_with_their_gpus() -> None:
+    """Each component opens its log by itself and has its own variables outside of the container."""
     config = Config(
         roles={"server": 1, "trainer": 4},
         cluster=ClusterConfig(
@@ -167,7 +167,7 @@ def test_components_of_their_own_are_contained_each_for_itself() -> None:
     )
 
 
-def test_without_gpus_no_runtime_is_asked_for_them() -> None:
+def test_no_runtime_passes_gpus_to_cpu_runs() -> None:
     for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
         words = step(replace(SPEC, runtime=runtime, gpus=""))[len(SRUN) :]
         assert not [word for word in words if "gpu" in word or word == "--nv"], runtime
@@ -182,11 +182,11 @@ def test_without_gpus_no_runtime_is_asked_for_them() -> None:
         ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(SPEC), *IGNORE_USR2, "true"]),
     ],
 )
-def test_what_ends_by_itself_needs_no_lifeline(runtime: str, words: list[str]) -> None:
+def test_commands_other_than_ranks_run_without_pid1(runtime: str, words: list[str]) -> None:
     assert container_command(replace(SPEC, runtime=runtime), ["true"]).argv == words
 
 
-def test_what_a_run_has_left_is_found_by_its_label() -> None:
+def test_remove_command_selects_containers_by_label() -> None:
     assert remove_command(SPEC) == [
         "sh", str(SCRIPT), "remove", "podman", "hpcdist.run=/shared/runs/digits/my first",
     ]  # fmt: skip
@@ -204,27 +204,25 @@ ENV = {
 }
 
 
-def test_where_a_container_inherits_the_environment_it_is_cut_down_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inherited_environment_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "INFINIBAND", tmp_path / "none")
-    seen = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
+    reduced = {"SLURM_JOB_ID": "7", "NCCL_DEBUG": "INFO", "PATH": "/usr/bin", "LOGNAME": "ada", "USER": "ada"}
     spec = replace(SPEC, env=("SLURM_*", "NCCL_*", "HPCDIST_*"))
     for runtime in ("apptainer", "charliecloud"):
-        assert outer_env(replace(spec, runtime=runtime), ENV) == seen
-    below_pyxis = seen | {
+        assert outer_env(replace(spec, runtime=runtime), ENV) == reduced
+    for_pyxis = reduced | {
         "ENROOT_LOGIN_SHELL": "no",
         "NVIDIA_VISIBLE_DEVICES": "all",
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
     }
-    assert outer_env(replace(spec, runtime="pyxis"), ENV) == below_pyxis
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == for_pyxis
     monkeypatch.setattr(container, "INFINIBAND", tmp_path)
-    with_cards = below_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
-    assert outer_env(replace(spec, runtime="pyxis"), ENV) == with_cards
-    theirs = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
+    with_infiniband = for_pyxis | {"MELLANOX_VISIBLE_DEVICES": "all"}
+    assert outer_env(replace(spec, runtime="pyxis"), ENV) == with_infiniband
+    login_shell = {**ENV, "ENROOT_LOGIN_SHELL": "yes"}
     assert outer_env(replace(spec, runtime="enroot"), ENV) == ENV | {"ENROOT_LOGIN_SHELL": "no"}
-    assert outer_env(replace(spec, runtime="enroot"), theirs) == theirs
-    assert outer_env(spec, ENV) == ENV, "podman's client is the host's; its container gets names"
+    assert outer_env(replace(spec, runtime="enroot"), login_shell) == login_shell
+    assert outer_env(spec, ENV) == ENV, "the container of podman gets variables by name"
 
 
 @pytest.mark.parametrize(
@@ -237,16 +235,16 @@ def test_where_a_container_inherits_the_environment_it_is_cut_down_first(
         ("/a:/b:rw", Mount(source="/a", target="/b")),
     ],
 )
-def test_mounts_as_they_are_written(text: str, mount: Mount) -> None:
+def test_mounts_are_parsed(text: str, mount: Mount) -> None:
     assert Mount.parse(text) == mount
 
 
-def test_what_another_mount_shows_already_is_left_out() -> None:
+def test_covered_mounts_are_removed() -> None:
     texts = ["/p/runs/x", "/p", "/p", "/p/data:ro", "/q/a", "/q:/r", "/p/in:/r/in"]
     kept = [mount.text() for mount in without_nested(map(Mount.parse, texts))]
     assert kept == ["/p:/p", "/q:/r", "/p/data:/p/data:ro", "/q/a:/q/a", "/p/in:/r/in"]
 
 
-def test_a_path_that_no_runtime_can_mount_is_refused() -> None:
+def test_path_with_colon_is_refused() -> None:
     with pytest.raises(UserMistake, match="container: /a:b cannot be mounted: runtimes allow no ':' or ',' in a path"):
         without_nested([Mount(source="/a:b", target="/a:b")])

@@ -1,4 +1,4 @@
-"""What the doctor makes of a cluster's answers. Those of Slurm 22.05 were recorded on a dev cluster."""
+"""Tests of the sections of `hpcdist doctor` about Slurm, with settings recorded from a dev cluster (Slurm 22.05)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MaxTime=1-00:00:00 MinNodes=0 Nodes=n[1-4] PreemptMode=OFF State=UP
 NODES = "main|4|8|32768|gpu:2|idle|n[1-4]\nhigh|4|8|32768|gpu:2|idle|n[1-4]\n"
 
 
-def answers(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> SlurmFacts:
+def slurm_facts(*, partitions: str = PARTITIONS, nodes: str = NODES, **settings: str) -> SlurmFacts:
     return SlurmFacts(settings=RECORDED | settings, seconds=0.01, partitions=parse_partitions(partitions, nodes))
 
 
@@ -40,66 +40,72 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-def says(listed: str) -> object:
-    return lambda *command, **_: listed
+def printing(output: str) -> object:
+    """Return a replacement for the Slurm client that prints an output."""
+    return lambda *command, **_: output
 
 
-def refuses(message: str) -> object:
-    def answer(*command: str, **_: object) -> str:
+def failing(message: str) -> object:
+    def run(*command: str, **_: object) -> str:
         raise SlurmError(message, installed=True)
 
-    return answer
+    return run
 
 
 # --- the client
 
 
-def test_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_client, "run", says("devcluster\nroot\nroot\n"))
-    assert client_checks(answers(), "root") == [
+def test_working_cluster_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_client, "run", printing("devcluster\nroot\nroot\n"))
+    assert client_checks(slurm_facts(), "root") == [
         Check(name="controller", level="ok", text="hpcdist, Slurm 22.05.8, answers in 0.01 s"),
         Check(name="accounting", level="ok", text="root may use devcluster, root (cluster.account)"),
     ]
 
 
-def test_without_slurm_it_is_a_note_and_without_an_answer_a_failure() -> None:
-    (nothing,) = client_checks(SlurmFacts(missing=NEEDED), "ada")
-    assert (nothing.level, "devcluster up" in nothing.fix) == ("note", True)
+def test_missing_slurm_is_a_note_and_unreachable_controller_a_failure() -> None:
+    (missing,) = client_checks(SlurmFacts(missing=NEEDED), "ada")
+    assert (missing.level, "devcluster up" in missing.fix) == ("note", True)
     (inside,) = client_checks(SlurmFacts(missing=NEEDED), "ada", in_container=True)
     assert (inside.level, inside.fix) == ("ok", "")
-    (away,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
-    assert (away.level, away.text) == ("failure", "scontrol gave no answer in 10 s: `hpcdist submit` would fail")
-    (unset,) = client_checks(SlurmFacts(away="scontrol: fatal: Could not establish a configuration source"), "ada")
-    assert (unset.level, "SLURM_CONF" in unset.fix) == ("warning", True)
+    (unreachable,) = client_checks(SlurmFacts(away="scontrol gave no answer in 10 s"), "ada")
+    assert (unreachable.level, unreachable.text) == (
+        "failure",
+        "scontrol gave no answer in 10 s: `hpcdist submit` would fail",
+    )
+    (unconfigured,) = client_checks(
+        SlurmFacts(away="scontrol: fatal: Could not establish a configuration source"), "ada"
+    )
+    assert (unconfigured.level, "SLURM_CONF" in unconfigured.fix) == ("warning", True)
 
 
-def test_half_a_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_commands_are_named() -> None:
     (check,) = client_checks(SlurmFacts(missing=("sbatch", "scontrol")), "ada")
     assert check.level == "failure"
     assert check.text.startswith("sbatch, scontrol not found, other Slurm commands are")
 
 
 @pytest.mark.parametrize(("version", "level"), [("21.08.6", "warning"), ("22.05.8", "ok"), ("24.11.0-0rc1", "ok")])
-def test_a_slurm_that_is_older_than_any_tested(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_client, "run", says("root\n"))
-    assert client_checks(answers(SLURM_VERSION=version), "root")[0].level == level
+def test_untested_old_slurm_version_is_a_warning(version: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_client, "run", printing("root\n"))
+    assert client_checks(slurm_facts(SLURM_VERSION=version), "root")[0].level == level
 
 
-def test_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounting_problems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def level(**settings: str) -> str:
-        return client_checks(answers(**settings), "ada")[-1].level
+        return client_checks(slurm_facts(**settings), "ada")[-1].level
 
-    monkeypatch.setattr(slurm_client, "run", refuses("sacctmgr: slurm_persist_conn_open: Connection refused"))
+    monkeypatch.setattr(slurm_client, "run", failing("sacctmgr: slurm_persist_conn_open: Connection refused"))
     assert level(AccountingStorageType="accounting_storage/none") == "note"
-    check = client_checks(answers(), "ada")[-1]
+    check = client_checks(slurm_facts(), "ada")[-1]
     assert (check.level, "sacctmgr: slurm_persist" in check.text, "slurmdbd" in check.fix) == ("warning", True, True)
-    monkeypatch.setattr(slurm_client, "run", says(""))
+    monkeypatch.setattr(slurm_client, "run", printing(""))
     assert level(AccountingStorageEnforce="associations,limits") == "failure"
     assert level(AccountingStorageEnforce="none") == "ok"
 
 
 @pytest.mark.processes
-def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_slurm() == SlurmFacts(missing=NEEDED)
     for name in NEEDED:
@@ -113,62 +119,64 @@ def test_commands_that_are_not_there_are_found_out(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_sections_share_one_question() -> None:
-    asked = []
-    once = Cached(lambda: asked.append(1) or SlurmFacts())  # type: ignore[func-returns-value]
-    assert once() is once()
-    assert asked == [1]
+def test_sections_share_one_query() -> None:
+    queries = []
+    cached = Cached(lambda: queries.append(1) or SlurmFacts())  # type: ignore[func-returns-value]
+    assert cached() is cached()
+    assert queries == [1]
 
 
 # --- partitions
 
 
-def test_partitions_as_they_are() -> None:
+def test_partitions_show_nodes_hardware_and_time_limit() -> None:
     text = "4 nodes; 8 cores, 32 GiB, 2 GPUs each; at most 1 day"
-    assert partition_checks(answers()) == [
+    assert partition_checks(slurm_facts()) == [
         Check(name="main", level="ok", text=f"{text} (default)"),
         Check(name="high", level="ok", text=text),
     ]
 
 
-def test_partitions_with_less_to_offer() -> None:
+def test_unusable_and_restricted_partitions_are_reported() -> None:
     many = "".join(f"PartitionName=p{number} State=UP MaxTime=UNLIMITED\n" for number in range(14))
     listed = (
         "PartitionName=down State=DOWN MaxTime=60 MaxNodes=2 AllowAccounts=ada,bob\n"
-        "PartitionName=ill State=UP MaxTime=INFINITE\n" + many
+        "PartitionName=drained State=UP MaxTime=INFINITE\n" + many
     )
-    nodes = "ill|2|16|64000|(null)|drained|n[1-2]\n" + "".join(f"p{n}|1|4|1024|(null)|idle|m{n}\n" for n in range(14))
-    found = by_name(partition_checks(answers(partitions=listed, nodes=nodes)))
+    nodes = "drained|2|16|64000|(null)|drained|n[1-2]\n" + "".join(
+        f"p{n}|1|4|1024|(null)|idle|m{n}\n" for n in range(14)
+    )
+    found = by_name(partition_checks(slurm_facts(partitions=listed, nodes=nodes)))
     assert found["down"].level == "note"
     assert found["down"].text == "DOWN; 0 nodes; at most 60, 2 nodes a job, accounts ada, bob only"
-    assert found["ill"].level == "warning"
-    assert found["ill"].text == "no node accepts jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
+    assert found["drained"].level == "warning"
+    assert found["drained"].text == "no node accepts jobs; 0 of 2 nodes up; 16 cores, 62 GiB each; no time limit"
     assert found["more"].text == "4 partitions: p10, p11, p12, p13"
     assert found["default"].text == "no partition is the default: set cluster.partition"
 
 
 @pytest.mark.parametrize(
-    ("longest", "said"),
+    ("max_time", "text"),
     [("2-12:00:00", "at most 2 days 12 h"), ("01:30:00", "at most 1 h 30 min"), ("60", "at most 60")],
 )
-def test_time_limits_as_people_say_them(longest: str, said: str) -> None:
-    listed = f"PartitionName=p MaxTime={longest} State=UP"
-    check, _ = partition_checks(answers(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
-    assert check.text.endswith(said)
+def test_time_limits_are_readable(max_time: str, text: str) -> None:
+    listed = f"PartitionName=p MaxTime={max_time} State=UP"
+    check, _ = partition_checks(slurm_facts(partitions=listed, nodes="p|1|1|1024|(null)|idle|n1"))
+    assert check.text.endswith(text)
 
 
-def test_partitions_that_nobody_tells() -> None:
+def test_unknown_and_empty_lists_of_partitions_differ() -> None:
     assert partition_checks(SlurmFacts()) == []
     assert partition_checks(SlurmFacts(settings=RECORDED))[0].level == "warning"
     assert partition_checks(SlurmFacts(settings=RECORDED, partitions=[]))[0].level == "failure"
 
 
-# --- how jobs end
+# --- end of jobs
 
 
-def test_what_a_stock_cluster_makes_of_the_end_of_a_job() -> None:
-    told = [check.sentence() for check in job_end_checks(answers(KillWait="30 sec"))]
-    assert told == [
+def test_default_settings_are_explained() -> None:
+    sentences = [check.sentence() for check in job_end_checks(slurm_facts(KillWait="30 sec"))]
+    assert sentences == [
         "job ends: `scancel` sends SIGTERM, and SIGKILL 30 s later (KillWait); a run saves a checkpoint before its time"
         " limit (cluster.signal_lead_s)",
         "preemption: decided by partition; SIGTERM announces it, which suffices for hpcdist (preempt_send_user_signal"
@@ -184,47 +192,50 @@ def test_what_a_stock_cluster_makes_of_the_end_of_a_job() -> None:
     assert job_end_checks(SlurmFacts()) == []
 
 
-def preempted(**changes: str) -> Check:
+def preemption_check(**changes: str) -> Check:
+    """Return the result for the first partition with changed settings."""
     listed = PARTITIONS
     for key, value in changes.items():
         listed = listed.replace(f"{key}={'0' if key == 'GraceTime' else 'REQUEUE'}", f"{key}={value}", 1)
-    return job_end_checks(answers(partitions=listed))[2]
+    return job_end_checks(slurm_facts(partitions=listed))[2]
 
 
-def test_too_little_time_to_save_is_told_with_its_parts() -> None:
-    short = preempted(GraceTime="10")
+def test_short_grace_time_is_a_note_with_its_parts() -> None:
+    short = preemption_check(GraceTime="10")
     assert (short.level, "SIGKILL 15 s later (GraceTime 10 + KillWait 5)" in short.text) == ("note", True)
     assert "fit into 15 s" in short.fix
-    assert preempted(GraceTime="60").level == "ok"
+    assert preemption_check(GraceTime="60").level == "ok"
 
 
-def test_modes_of_preemption() -> None:
-    gone = preempted(PreemptMode="CANCEL")
-    assert (gone.level, "does not requeue the run" in gone.text) == ("note", True)
-    assert gone.fix.startswith("`hpcdist resume RUN`")
-    stopped = preempted(PreemptMode="GANG,SUSPEND")
-    assert (stopped.level, "suspends the processes" in stopped.text) == ("note", True)
-    assert "launch.hang_timeout_s" in stopped.fix
-    off = job_end_checks(answers(PreemptType="preempt/none"))[1]
+def test_preemption_modes_are_explained() -> None:
+    cancelled = preemption_check(PreemptMode="CANCEL")
+    assert (cancelled.level, "does not requeue the run" in cancelled.text) == ("note", True)
+    assert cancelled.fix.startswith("`hpcdist resume RUN`")
+    suspended = preemption_check(PreemptMode="GANG,SUSPEND")
+    assert (suspended.level, "suspends the processes" in suspended.text) == ("note", True)
+    assert "launch.hang_timeout_s" in suspended.fix
+    off = job_end_checks(slurm_facts(PreemptType="preempt/none"))[1]
     assert off.text == "off: no job ends because of another one"
-    signalled = job_end_checks(answers(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
+    signalled = job_end_checks(slurm_facts(SlurmctldParameters="enable_configless,preempt_send_user_signal"))[1]
     assert "Slurm sends the user signal before it" in signalled.text
 
 
-def test_settings_that_get_in_the_way() -> None:
-    def names(**settings: str) -> dict[str, str]:
-        return {check.name: check.level for check in job_end_checks(answers(**settings)) if check.name != "preemption"}
+def test_conflicting_settings_are_reported() -> None:
+    def levels(**settings: str) -> dict[str, str]:
+        return {
+            check.name: check.level for check in job_end_checks(slurm_facts(**settings)) if check.name != "preemption"
+        }
 
-    assert names(RequeueExit="1-3")["requeue"] == "warning"
-    assert "requeue" not in names(RequeueExit="142,143")
-    assert names(JobRequeue="0")["requeue"] == "ok"
-    assert names(SlurmdTimeout="0 sec")["lost node"] == "note"
-    assert names(ProctrackType="proctrack/pgid")["clean-up"] == "note"
-    assert names(MaxArraySize="1")["sweeps"] == "note"
+    assert levels(RequeueExit="1-3")["requeue"] == "warning"
+    assert "requeue" not in levels(RequeueExit="142,143")
+    assert levels(JobRequeue="0")["requeue"] == "ok"
+    assert levels(SlurmdTimeout="0 sec")["lost node"] == "note"
+    assert levels(ProctrackType="proctrack/pgid")["clean-up"] == "note"
+    assert levels(MaxArraySize="1")["sweeps"] == "note"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
+    ("text", "seconds"), [("30 sec", 30), ("5 min", 300), ("0", 0), ("INFINITE", None), ("(null)", None)]
 )
-def test_durations_of_settings(text: str, found: int | None) -> None:
-    assert parse_seconds(text) == found
+def test_durations_of_settings_are_parsed(text: str, seconds: int | None) -> None:
+    assert parse_seconds(text) == seconds

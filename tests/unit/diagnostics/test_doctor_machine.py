@@ -1,9 +1,10 @@
-"""What the doctor makes of facts of a machine."""
+"""Tests of the sections of `hpcdist doctor` about this machine."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 from hpcdist.diagnostics.doctor import container_runtimes, software
 from hpcdist.diagnostics.doctor import runs_folder as folder
-from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container, read_container
-from hpcdist.diagnostics.doctor.container_runtimes import CommandResult, Host
+from hpcdist.diagnostics.doctor.container_checks import container_checks, in_container
+from hpcdist.diagnostics.doctor.container_runtimes import Host
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.host_name import host_name_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
@@ -29,7 +30,7 @@ def levels(checks: Sequence[Check]) -> dict[str, str]:
 
 # --- cores, memory, limits
 
-PLENTY = ResourceLimits(
+SUFFICIENT = ResourceLimits(
     cores=16,
     quota=None,
     memory_bytes=64 * GIB,
@@ -43,8 +44,8 @@ PLENTY = ResourceLimits(
 )
 
 
-def test_a_machine_with_plenty() -> None:
-    assert [check.sentence() for check in resource_checks(PLENTY)] == [
+def test_sufficient_resources_are_ok() -> None:
+    assert [check.sentence() for check in resource_checks(SUFFICIENT)] == [
         "cores: 16",
         "memory: 64.0 GiB",
         "shared memory: 32.0 GiB of 32.0 GiB free in /dev/shm",
@@ -52,9 +53,9 @@ def test_a_machine_with_plenty() -> None:
     ]
 
 
-def test_what_keeps_ranks_from_what_the_machine_has() -> None:
-    tight = replace(
-        PLENTY,
+def test_each_resource_limit_is_reported() -> None:
+    limited = replace(
+        SUFFICIENT,
         quota=1.0,
         memory_limit_bytes=GIB,
         shm_bytes=2**26,
@@ -63,21 +64,22 @@ def test_what_keeps_ranks_from_what_the_machine_has() -> None:
         max_processes=100,
         locked_bytes=2**16,
     )
-    found = resource_checks(tight)
+    found = resource_checks(limited)
     assert set(levels(found).values()) == {"warning"}
-    told = {check.name: check.sentence() for check in found}
-    assert "16 visible, but a CPU quota of 1.0 cores" in told["cores"]
-    assert "1.0 GiB (cgroup limit)" in told["memory"]
-    assert "--ipc=host or --shm-size" in told["shared memory"]
-    assert "at most 256 (ulimit)" in told["open files"]
-    assert "ulimit -u" in told["processes"]
-    assert "at most 64 KiB may be locked, and InfiniBand" in told["locked memory"]
-    assert levels(resource_checks(replace(PLENTY, shm_bytes=None)))["shared memory"] == "failure"
-    assert levels(resource_checks(replace(PLENTY, cores=1)))["cores"] == "note"
-    assert "locked memory" not in levels(resource_checks(replace(PLENTY, locked_bytes=2**16, rdma=False)))
+    sentences = {check.name: check.sentence() for check in found}
+    assert "16 visible, but a CPU quota of 1.0 cores" in sentences["cores"]
+    assert "1.0 GiB (cgroup limit)" in sentences["memory"]
+    assert "--ipc=host or --shm-size" in sentences["shared memory"]
+    assert "at most 256 (ulimit)" in sentences["open files"]
+    assert "ulimit -u" in sentences["processes"]
+    assert "at most 64 KiB may be locked, and InfiniBand" in sentences["locked memory"]
+    assert levels(resource_checks(replace(SUFFICIENT, shm_bytes=None)))["shared memory"] == "failure"
+    assert levels(resource_checks(replace(SUFFICIENT, cores=1)))["cores"] == "note"
+    assert "locked memory" not in levels(resource_checks(replace(SUFFICIENT, locked_bytes=2**16, rdma=False)))
 
 
-def kernel(root: Path, files: dict[str, str]) -> Path:
+def write_files(root: Path, files: dict[str, str]) -> Path:
+    """Write files of /proc, /sys and /dev below another root."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +87,8 @@ def kernel(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path) -> None:
-    second = kernel(
+def test_lowest_limit_of_all_parent_cgroups_applies(tmp_path: Path) -> None:
+    second = write_files(
         tmp_path / "v2",
         {
             "proc/self/cgroup": "0::/system.slice/slurm/job_41/step_0\n",
@@ -98,10 +100,10 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
     )
     found = ResourceLimits.inspect(second)
     assert (found.quota, found.memory_limit_bytes, found.shm_bytes) == (1.5, GIB, None)
-    first = kernel(
+    first = write_files(
         tmp_path / "v1",
         {
-            # In a container the path is the host's, and what is mounted is its end.
+            # In a container the path is the host's, and only its last folder is mounted.
             "proc/self/cgroup": "4:memory:/docker/0a1b\n3:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/\n",
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
@@ -110,7 +112,7 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
     )
     found = ResourceLimits.inspect(first)
     assert (found.quota, found.memory_limit_bytes) == (0.5, GIB // 2)
-    unlimited = kernel(
+    unlimited = write_files(
         tmp_path / "none",
         {
             "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/\n",
@@ -124,23 +126,24 @@ def test_quotas_of_both_versions_count_anywhere_above_the_process(tmp_path: Path
     assert ResourceLimits.inspect().cores == len(os.sched_getaffinity(0))
 
 
-# --- inside a container
+# --- this container
 
 
-def test_a_container_that_was_given_all(tmp_path: Path) -> None:
-    root = kernel(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
+def test_complete_container_shows_its_image(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"run/.containerenv": "", "proc/driver/nvidia/version": "NVRM", "dev/nvidia0": ""})
     assert in_container(root)
     image = {"image": "localhost/hpcdist", "image_build": "abc"}
-    inside = read_container(image, {"HOME": str(tmp_path), "USER": "ada"}, root)
-    assert container_checks(inside) == [Check(name="image", level="ok", text="localhost/hpcdist build abc")]
+    assert container_checks(image, {"HOME": str(tmp_path), "USER": "ada"}, root) == [
+        Check(name="image", level="ok", text="localhost/hpcdist build abc")
+    ]
 
 
-def test_what_is_forgotten_when_a_container_is_started_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpus_home_and_user_name_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_container(tmp_path)
-    root = kernel(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
+    root = write_files(tmp_path, {".dockerenv": "", "proc/driver/nvidia/version": "NVRM"})
     assert in_container(root)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    found = container_checks(read_container({}, {"HOME": "/nowhere"}, root))
+    found = container_checks({}, {"HOME": "/nowhere"}, root)
     assert levels(found) == {"image": "note", "GPUs": "warning", "home": "note", "user": "note"}
     assert "docker: --gpus all" in found[1].fix
     assert found[2].text.startswith("/nowhere is not writable")
@@ -151,19 +154,19 @@ def test_what_is_forgotten_when_a_container_is_started_by_hand(tmp_path: Path, m
 H200 = Gpu(index=0, name="NVIDIA H200", used_mb=500, total_mb=143771, uncorrected_errors=0)
 
 
-def test_gpus_that_are_well() -> None:
+def test_healthy_gpus_and_mig_slices_are_ok() -> None:
     assert gpu_checks([H200], 1, 1, "580.65") == [Check(name="GPU 0", level="ok", text="NVIDIA H200, 140 GiB")]
-    slice_ = replace(H200, used_mb=None, total_mb=None, uncorrected_errors=None)
-    assert gpu_checks([slice_], 1, 1, "580.65")[0].level == "ok"
+    mig_slice = replace(H200, used_mb=None, total_mb=None, uncorrected_errors=None)
+    assert gpu_checks([mig_slice], 1, 1, "580.65")[0].level == "ok"
 
 
-def test_gpus_that_are_not() -> None:
-    ill = [
+def test_memory_errors_throttling_and_use_of_gpus_are_reported() -> None:
+    unhealthy = [
         replace(H200, uncorrected_errors=2),
         replace(H200, index=1, throttled=("power brake",)),
         replace(H200, index=2, used_mb=100_000, pids=(41, 42)),
     ]
-    found = gpu_checks(ill, 1, 3, "580.65")
+    found = gpu_checks(unhealthy, 1, 3, "580.65")
     assert levels(found) == {"GPU 0": "warning", "GPU 1": "warning", "GPU 2": "warning", "visible": "note"}
     assert "2 uncorrected memory errors (ECC)" in found[0].text
     assert found[1].text.endswith("throttled, power brake")
@@ -171,16 +174,16 @@ def test_gpus_that_are_not() -> None:
     assert found[3].text == "1 of 3 according to CUDA_VISIBLE_DEVICES"
 
 
-def test_without_gpus_training_is_on_the_cpus() -> None:
+def test_missing_gpus_are_a_note_and_with_a_driver_a_warning() -> None:
     assert [check.sentence() for check in gpu_checks([], 0, 0, "")] == ["GPUs: none: training uses the CPUs"]
     (check,) = gpu_checks([], 0, 2, "550.54")
     assert (check.level, "nvidia-smi shows no GPU" in check.text) == ("warning", True)
 
 
-# --- names
+# --- host name
 
 
-def test_a_name_that_resolves_both_ways() -> None:
+def test_name_that_resolves_both_ways_is_ok() -> None:
     found = {"address": "10.0.0.7", "forward_s": 0.002, "reverse": "n7.site", "reverse_s": 0.003}
     assert [check.sentence() for check in host_name_checks("n7", found, is_node=True)] == [
         "own name: n7 → 10.0.0.7 (2 ms)",
@@ -189,7 +192,7 @@ def test_a_name_that_resolves_both_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "text"),
     [
         ({"late": 15.0}, "the resolver gave no answer for n7 within 15 s"),
         ({"error": "Name or service not known", "forward_s": 0.1}, "n7 does not resolve here (Name or service"),
@@ -200,18 +203,18 @@ def test_a_name_that_resolves_both_ways() -> None:
         ),
     ],
 )
-def test_a_name_that_leads_nowhere_matters_on_nodes(found: dict[str, object], said: str) -> None:
+def test_name_problems_are_warnings_on_nodes_and_notes_elsewhere(found: dict[str, object], text: str) -> None:
     node, alone = host_name_checks("n7", found, is_node=True)[0], host_name_checks("n7", found, is_node=False)[0]
-    assert node.text.startswith(said)
+    assert node.text.startswith(text)
     assert (node.level, alone.level) == ("warning", "note")
     assert alone.text.endswith("runs on this machine alone are not affected")
     assert node.fix
 
 
-def test_a_slow_way_back() -> None:
+def test_slow_reverse_lookup_is_a_warning() -> None:
     found = {"address": "10.0.0.7", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 10.0}
-    back = host_name_checks("n7", found, is_node=True)[1]
-    assert (back.level, "takes 10.0 s and fails (Unknown host)" in back.text) == ("warning", True)
+    slow = host_name_checks("n7", found, is_node=True)[1]
+    assert (slow.level, "takes 10.0 s and fails (Unknown host)" in slow.text) == ("warning", True)
     quick = host_name_checks("n7", found | {"reverse_s": 0.01}, is_node=True)[1]
     assert (quick.level, "harmless" in quick.text) == ("ok", True)
 
@@ -219,27 +222,34 @@ def test_a_slow_way_back() -> None:
 # --- container runtimes
 
 ADA = Host(uid=1000, user="ada", has_gpus=False, subuid="ada:100000:65536\n")
-WELL = {
-    "docker": CommandResult(code=0, out="27.1.1\n"),
-    "podman": CommandResult(code=0, out="podman version 4.3.1\n"),
-    "apptainer": CommandResult(code=0, out="apptainer version 1.3.4-1.el9\n"),
-    "singularity": CommandResult(code=0, out="singularity-ce version 4.1.0\n"),
-    "enroot": CommandResult(code=0, out="3.5.0\n"),
-    "ch-run": CommandResult(code=0, err="0.31\n"),
-    "srun": CommandResult(code=0, out="      --container-image=[USER@][REGISTRY#]IMAGE\n"),
-    "unshare": CommandResult(code=0),
+
+
+def answer(output: str = "", *, errors: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], code, output, errors)
+
+
+WORKING = {
+    "docker": answer("27.1.1\n"),
+    "podman": answer("podman version 4.3.1\n"),
+    "apptainer": answer("apptainer version 1.3.4-1.el9\n"),
+    "singularity": answer("singularity-ce version 4.1.0\n"),
+    "enroot": answer("3.5.0\n"),
+    "ch-run": answer(errors="0.31\n"),
+    "srun": answer("      --container-image=[USER@][REGISTRY#]IMAGE\n"),
+    "unshare": answer(),
 }
 
 
-def runtimes_of(host: Host, *here: str, **said: CommandResult) -> list[Check]:
-    answers = WELL | {name.replace("_", "-"): answer for name, answer in said.items()}
+def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.CompletedProcess[str]) -> list[Check]:
+    """Return the results for the installed commands, which all work except for the changed answers."""
+    answers = WORKING | changed
     return container_runtimes.runtime_checks(
-        host, which=lambda name: name in here, ask=lambda command: answers[command[0]]
+        host, which=lambda name: name in installed, ask=lambda command: answers[command[0]]
     )
 
 
-def test_every_runtime_that_is_here_has_a_line() -> None:
-    found = runtimes_of(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
+def test_each_installed_runtime_has_a_line() -> None:
+    found = checks_of_runtimes(ADA, "docker", "podman", "apptainer", "singularity", "enroot", "ch-run", "srun")
     assert [check.sentence() for check in found] == [
         "docker: 27.1.1",
         "podman: 4.3.1",
@@ -251,8 +261,8 @@ def test_every_runtime_that_is_here_has_a_line() -> None:
     assert {check.level for check in found} == {"ok"}
 
 
-def test_none_is_a_note_and_a_slurm_without_pyxis_no_word() -> None:
-    (none,) = runtimes_of(ADA, "srun", srun=CommandResult(code=0, out="--help"))
+def test_missing_runtimes_are_a_note_and_missing_pyxis_is_not_reported() -> None:
+    (none,) = checks_of_runtimes(ADA, "srun", srun=answer("--help"))
     assert (none.name, none.level) == ("runtimes", "note")
     assert container_runtimes.runtime_checks(ADA, expected=False, which=lambda name: None) == []
 
@@ -264,61 +274,60 @@ def test_none_is_a_note_and_a_slurm_without_pyxis_no_word() -> None:
         ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", "start its daemon"),
     ],
 )
-def test_a_docker_that_this_user_cannot_use(error: str, fix: str) -> None:
-    broken = CommandResult(code=1, err=f"{error}\n")
-    (check,) = runtimes_of(ADA, "docker", docker=broken)
+def test_unusable_docker_has_a_fix(error: str, fix: str) -> None:
+    broken = answer(errors=f"{error}\n", code=1)
+    (check,) = checks_of_runtimes(ADA, "docker", docker=broken)
     assert (check.level, error in check.text, check.fix.startswith(fix)) == ("warning", True, True)
-    docker, podman = runtimes_of(ADA, "docker", "podman", docker=broken)
-    assert (docker.level, podman.level) == ("note", "ok"), "one that works is enough"
+    docker, podman = checks_of_runtimes(ADA, "docker", "podman", docker=broken)
+    assert (docker.level, podman.level) == ("note", "ok"), "one working runtime suffices"
 
 
-def test_a_podman_without_root_needs_sub_ids_and_namespaces() -> None:
-    (check,) = runtimes_of(replace(ADA, subuid="bob:100000:65536\n"), "podman")
+def test_rootless_runtimes_need_subordinate_ids_and_user_namespaces() -> None:
+    (check,) = checks_of_runtimes(replace(ADA, subuid="bob:100000:65536\n"), "podman")
     assert (check.level, check.fix.startswith("`sudo usermod --add-subuids")) == ("warning", True)
-    assert runtimes_of(replace(ADA, uid=0, subuid=""), "podman")[0].level == "ok"
-    forbidden = CommandResult(code=1, err="unshare: unshare failed: Operation not permitted\n")
+    assert checks_of_runtimes(replace(ADA, uid=0, subuid=""), "podman")[0].level == "ok"
+    forbidden = answer(errors="unshare: unshare failed: Operation not permitted\n", code=1)
     for tool in ("podman", "enroot", "ch-run"):
-        (check,) = runtimes_of(ADA, tool, unshare=forbidden)
+        (check,) = checks_of_runtimes(ADA, tool, unshare=forbidden)
         assert (check.level, "user namespaces (unshare: unshare failed" in check.text) == ("warning", True), tool
-    missing = CommandResult(code=None, err="[Errno 2] No such file or directory: 'unshare'")
-    assert runtimes_of(ADA, "podman", unshare=missing)[0].level == "ok", "not tried is not forbidden"
+    missing = answer(errors="[Errno 2] No such file or directory: 'unshare'", code=-1)
+    assert checks_of_runtimes(ADA, "podman", unshare=missing)[0].level == "ok", "without unshare the test is skipped"
 
 
-def test_gpus_need_a_toolkit_for_containers() -> None:
+def test_gpus_in_containers_need_the_nvidia_toolkit() -> None:
     host = replace(ADA, has_gpus=True)
-    (docker,) = runtimes_of(host, "docker")
+    (docker,) = checks_of_runtimes(host, "docker")
     assert (docker.level, "nvidia-ctk runtime configure" in docker.fix) == ("warning", True)
-    (podman,) = runtimes_of(host, "podman")
+    (podman,) = checks_of_runtimes(host, "podman")
     assert (podman.level, "nvidia-ctk cdi generate" in podman.fix) == ("warning", True)
-    assert [check.level for check in runtimes_of(replace(host, cdi=True), "docker", "podman")] == ["ok", "ok"]
-    with_runtime = CommandResult(code=0, out='{"nvidia":{"path":"nvidia-container-runtime"}}')
-    assert runtimes_of(host, "docker", docker=with_runtime)[0].level == "ok"
-    assert runtimes_of(host, "apptainer")[0].text.endswith("GPUs by --nv")
+    assert [check.level for check in checks_of_runtimes(replace(host, cdi=True), "docker", "podman")] == ["ok", "ok"]
+    with_runtime = answer('{"nvidia":{"path":"nvidia-container-runtime"}}')
+    assert checks_of_runtimes(host, "docker", docker=with_runtime)[0].level == "ok"
+    assert checks_of_runtimes(host, "apptainer")[0].text.endswith("GPUs by --nv")
 
 
-def test_singularity_is_not_called_apptainer() -> None:
-    (check,) = runtimes_of(ADA, "singularity")
+def test_singularity_without_apptainer_command_is_a_note() -> None:
+    (check,) = checks_of_runtimes(ADA, "singularity")
     assert (check.level, "container.runtime=apptainer calls `apptainer`" in check.text) == ("note", True)
 
 
 @pytest.mark.processes
-def test_a_tool_that_breaks_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_and_hanging_runtimes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "enroot").write_text("#!/bin/sh\nread -r line\n")
     (tmp_path / "enroot").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(container_runtimes, "TIMEOUT_S", 0.01)
-    assert container_runtimes.run_command(["/bin/sleep", "60"]) == CommandResult(
-        code=None, err="no answer within 0.01 s"
-    )
-    assert container_runtimes.run_command(["podman"]).code is None
-    (check,) = runtimes_of(ADA, "apptainer", apptainer=CommandResult(code=127, err="libsubid.so.4: cannot open\n"))
+    hanging = container_runtimes.run_command(["/bin/sleep", "60"])
+    assert (hanging.returncode, hanging.stderr.strip()) == (-1, "no answer within 0.01 s")
+    assert container_runtimes.run_command(["podman"]).returncode == -1
+    (check,) = checks_of_runtimes(ADA, "apptainer", apptainer=answer(errors="libsubid.so.4: cannot open\n", code=127))
     assert (check.level, check.text) == ("warning", "installed, but fails: libsubid.so.4: cannot open")
 
 
 # --- the folder of runs
 
 
-#: Without writing for a second in each test.
+#: Tests that write nothing to measure the speed.
 QUICK = FolderTests(speed=lambda *_: 2.0**30)
 
 
@@ -327,16 +336,16 @@ def fails(message: str) -> Callable[[Path], str]:
 
 
 @pytest.mark.processes
-def test_a_folder_as_it_should_be(tmp_path: Path) -> None:
+def test_local_folder_is_ok(tmp_path: Path) -> None:
     found = folder_checks(tmp_path / "runs")
     assert levels(found) == dict.fromkeys(("runs", "file system", "space", "files", "writing"), "ok") | {
         "writing": found[3].level
     }
     assert found[0].text == f"{tmp_path}/runs (the first run creates it)"
-    assert list(tmp_path.iterdir()) == [], "nothing is made by looking"
+    assert list(tmp_path.iterdir()) == [], "the check creates nothing"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.os, "access", lambda path, mode: False)  # root may write everywhere
     (check,) = folder_checks(tmp_path)
     me = os.getuid()
@@ -350,7 +359,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.processes
-def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_or_database_of_others_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").touch(mode=0o600)
     tmp_path.chmod(0o775)
     (tmp_path / "mlflow.db").chmod(0o640)
@@ -371,9 +380,7 @@ def test_a_folder_or_database_that_others_may_write_or_own(tmp_path: Path, monke
 
 
 @pytest.mark.processes
-def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_in_the_container_layer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
     monkeypatch.setattr(folder, "is_in_container_layer", lambda place: True)
     check = folder_checks(tmp_path, in_container=True, tries=QUICK)[1]
@@ -383,7 +390,7 @@ def test_what_is_written_into_a_containers_own_layer_is_gone_with_it(
     assert folder_checks(tmp_path, in_container=True, tries=QUICK)[1].level == "ok"
 
 
-def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
+def test_read_only_file_system_fails(tmp_path: Path) -> None:
     def read_only(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -394,7 +401,7 @@ def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("space", "level", "said"),
+    ("space", "level", "text"),
     [
         ({"free": 0, "total": 100 * GIB}, "failure", "0.0 GiB free of 100.0: a run would fail"),
         ({"free": GIB, "total": 100 * GIB}, "warning", "checkpoints may not fit"),
@@ -402,14 +409,16 @@ def test_a_read_only_file_system_and_a_full_one(tmp_path: Path) -> None:
         ({"free": 50 * GIB, "total": 100 * GIB, "free_files": 10**6}, "ok", "50.0 GiB free of 100.0"),
     ],
 )
-def test_space(space: dict[str, int], level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_space_is_reported(
+    space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder.storage, "space", lambda path: space)
     check = next(check for check in folder_checks(tmp_path, tries=QUICK) if check.name == "space")
-    assert (check.level, said in check.text) == (level, True)
+    assert (check.level, text in check.text) == (level, True)
 
 
 @pytest.mark.processes
-def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
+def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path) -> None:
     found = folder_checks(
         tmp_path,
         on_cluster=False,
@@ -418,16 +427,16 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
     assert levels(found)["replacing"] == levels(found)["making once"] == "failure"
     found = folder_checks(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
     assert levels(found)["locks"] == "warning"
-    for offset_s, said in ((40.0, "40 s ahead of this"), (-40.0, "40 s behind this")):
+    for offset_s, text in ((40.0, "40 s ahead of this"), (-40.0, "40 s behind this")):
         clock = folder_checks(tmp_path, tries=replace(QUICK, clock=lambda path, by=offset_s: by))[-1]
-        assert (clock.name, clock.level, said in clock.text) == ("clock", "warning", True)
+        assert (clock.name, clock.level, text in clock.text) == ("clock", "warning", True)
     slow = folder_checks(tmp_path, tries=FolderTests(speed=lambda *_: 2.0**20))
     assert (slow[3].level, "1 MiB/s" in slow[3].text) == ("note", True)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "on_cluster", "level", "said"),
+    ("kind", "on_cluster", "level", "text"),
     [
         ("nfs4", True, "ok", "nfs4 (server:/home): other machines may see it"),
         ("", True, "ok", "of unknown type (server:/home): unknown whether other machines see it"),
@@ -436,56 +445,56 @@ def test_what_a_file_system_does_not_keep(tmp_path: Path) -> None:
         ("tmpfs", True, "warning", "each machine has its own: Slurm's nodes must see it"),
     ],
 )
-def test_whether_nodes_see_it(
-    kind: str, on_cluster: bool, level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_local_file_system_on_a_cluster_is_a_warning(
+    kind: str, on_cluster: bool, level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: (kind, "server:/home"))
     check = folder_checks(tmp_path, on_cluster=on_cluster, tries=QUICK)[1]
-    assert (check.level, said in check.text) == (level, True), check
+    assert (check.level, text in check.text) == (level, True), check
 
 
-# --- what is installed
+# --- installed software
 
 
 @pytest.mark.processes
-def test_this_python_and_this_checkout() -> None:
+def test_installed_python_and_checkout_are_ok() -> None:
     found = software.software_checks(torch_required=True, cuda="", driver="")
     assert levels(found) == {"Python": "ok", "hpcdist": "ok"}
 
 
 @pytest.mark.processes
-def test_an_old_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_python_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "OLDEST_PYTHON", (3, 99))
     assert software.software_checks(torch_required=True, cuda="", driver="")[0].level == "failure"
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
+def set_installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: dict[str, list[str]]) -> None:
     monkeypatch.setattr(software, "version_of", lambda name: versions.get(name, ""))
     monkeypatch.setattr(software.metadata, "requires", lambda name: requires.get(name))
 
 
 @pytest.mark.processes
-def test_torch_is_missed_where_runs_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, {}, {})
+def test_missing_torch_fails_except_on_login_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_installed(monkeypatch, {}, {})
     check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.name, check.level, check.fix) == ("torch", "failure", "`pip install 'hpcdist[train]'`")
     assert software.software_checks(torch_required=False, cuda="", driver="")[-1].level == "note"
 
 
 @pytest.mark.processes
-def test_a_torchvision_made_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_for_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.15.0+cpu", "torchvision": "0.28.0"}
-    installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
+    set_installed(monkeypatch, versions, {"torchvision": ["numpy", "torch==2.14.1", "pillow!=8.3.*,>=5.3.0"]})
     check = software.software_checks(torch_required=True, cuda="", driver="")[-1]
     assert (check.level, check.fix) == ("failure", software.TOGETHER)
     assert check.text == "2.15.0+cpu beside a torchvision 0.28.0 built for 2.14.1, which cannot be imported"
-    installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
+    set_installed(monkeypatch, versions, {"torchvision": ["torch (==2.15.0)"]})
     assert "torch" not in levels(software.software_checks(torch_required=True, cuda="", driver=""))
 
 
 @pytest.mark.processes
-def test_the_driver_against_torchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
+def test_driver_is_compared_with_the_cuda_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_installed(monkeypatch, {"torch": "2.15.0+cu132"}, {})
     old = software.software_checks(torch_required=True, cuda="13.2", driver="550.54.15")[-1]
     assert (old.name, old.level) == ("driver", "failure")
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54.15" in old.text

@@ -1,4 +1,4 @@
-"""The doctor's page: parts that are looked at side by side, and how people and programs read it."""
+"""Tests of the concurrent sections of `hpcdist doctor` and of the rendered report."""
 
 from __future__ import annotations
 
@@ -9,91 +9,91 @@ from hpcdist.diagnostics.doctor.page import document, section_lines, summary_lin
 from hpcdist.diagnostics.doctor.section import Section, execute
 from hpcdist.machine.check import Check
 
-WELL = Check(name="cores", level="ok", text="16")
-FULL = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
-SLOW = Check(name="names", level="warning", text="looking up its own name took 5.0 s", node="n3")
+OK = Check(name="cores", level="ok", text="16")
+FAILURE = Check(name="space", level="failure", text="0.0 GiB free of 100.0: a run would fail", fix="remove old runs")
+WARNING = Check(name="names", level="warning", text="the lookup of its own name took 5.0 s", node="n3")
 
 
-def test_parts_are_looked_at_at_once_and_told_in_their_order() -> None:
+def test_sections_run_concurrently_and_results_keep_their_order() -> None:
     second_done = threading.Event()
 
     def first() -> list[Check]:
-        assert second_done.wait(30), "the second part waits for the first"
-        return [WELL]
+        assert second_done.wait(30), "the second section waits for the first"
+        return [OK]
 
     def second() -> list[Check]:
         second_done.set()
-        return [FULL]
+        return [FAILURE]
 
-    waited: list[Sequence[str]] = []
     sections = [Section(title="One", run=first, timeout_s=30), Section(title="Two", run=second, timeout_s=30)]
-    assert list(execute(sections, waited.append)) == [("One", [WELL]), ("Two", [FULL])]
+    assert list(execute(sections)) == [("One", [OK]), ("Two", [FAILURE])]
 
 
-def test_a_part_that_hangs_or_breaks_is_a_finding() -> None:
-    never = threading.Event()
+def test_hanging_or_failing_section_is_a_warning() -> None:
+    released = threading.Event()
 
     def hang() -> list[Check]:
-        never.wait()
+        released.wait()
         return []
 
-    def broken() -> list[Check]:
+    def fail() -> list[Check]:
         raise OSError(5, "Input/output error")
 
-    waited: list[Sequence[str]] = []
+    pending: list[Sequence[str]] = []
     sections = [
-        Section(title="Folder", run=hang, timeout_s=0.05, timeout_fix="is its server up?"),
-        Section(title="MLflow", run=broken),
-        Section(title="Cores", run=lambda: [WELL]),
+        Section(title="Folder", run=hang, timeout_s=0.05, timeout_fix="check the server"),
+        Section(title="MLflow", run=fail),
+        Section(title="Cores", run=lambda: [OK]),
     ]
-    hung, failed, well = execute(sections, waited.append)
-    never.set()
+    hung, failed, passed = execute(sections, pending.append)
+    released.set()
     text = "no answer within 0.05 s"
-    assert hung == ("Folder", [Check(name="Folder", level="warning", text=text, fix="is its server up?")])
+    assert hung == ("Folder", [Check(name="Folder", level="warning", text=text, fix="check the server")])
     text = "this section failed: OSError: [Errno 5] Input/output error"
     assert failed == ("MLflow", [Check(name="MLflow", level="warning", text=text)])
-    assert well == ("Cores", [WELL])
-    assert waited[0][0] == "Folder"
+    assert passed == ("Cores", [OK])
+    assert pending[0][0] == "Folder"
 
 
 def lines(title: str, *checks: Check, width: int = 80) -> str:
     return "\n".join(line for _, line in section_lines(title, checks, width))
 
 
-def test_a_line_a_check_and_its_fix_beneath() -> None:
-    assert lines("Folder of runs", WELL, FULL, SLOW) == (
+def test_each_result_has_a_line_and_its_fix_below() -> None:
+    assert lines("Folder of runs", OK, FAILURE, WARNING) == (
         "Folder of runs\n"
         "  ok       cores          16\n"
         "  FAILURE  space          0.0 GiB free of 100.0: a run would fail\n"
         "                          → remove old runs\n"
-        "  warning  n3 names       looking up its own name took 5.0 s"
+        "  warning  n3 names       the lookup of its own name took 5.0 s"
     )
-    assert lines("Nothing to say") == ""
-    assert [kind for kind, _ in section_lines("x", [WELL, FULL], 80)] == ["title", "ok", "failure", ""]
+    assert lines("Empty") == ""
+    assert [kind for kind, _ in section_lines("x", [OK, FAILURE], 80)] == ["title", "ok", "failure", ""]
 
 
-def test_long_words_are_never_cut_and_lines_stay_within_the_width() -> None:
+def test_lines_wrap_at_the_width_without_breaking_words() -> None:
     path = "/very/long/" + "folder/" * 12
     long = Check(name="a name that is long", level="note", text=f"{path} " + "word " * 40, fix=f"`ls -ld {path}` " * 2)
-    found = lines("Folder", long)
-    assert f" {path}\n" in found
-    assert all(len(line) <= 80 or path in line for line in found.splitlines()), found
+    text = lines("Folder", long)
+    assert f" {path}\n" in text
+    assert all(len(line) <= 80 or path in line for line in text.splitlines()), text
 
 
-def test_the_end_says_what_counts() -> None:
-    def end(*checks: Check) -> str:
-        return "\n".join(line for _, line in summary_lines([("Part", checks)], 80))
+def test_summary_counts_problems_and_warnings() -> None:
+    def summary(*checks: Check) -> str:
+        return "\n".join(line for _, line in summary_lines([("Section", checks)], 80))
 
-    assert end(WELL) == "No problem found that would make a run fail; no warnings."
-    assert end(WELL, SLOW) == "No problem found that would make a run fail; 1 warning above."
-    assert end(FULL, SLOW, SLOW) == (
-        "1 problem would make a run fail (2 warnings above):\n  - Part, space: 0.0 GiB free of 100.0: a run would fail"
+    assert summary(OK) == "No problem found that would make a run fail; no warnings."
+    assert summary(OK, WARNING) == "No problem found that would make a run fail; 1 warning above."
+    assert summary(FAILURE, WARNING, WARNING) == (
+        "1 problem would make a run fail (2 warnings above):\n"
+        "  - Section, space: 0.0 GiB free of 100.0: a run would fail"
     )
-    assert end(FULL, FULL).startswith("2 problems would make a run fail (no warnings):\n")
+    assert summary(FAILURE, FAILURE).startswith("2 problems would make a run fail (no warnings):\n")
 
 
-def test_one_document_for_programs() -> None:
-    page = [("One", [WELL]), ("Two", [FULL])]
+def test_json_document_has_facts_verdict_and_all_checks() -> None:
+    page = [("One", [OK]), ("Two", [FAILURE])]
     found = document(page, {"host": "n1"})
     assert found["host"] == "n1"
     assert found["would_fail"] is True is would_fail(page)
@@ -101,8 +101,8 @@ def test_one_document_for_programs() -> None:
         "section": "Two",
         "name": "space",
         "level": "failure",
-        "text": FULL.text,
-        "fix": FULL.fix,
+        "text": FAILURE.text,
+        "fix": FAILURE.fix,
         "node": "",
     }
     assert would_fail(page[:1]) is False

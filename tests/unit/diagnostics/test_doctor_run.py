@@ -1,4 +1,4 @@
-"""`hpcdist doctor RUN`: what is made of a run's folder and of Slurm's word on its nodes."""
+"""Tests of `hpcdist doctor RUN`: sections about the run folder and the nodes."""
 
 from __future__ import annotations
 
@@ -34,64 +34,68 @@ def run(runs_dir: Path) -> RunDir:
 
 @pytest.fixture
 def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the run job 7 and sets what Slurm says of it, and of its nodes."""
+    """Return a function that makes the run job 7 and sets the answers of Slurm about the job and its nodes."""
 
-    def says(state: str, nodes: str = "n[1-2]", sinfo: str = "", away: str = "") -> None:
+    def set_answers(state: str, nodes: str = "n[1-2]", sinfo: str = "", error: str = "") -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
         facts = JobInfo(id="7", state=state, nodes=nodes)
-        look = JobSnapshot(error=away) if away else JobSnapshot(info=facts)
-        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
+        snapshot = JobSnapshot(error=error) if error else JobSnapshot(info=facts)
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
         monkeypatch.setattr(client, "node_states", lambda names: parse_node_states(sinfo))
 
-    return says
+    return set_answers
 
 
-def looked(run: RunDir, config: Config | None = None) -> dict[str, list[Check]]:
-    """Findings by title."""
+def checks_of(run: RunDir, config: Config | None = None) -> dict[str, list[Check]]:
+    """Return the results by section."""
     return {section.title: section.run() for section in run_sections(run, config or load_config("ddp_digits"))}
 
 
-def fail(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
+def add_failed_attempt(run: RunDir, host: str, error: str = "was killed by SIGKILL") -> None:
     attempt = run.new_attempt()
     write_json(attempt.failure, {"kind": "killed", "rank": 3, "host": host, "step": 40, "error": error})
 
 
-# --- how it stands, and what has failed
+# --- status and failed attempts
 
 
-def test_a_run_of_this_machine(run: RunDir) -> None:
+def test_failed_run_refers_to_explain(run: RunDir) -> None:
     write_json(run.environment, {"host": socket.gethostname()})
-    run.write_state(replace(run.read_state(), status="failed", reason="so it is"))
-    found = looked(run)
-    assert list(found) == ["Run", "Attempts", "Preflight"], "its machine comes after that"
+    run.write_state(replace(run.read_state(), status="failed", reason="loss is nan"))
+    found = checks_of(run)
+    assert list(found) == ["Run", "Attempts", "Preflight"], "the command adds the sections about the machine"
     assert found["Run"] == [
-        Check(name="state", level="warning", text="failed: so it is", fix="for the cause run `hpcdist explain first`")
+        Check(
+            name="state", level="warning", text="failed: loss is nan", fix="for the cause run `hpcdist explain first`"
+        )
     ]
 
 
-def test_a_run_that_was_started_elsewhere_says_so(run: RunDir) -> None:
-    write_json(run.environment, {"host": "elsewhere"})
-    run.write_state(replace(run.read_state(), status="stopped", reason="asked to"))
-    state, host = looked(run)["Run"]
+def test_run_started_on_another_host_has_a_note(run: RunDir) -> None:
+    write_json(run.environment, {"host": "n9"})
+    run.write_state(replace(run.read_state(), status="stopped", reason="stopped by the user"))
+    state, host = checks_of(run)["Run"]
     assert (state.level, host.level) == ("ok", "note")
-    assert host.text.startswith("the run was started on elsewhere; the sections below")
+    assert host.text.startswith("the run was started on n9; the sections below")
 
 
-def test_a_run_whose_supervisor_is_gone(run: RunDir) -> None:
-    (state,) = looked(run)["Run"]
+def test_lost_run_refers_to_resume(run: RunDir) -> None:
+    (state,) = checks_of(run)["Run"]
     assert (state.level, state.text) == ("warning", "lost")
     assert state.fix.startswith("`hpcdist resume first` continues it")
 
 
-def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_failed_attempts_have_their_node_and_repeated_failures_blame_it(
+    run: RunDir, slurm: Callable[..., None]
+) -> None:
     slurm("RUNNING")
     run.new_attempt()
     assert [check.text for check in attempts(run)] == ["1 started, none failed"]
-    fail(run, "n3.site")
+    add_failed_attempt(run, "n3.site")
     assert attempts(run) == [
         Check(name="attempt 2", level="note", node="n3.site", text="rank 3 failed at step 40: was killed by SIGKILL")
     ]
-    fail(run, "n3.site", "lost\nits GPU")
+    add_failed_attempt(run, "n3.site", "lost\nits GPU")
     *_, last, suspect = attempts(run)
     assert last.text.endswith("lost its GPU")
     assert (suspect.level, suspect.node, suspect.text) == (
@@ -101,26 +105,26 @@ def test_where_attempts_have_failed(run: RunDir, slurm: Callable[..., None]) -> 
     )
     assert suspect.fix.startswith("`hpcdist resume first cluster.exclude=n3`")
     for node in ("n1", "n2", "n1", "n4"):
-        fail(run, node)
+        add_failed_attempt(run, node)
     first, *shown = attempts(run)
     assert (first.text, len(shown)) == ("1 earlier ones failed as well", 5)
-    assert "suspect" not in {check.name for check in shown}, "nodes fail here and there"
+    assert "suspect" not in {check.name for check in shown}, "attempts failed on several nodes"
 
 
-def test_what_the_preflight_found(run: RunDir) -> None:
+def test_newest_preflight_is_summarized(run: RunDir) -> None:
     assert preflight(run) == []
     attempt = run.new_attempt()
     disk = Check(name="disk", level="failure", text="0 MB are free in /runs", fix="free space", node="n2")
-    fine = Check(name="preflight", level="ok", text="2 nodes are alike")
-    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(disk), asdict(fine)], "answers": {}})
+    passed = Check(name="preflight", level="ok", text="2 nodes are alike")
+    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(disk), asdict(passed)], "answers": {}})
     head, found = preflight(run)
     assert (head.level, head.text, found) == ("note", "1 finding before attempt 1, 0 min ago, on 2 nodes", disk)
-    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(fine)]})
+    write_json(attempt.preflight, {"nodes": ["n1", "n2"], "checks": [asdict(passed)]})
     (head,) = preflight(run)
     assert (head.level, head.text) == ("ok", "no problems before attempt 1, 0 min ago, on 2 nodes")
 
 
-# --- nodes, by Slurm
+# --- node states in Slurm
 
 SINFO = """\
 n1|idle|||||Unknown|Unknown|none
@@ -131,7 +135,7 @@ n4|mixed|||||Unknown|Unknown|none
 """
 
 
-def test_states_of_nodes() -> None:
+def test_unavailable_nodes_come_first_with_reason_and_fix() -> None:
     two, three, one, four = node_checks(parse_node_states(SINFO), ["n1", "n2", "n3", "n4"])
     assert one == Check(name="n1", level="ok", text="idle", node="n1")
     assert (four.node, four.level, four.text) == ("n4", "ok", "mixed")
@@ -145,65 +149,61 @@ def test_states_of_nodes() -> None:
     assert node_checks(parse_node_states(many), [f"m{number}" for number in range(40)])[-1].text == "24 idle"
 
 
-def test_nodes_of_all_lives_of_a_job_are_looked_at(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_nodes_before_each_requeue_are_included(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("COMPLETED", nodes="n1,n4", sinfo=SINFO)
     write_json(run.path / "job.json", {"job_id": "7", "lives": {"0": {"nodes": "n[2-3]"}, "1": {"nodes": "n[1,4]"}}})
-    found = looked(run)
+    found = checks_of(run)
     assert [check.name for check in found["Nodes in Slurm"]] == ["n2", "n3", "n1", "n4"]
     assert found["Node preflight"][0].text.startswith("not run: the run has no nodes at present")
 
 
-def test_a_slurm_that_is_away(run: RunDir, slurm: Callable[..., None]) -> None:
-    slurm("RUNNING", away="scontrol gave no answer in 10 s")
-    found = looked(run)
+def test_unreachable_slurm_is_a_warning(run: RunDir, slurm: Callable[..., None]) -> None:
+    slurm("RUNNING", error="scontrol gave no answer in 10 s")
+    found = checks_of(run)
     assert [check.level for check in found["Run"]] == ["ok", "warning"]
     assert found["Nodes in Slurm"] == []
 
 
-# --- nodes, looked at
+# --- preflight of the nodes
 
 
 class Srun:
-    """Stands in for srun: keeps the command, prints what it is told."""
+    """A replacement for srun that keeps the command and returns the answers of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors, self.hangs, self.command, self.token = "", False, [""], ""
-        monkeypatch.setattr(job_nodes.subprocess, "run", self)
+        monkeypatch.setattr(job_nodes, "run_within", self)
         monkeypatch.setattr(job_nodes, "read_answers", lambda text: self.answers)
         monkeypatch.setattr(run_report.shutil, "which", lambda name: name)
 
-    def __call__(
-        self, command: list[str], timeout: float, env: dict[str, str], **_: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: list[str], limit_s: float, *, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         self.command = command
         self.token = env["HPCDIST_PREFLIGHT_TOKEN"]
         assert Path(self.request.witness).read_text() == self.token
-        if self.hangs:
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 0, "", self.errors)
+        return subprocess.CompletedProcess(command, -1 if self.hangs else 0, "", self.errors)
 
     @property
     def request(self) -> Request:
         return Request.from_json(self.command[-1], self.token)
 
 
-def test_nodes_are_asked_beside_the_ranks(
+def test_preflight_step_runs_beside_the_ranks(
     run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm("RUNNING", sinfo=SINFO)
     srun = Srun(monkeypatch)
     in_use = {"index": 0, "used_mb": 90_000, "total_mb": 100_000, "pids": [1]}
     srun.answers = {"n1": {"gpus": [in_use]}, "n2": {}}
-    judged: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
 
-    def judge(request: Request, answers: dict[str, Any]) -> list[Check]:
-        judged.update(answers)
+    def check_nodes(request: Request, answers: dict[str, Any]) -> list[Check]:
+        checked.update(answers)
         return [Check(name="network", level="warning", text="n1 → n2 is slow")]
 
-    monkeypatch.setattr(job_nodes, "check_nodes", judge)
+    monkeypatch.setattr(job_nodes, "check_nodes", check_nodes)
     config = load_config("ddp_digits", ["cluster.nodes=2", "cluster.gpus_per_node=4"])
-    slow, beside = looked(run, config)["Node preflight"]
+    slow, beside = checks_of(run, config)["Node preflight"]
     assert (slow.level, beside.level) == ("warning", "note")
     assert srun.command[:7] == [
         "srun",
@@ -216,17 +216,19 @@ def test_nodes_are_asked_beside_the_ranks(
     ]
     assert "--gpus-per-node=4" in srun.command
     assert (srun.request.nodes, srun.request.run_folder) == (("n1", "n2"), str(run.path))
-    assert judged["n1"]["gpus"][0]["used_mb"] is None, "the run's own use of a GPU is no finding"
-    assert not list(run.path.glob(".doctor-*")), "nothing is left in the run folder"
+    assert checked["n1"]["gpus"][0]["used_mb"] is None, "the ranks use the GPUs"
+    assert not list(run.path.glob(".doctor-*")), "the temporary folder is removed"
 
 
-def test_nodes_that_do_not_answer(run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_answers_is_a_warning(
+    run: RunDir, slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm("RUNNING", sinfo=SINFO)
     srun = Srun(monkeypatch)
     srun.errors = "srun: error: Unable to create step for job 7: Invalid job id specified\n"
-    (check,) = looked(run)["Node preflight"]
+    (check,) = checks_of(run)["Node preflight"]
     assert (check.level, "Unable to create step" in check.text) == ("warning", True)
     srun.hangs = True
-    (check,) = looked(run)["Node preflight"]
+    (check,) = checks_of(run)["Node preflight"]
     assert (check.level, "did not finish within 60 s" in check.text) == ("warning", True)
     assert not list(run.path.glob(".doctor-*"))

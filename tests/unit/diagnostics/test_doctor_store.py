@@ -1,8 +1,9 @@
-"""What the doctor says of the place where MLflow keeps runs: real files and real little servers."""
+"""Tests of the section of `hpcdist doctor` about the MLflow store, with sqlite files and local HTTP servers."""
 
 from __future__ import annotations
 
 import base64
+import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -22,15 +23,15 @@ HEAD = next(one for one in revisions() if one not in revisions().values())
 BEFORE = revisions()[HEAD]
 
 
-def looked(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
-    """The last finding: the first is about the client."""
+def last_check(uri: str, env: dict[str, str] | None = None, file_system: str = "") -> Check:
+    """Return the last result; the first is about the client."""
     found = MlflowStore(uri=uri, shown=redact_uri(uri), database=sqlite_path(uri))
     client, *checks = store_checks(found, env or {}, file_system)
     assert (client.name, client.level) == ("client", "ok")
     return checks[-1]
 
 
-def database(path: Path, revision: str) -> str:
+def create_database(path: Path, revision: str) -> str:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("create table alembic_version (version_num varchar(32))")
         if revision:
@@ -38,8 +39,7 @@ def database(path: Path, revision: str) -> str:
     return f"sqlite:///{path}"
 
 
-def test_the_revisions_are_those_of_the_installed_mlflow(tmp_path: Path) -> None:
-    """That the head is right, too, shows in the tests with databases that MLflow has made."""
+def test_revisions_are_read_from_the_installed_mlflow(tmp_path: Path) -> None:
     assert len(revisions()) > 50
     assert [one for one in revisions() if one not in revisions().values()] == [HEAD]
     (tmp_path / "a.py").write_text('revision = "aa"\ndown_revision = None\n')
@@ -51,57 +51,57 @@ def test_the_revisions_are_those_of_the_installed_mlflow(tmp_path: Path) -> None
 # --- sqlite
 
 
-def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    check = looked(f"sqlite:///{tmp_path}/mlflow.db")
+def test_missing_database_is_not_created(tmp_path: Path) -> None:
+    check = last_check(f"sqlite:///{tmp_path}/mlflow.db")
     assert (check.level, check.text) == ("ok", f"{tmp_path}/mlflow.db does not exist; the first run creates it")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_schema_that_is_up_to_date(tmp_path: Path) -> None:
-    uri = database(tmp_path / "mlflow.db", HEAD)
-    assert looked(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
+def test_current_schema_is_ok(tmp_path: Path) -> None:
+    uri = create_database(tmp_path / "mlflow.db", HEAD)
+    assert last_check(uri) == Check(name="database", level="ok", text=f"{uri}, its schema is up to date")
     assert [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
 
 
-def test_an_outdated_schema_is_told_with_the_command_that_mends_it(tmp_path: Path) -> None:
-    uri = database(tmp_path / "mlflow.db", BEFORE)
-    check = looked(uri)
+def test_outdated_schema_has_the_upgrade_command(tmp_path: Path) -> None:
+    uri = create_database(tmp_path / "mlflow.db", BEFORE)
+    check = last_check(uri)
     assert (check.level, "an older MLflow, 1 step behind" in check.text) == ("warning", True)
     assert check.fix == f"copy the database as a backup, then `mlflow db upgrade {uri}`"
-    assert (tmp_path / "mlflow.db").stat().st_size == 8192, "nothing was upgraded by looking"
+    assert (tmp_path / "mlflow.db").stat().st_size == 8192, "the check upgrades nothing"
 
 
-def test_a_schema_of_a_newer_mlflow(tmp_path: Path) -> None:
-    check = looked(database(tmp_path / "mlflow.db", "feedfacecafe"))
+def test_schema_of_a_newer_mlflow_is_a_warning(tmp_path: Path) -> None:
+    check = last_check(create_database(tmp_path / "mlflow.db", "feedfacecafe"))
     assert (check.level, check.fix) == ("warning", "`pip install --upgrade mlflow`")
     assert "has the schema feedfacecafe of a newer MLflow than the installed one" in check.text
 
 
-def test_an_empty_database_and_one_that_is_none(tmp_path: Path) -> None:
-    check = looked(database(tmp_path / "empty.db", ""))
+def test_empty_database_is_ok_and_another_file_is_a_warning(tmp_path: Path) -> None:
+    check = last_check(create_database(tmp_path / "empty.db", ""))
     assert (check.level, "the first run creates its tables" in check.text) == ("ok", True)
     (tmp_path / "text.db").write_text("no database\n" * 100)
-    check = looked(f"sqlite:///{tmp_path}/text.db")
+    check = last_check(f"sqlite:///{tmp_path}/text.db")
     assert (check.level, "cannot be read (file is not a database)" in check.text) == ("warning", True)
 
 
-def test_a_database_on_another_machines_file_system(tmp_path: Path) -> None:
+def test_database_on_a_network_file_system_is_a_note(tmp_path: Path) -> None:
     found = MlflowStore(uri="", shown="", database=tmp_path / "mlflow.db")
     _, shared, _ = store_checks(found, {}, "nfs4")
     assert (shared.level, "is on nfs4" in shared.text) == ("note", True)
 
 
-def test_a_database_that_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = database(tmp_path / "mlflow.db", HEAD)
+def test_database_without_write_permission_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = create_database(tmp_path / "mlflow.db", HEAD)
     monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # root may write everywhere
-    check = looked(uri)
+    check = last_check(uri)
     assert (check.level, "cannot be written by this user" in check.text) == ("warning", True)
 
 
 # --- servers
 
 
-class Answering(HTTPServer):
+class FakeServer(HTTPServer):
     """A server that answers paths with a code and a text."""
 
     def __init__(self, answers: dict[str, Callable[[str], tuple[int, str]]]) -> None:
@@ -121,12 +121,12 @@ class Answering(HTTPServer):
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[..., str]]:
-    """Starts servers; returns their URIs."""
-    running: list[Answering] = []
+def start_server() -> Iterator[Callable[..., str]]:
+    """Return a function that starts a server and returns its URI."""
+    running: list[FakeServer] = []
 
     def start(health: int = 200, search: Callable[[str], tuple[int, str]] = lambda _: (200, "{}")) -> str:
-        server = Answering(
+        server = FakeServer(
             {
                 "/health": lambda _: (health, "OK"),
                 "/api/2.0/mlflow/experiments/search": search,
@@ -143,66 +143,63 @@ def answering() -> Iterator[Callable[..., str]]:
         server.server_close()
 
 
-def test_a_server_that_answers(answering: Callable[..., str]) -> None:
-    uri = answering()
-    assert looked(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
+def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
+    uri = start_server()
+    assert last_check(uri) == Check(name="server", level="ok", text=f"{uri} answers, MLflow 3.17.2")
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_unreachable_server_is_a_warning() -> None:
     uri = f"http://ada:secret@127.0.0.1:{unused_port()}"
-    check = looked(uri)
-    assert check.level == "warning", "training goes on without it"
+    check = last_check(uri)
+    assert check.level == "warning", "training continues without a server"
     assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
     assert "secret" not in check.text
 
 
-def test_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
+def test_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SERVER_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        check = looked(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        check = last_check(f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert (check.level, "cannot be reached (timed out)" in check.text) == ("warning", True)
 
 
-def test_a_server_that_is_something_else(answering: Callable[..., str]) -> None:
-    check = looked(answering(health=404))
+def test_server_of_another_kind_is_a_warning(start_server: Callable[..., str]) -> None:
+    check = last_check(start_server(health=404))
     assert (check.level, "answers 404, so it is no MLflow" in check.text) == ("warning", True)
-    check = looked(answering(search=lambda _: (500, "")))
+    check = last_check(start_server(search=lambda _: (500, "")))
     assert (check.level, "does not list experiments (answer 500)" in check.text) == ("warning", True)
 
 
-def test_missing_and_refused_credentials_are_told_apart(answering: Callable[..., str]) -> None:
+def test_missing_and_refused_credentials_differ(start_server: Callable[..., str]) -> None:
     right = "Basic " + base64.b64encode(b"ada:right").decode()
-    uri = answering(search=lambda sent: (200, "{}") if sent == right else (401, ""))
+    uri = start_server(search=lambda sent: (200, "{}") if sent == right else (401, ""))
     ada = {"MLFLOW_TRACKING_USERNAME": "ada"}
-    check = looked(uri)
+    check = last_check(uri)
     assert (check.level, "requires a user and a password (answer 401)" in check.text) == ("warning", True)
-    check = looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
+    check = last_check(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "wrong"})
     assert (check.level, "refuses ada (answer 401)" in check.text) == ("warning", True)
-    assert looked(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"
-    assert looked(uri.replace("//", "//ada:right@")).level == "ok"
-    assert "refuses eve" in looked(uri.replace("//", "//eve:x@"), {"MLFLOW_TRACKING_TOKEN": "t"}).text
-    assert "refuses the token" in looked(uri, {"MLFLOW_TRACKING_TOKEN": "old"}).text
+    assert last_check(uri, {**ada, "MLFLOW_TRACKING_PASSWORD": "right"}).level == "ok"
+    assert last_check(uri.replace("//", "//ada:right@")).level == "ok"
+    assert "refuses eve" in last_check(uri.replace("//", "//eve:x@"), {"MLFLOW_TRACKING_TOKEN": "t"}).text
+    assert "refuses the token" in last_check(uri, {"MLFLOW_TRACKING_TOKEN": "old"}).text
 
 
-# --- other places
+# --- other stores
 
 
-def test_a_folder_of_files_is_no_store_any_more() -> None:
+def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
     for uri in ("mlruns", "file:///home/ada/mlruns"):
-        check = looked(uri)
+        check = last_check(uri)
         assert (check.level, "since 3.13" in check.text) == ("warning", True)
-    assert looked("databricks://profile").level == "note"
+    assert last_check("databricks://profile").level == "note"
 
 
 @pytest.mark.processes
-def test_a_database_server_without_its_driver_and_one_that_is_away() -> None:
-    """sqlalchemy knows the drivers' names; none of them is part of hpcdist."""
+def test_unusable_database_server_is_a_warning_without_its_password() -> None:
     port = unused_port()
-    check = looked(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
+    check = last_check(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
     assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
-    check = looked(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")
+    check = last_check(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")
     assert check.level == "warning"
-    assert check.fix == "`pip install pg8000`" or "cannot be asked" in check.text
+    assert check.fix == "`pip install pg8000`" or "cannot be queried" in check.text
     assert "secret" not in check.text + check.fix

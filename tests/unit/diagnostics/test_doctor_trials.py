@@ -1,4 +1,4 @@
-"""Ranks that are tried: real ones on the CPUs, and what is made of those that do not come through."""
+"""Tests of the training test of `hpcdist doctor`, with ranks on CPUs and recorded output of failing ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.diagnostics.doctor.rank_startup import Trial, rank_checks, torch_ch
 from hpcdist.diagnostics.doctor.software import TOGETHER
 from hpcdist.rank import startup_check
 
-WELL = (
+PASSED = (
     {"stage": "torch", "seconds": 1.0, "version": "2.15.0+cu132", "cuda": "13.2"},
     {"stage": "torchvision", "seconds": 1.0, "version": "0.29.2"},
     {"stage": "compute", "seconds": 0.1},
@@ -25,22 +25,23 @@ WELL = (
 
 
 @pytest.mark.processes
-def test_two_ranks_add_up_on_this_machine() -> None:
-    tried = try_ranks("cpu", "gloo", 2)
-    (ranks,) = rank_checks(tried, "2 ranks, gloo")
-    assert (ranks.level, ranks.text.endswith("all-reduce correct")) == ("ok", True), tried
-    torch, torchvision = torch_checks(tried)
+def test_two_ranks_pass_on_this_machine() -> None:
+    trials = try_ranks("cpu", "gloo", 2)
+    (ranks,) = rank_checks(trials, "2 ranks, gloo")
+    assert (ranks.level, ranks.text.endswith("all-reduce correct")) == ("ok", True), trials
+    torch, torchvision = torch_checks(trials)
     assert (torch.name, torch.level, torchvision.level) == ("torch", "ok", "ok")
 
 
 def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
-    found: list[dict[str, object]] = [dict(stage) for stage in WELL if stage["stage"] in names]
+    """Return passed stages; the keywords are added to the last one."""
+    found: list[dict[str, object]] = [dict(stage) for stage in PASSED if stage["stage"] in names]
     found[-1] |= last
     return tuple(found)
 
 
 @pytest.mark.parametrize(
-    ("second", "said", "fix"),
+    ("second", "text", "fix"),
     [
         (
             Trial(stages=({"stage": "torch", "seconds": 0.1, "error": "ImportError: libcudart.so.13"},), code=1),
@@ -68,38 +69,38 @@ def stages(*names: str, **last: str) -> tuple[dict[str, object], ...]:
     ],
     ids=["import", "compute", "hang", "signal", "exit"],
 )
-def test_a_rank_that_does_not_come_through(second: Trial, said: str, fix: str) -> None:
-    (check,) = rank_checks([Trial(stages=WELL, code=0), second], "2 ranks, nccl")
+def test_failing_rank_has_stage_error_and_fix(second: Trial, text: str, fix: str) -> None:
+    (check,) = rank_checks([Trial(stages=PASSED, code=0), second], "2 ranks, nccl")
     assert (check.name, check.level) == ("2 ranks, nccl", "failure")
-    assert said in check.text
+    assert text in check.text
     assert fix in check.fix
 
 
-def test_ranks_on_gpus_tell_which_nccl_they_have() -> None:
-    gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in WELL)
+def test_ranks_on_gpus_show_the_nccl_version() -> None:
+    gpu = tuple(stage | ({"nccl": "2.29.3"} if stage["stage"] == "compute" else {}) for stage in PASSED)
     (check,) = rank_checks([Trial(stages=gpu, code=0)], "1 rank, nccl")
     assert (check.level, check.text.endswith("all-reduce correct, NCCL 2.29.3")) == ("ok", True)
 
 
-def test_an_import_that_takes_its_time_makes_no_run_fail() -> None:
-    (check,) = rank_checks([Trial(stages=(WELL[0],)), Trial(stages=WELL, code=0)], "2 ranks, gloo")
+def test_slow_import_is_a_warning() -> None:
+    (check,) = rank_checks([Trial(stages=(PASSED[0],)), Trial(stages=PASSED, code=0)], "2 ranks, gloo")
     assert (check.level, check.text) == ("warning", "rank 0: importing torchvision did not finish within 90 s")
 
 
-def test_a_torchvision_that_breaks_beside_its_torch_is_no_failure_of_the_ranks() -> None:
+def test_broken_torchvision_does_not_fail_the_ranks() -> None:
     broken = {"stage": "torchvision", "seconds": 1.0, "error": "RuntimeError: operator torchvision::nms does not exist"}
-    tried = [Trial(stages=(WELL[0], broken, *WELL[2:]), code=0)]
-    assert rank_checks(tried, "1 rank")[0].level == "ok"
-    check = torch_checks(tried)[1]
+    trials = [Trial(stages=(PASSED[0], broken, *PASSED[2:]), code=0)]
+    assert rank_checks(trials, "1 rank")[0].level == "ok"
+    check = torch_checks(trials)[1]
     assert (check.level, check.fix) == ("failure", TOGETHER)
     assert check.text.endswith("RuntimeError: operator torchvision::nms does not exist")
     missing = {"stage": "torchvision", "seconds": 0.0, "error": "ModuleNotFoundError: No module named 'torchvision'"}
-    assert torch_checks([Trial(stages=(WELL[0], missing), code=0)])[1].level == "warning"
+    assert torch_checks([Trial(stages=(PASSED[0], missing), code=0)])[1].level == "warning"
 
 
 @pytest.mark.processes
-def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
-    script = f"import time; print({json.dumps(WELL[0])!r}, flush=True); time.sleep(600)"
+def test_hanging_rank_is_killed_and_its_output_kept() -> None:
+    script = f"import time; print({json.dumps(PASSED[0])!r}, flush=True); time.sleep(600)"
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", script],
         stdout=subprocess.PIPE,
@@ -108,22 +109,22 @@ def test_a_rank_that_hangs_is_killed_and_what_it_said_is_kept() -> None:
         start_new_session=True,
     )
     select.select([process.stdout], [], [])
-    assert rank_startup._finish(process, deadline=0.0) == Trial(stages=(WELL[0],))
+    assert rank_startup._finish(process, deadline=0.0) == Trial(stages=(PASSED[0],))
     assert process.returncode == -signal.SIGKILL
 
 
-def test_the_trial_itself_says_what_is_wrong(
+def test_startup_check_reports_the_failed_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(*_: object) -> dict[str, object]:
+    def fail(*_: object) -> dict[str, object]:
         raise ArithmeticError("3 of 65536 numbers of a matrix product are wrong")
 
     for stage in ("_import_torch", "_import_torchvision", "_meet", "_all_reduce"):
         monkeypatch.setattr(startup_check, stage, lambda *_: {})
     assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 0
-    monkeypatch.setattr(startup_check, "_compute", wrong)
+    monkeypatch.setattr(startup_check, "_compute", fail)
     assert startup_check.main(["cpu", "gloo", "0", "1", "0"]) == 1
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["stage"] for one in said[:5]] == [one["stage"] for one in WELL]
+    reports = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["stage"] for one in reports[:5]] == [one["stage"] for one in PASSED]
     wrong_product = "ArithmeticError: 3 of 65536 numbers of a matrix product are wrong"
-    assert (said[-1]["stage"], said[-1]["error"]) == ("compute", wrong_product)
+    assert (reports[-1]["stage"], reports[-1]["error"]) == ("compute", wrong_product)

@@ -1,4 +1,4 @@
-"""What `hpcdist explain` makes of a run folder and of Slurm's word."""
+"""Tests of `hpcdist explain` with run folders and job states of Slurm."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ GLOO_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by
 def run(runs_dir: Path) -> RunDir:
     run = RunDir.create(runs_dir / "exp" / "first")
     run.new_attempt()
-    run.write_state(replace(run.read_state(), status="failed", attempt=1, reason="so it is"))
+    run.write_state(replace(run.read_state(), status="failed", attempt=1, reason="rank 0 failed"))
     return run
 
 
 @pytest.fixture
 def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the run job 7 and sets what Slurm says of it."""
+    """Return a function that makes the run job 7 and sets the job's state in Slurm."""
 
-    def says(state: str, **facts: Any) -> None:
+    def set_state(state: str, **facts: Any) -> None:
         write_json(run.path / "slurm.json", {"job_id": "7"})
-        look = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
-        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
+        snapshot = JobSnapshot(info=JobInfo(id="7", state=state, **facts))
+        monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
 
-    return says
+    return set_state
 
 
-def put(run: RunDir, **changes: Any) -> None:
+def change_state(run: RunDir, **changes: Any) -> None:
     run.write_state(replace(run.read_state(), **changes))
 
 
-def outcome(
+def write_outcome(
     run: RunDir, rank: int, error: str, *trace: str, kind: str = "failed", at: float = 1.0, peer: bool = False
 ) -> None:
     value = {"outcome": kind, "rank": rank, "host": "n1", "time": at, "step": 5, "error": error, "peer_lost": peer}
     write_json(run.attempt(1).outcome(rank), value | {"traceback": [f"{line}\n" for line in trace]})
 
 
-def log(run: RunDir, rank: int, text: str) -> None:
+def write_log(run: RunDir, rank: int, text: str) -> None:
     run.attempt(1).log(rank).write_text(text)
 
 
-def rows(run: RunDir) -> dict[str, str]:
+def explained(run: RunDir) -> dict[str, str]:
+    """Return the lines of the explanation by their name."""
     lines = explain(run)
     assert len(lines) <= 5
     return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
-# --- nothing is wrong
+# --- healthy runs
 
 
 @pytest.mark.parametrize(
@@ -82,13 +83,13 @@ def rows(run: RunDir) -> dict[str, str]:
     ],
     ids=["finished", "restarted", "created"],
 )
-def test_nothing_to_explain(run: RunDir, state: dict[str, Any], line: str) -> None:
-    put(run, **state)
+def test_healthy_run_has_one_line(run: RunDir, state: dict[str, Any], line: str) -> None:
+    change_state(run, **state)
     assert explain(run) == [line]
 
 
-def test_a_run_at_work(run: RunDir) -> None:
-    put(run, status="running", reason="")
+def test_old_heartbeat_of_a_running_run_is_reported(run: RunDir) -> None:
+    change_state(run, status="running", reason="")
     write_json(run.attempt(1).beat(0), {})
     with hold(run):
         assert explain(run) == ["running; nothing to explain"]
@@ -96,128 +97,132 @@ def test_a_run_at_work(run: RunDir) -> None:
         assert explain(run)[0].startswith("running; nothing to explain (but rank 0 sent its last heartbeat 10")
 
 
-def test_what_the_last_restart_was_for(run: RunDir) -> None:
-    outcome(run, 0, "ValueError: nan")
+def test_running_run_explains_its_last_restart(run: RunDir) -> None:
+    write_outcome(run, 0, "ValueError: nan")
     run.new_attempt()
-    put(run, status="running", attempt=2, restarts=1, reason="")
+    change_state(run, status="running", attempt=2, restarts=1, reason="")
     with hold(run):
-        found = rows(run)
+        found = explained(run)
     assert (found["status"], found["evidence"]) == ("running", "attempts/001/rank-00000.outcome.json: ValueError: nan")
 
 
-def test_who_held_the_others_up_goes_last(run: RunDir) -> None:
-    put(run, status="finished", reason="trained 9 steps")
-    told = [
+def test_current_stragglers_come_last(run: RunDir) -> None:
+    change_state(run, status="finished", reason="trained 9 steps")
+    events = [
         {"role": "trainer", "name": "n1", "event": "slow", "text": "n1 is slow"},
         {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is 30 % slower"},
-        {"role": "trainer", "name": "n1", "event": "over", "text": "n1 is as fast again"},
+        {"role": "trainer", "name": "n1", "event": "over", "text": "n1 is no longer slow"},
         {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is 60 % slower"},
     ]
-    lines = "".join(json.dumps(line) + "\n" for line in told)
+    lines = "".join(json.dumps(line) + "\n" for line in events)
     run.attempt(1).stragglers.write_text(lines + '{"role": "tra')
     assert explain(run) == ["finished: trained 9 steps; nothing to explain", "slow:     n3 is 60 % slower"]
 
 
-# --- the ranks' own word
+# --- outcome files of ranks
 
 
-def test_an_exception_of_the_users_own(run: RunDir) -> None:
+def test_exception_in_user_code_has_its_frame_and_log_line(run: RunDir) -> None:
     frames = ["Traceback (most recent call last):", '  File "/me/train.py", line 7, in step', "    raise ValueError(x)"]
-    outcome(run, 0, GLOO_PEER, peer=True, at=1.0)
-    outcome(run, 1, "ValueError: loss is nan", *frames, "ValueError: loss is nan", at=2.0)
-    log(run, 1, "[W] Address already in use, trying the next\nstep 4\n2026 ERROR\nValueError: loss is nan\n")
-    assert rows(run) == {
-        "status": "failed: so it is",
+    write_outcome(run, 0, GLOO_PEER, peer=True, at=1.0)
+    write_outcome(run, 1, "ValueError: loss is nan", *frames, "ValueError: loss is nan", at=2.0)
+    write_log(run, 1, "[W] Address already in use, trying the next\nstep 4\n2026 ERROR\nValueError: loss is nan\n")
+    assert explained(run) == {
+        "status": "failed: rank 0 failed",
         "cause": 'an exception in the training code, at File "/me/train.py", line 7, in step',
         "evidence": "attempts/001/rank-00001.log:4: ValueError: loss is nan",
         "fix": "fix the code, then `hpcdist resume first --with-current-code`",
     }
 
 
-def test_a_known_error_of_a_rank(run: RunDir) -> None:
+def test_known_error_of_a_rank_has_its_cause(run: RunDir) -> None:
     error = "CheckpointError: saving to /runs/x failed: OSError: [Errno 28] No space left on device"
-    outcome(run, 0, error)
-    log(run, 0, f"step 1\n2026-11-20 08:00:00 ERROR rank 0 on n1: {error}\n")
-    found = rows(run)
+    write_outcome(run, 0, error)
+    write_log(run, 0, f"step 1\n2026-11-20 08:00:00 ERROR rank 0 on n1: {error}\n")
+    found = explained(run)
     assert found["cause"] == "a disk is full, or a quota is exceeded"
     assert found["evidence"].startswith("attempts/001/rank-00000.log:2: 2026-11-20 08:00:00 ERROR rank 0 on n1: Checkp")
 
 
-def test_a_rejected_config(run: RunDir) -> None:
-    outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
-    put(run, rejected=True)
-    found = rows(run)
+def test_rejected_config_refers_to_its_key(run: RunDir) -> None:
+    write_outcome(run, 0, "checkpoint.monitor='x' is not measured: use one of train/loss", kind="rejected")
+    change_state(run, rejected=True)
+    found = explained(run)
     assert found["cause"] == "the configuration cannot run on these nodes"
     assert found["evidence"].endswith("outcome.json: checkpoint.monitor='x' is not measured: use one of train/loss")
     assert found["fix"] == "correct the key, then `hpcdist resume first key=value …`"
 
 
-def test_a_trainer_whose_module_is_missing_is_more_than_a_mistake(run: RunDir) -> None:
+def test_missing_module_of_a_trainer_is_the_cause(run: RunDir) -> None:
     error = "trainer 'mine:train' cannot be imported: ModuleNotFoundError: No module named 'einops'"
-    outcome(run, 0, error, kind="rejected")
-    assert rows(run)["cause"] == "the ranks' Python does not find einops"
+    write_outcome(run, 0, error, kind="rejected")
+    assert explained(run)["cause"] == "the ranks' Python does not find einops"
 
 
-# --- a rank that left no word
+# --- ranks without outcome files
 
 
-def test_a_killed_rank_and_what_slurm_printed(run: RunDir) -> None:
-    put(run, reason="rank 3 on n2 was killed by SIGKILL (out of memory?) at step 9")
-    outcome(run, 0, GLOO_PEER, peer=True)
-    log(run, 0, f"{GLOO_PEER}\n")
-    found = rows(run)
+def test_killed_rank_is_explained_by_messages_of_slurm(run: RunDir) -> None:
+    change_state(run, reason="rank 3 on n2 was killed by SIGKILL (out of memory?) at step 9")
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_log(run, 0, f"{GLOO_PEER}\n")
+    found = explained(run)
     assert found["cause"].startswith("the rank was killed from outside")
     (run.attempt(1).path / "srun.log").write_text(
         "srun: error: n2: task 3: Out Of Memory\nslurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     )
-    found = rows(run)
+    found = explained(run)
     assert found["cause"] == "the host's memory, or the job's share of it, is exhausted"
     assert found["evidence"] == "attempts/001/srun.log:1: srun: error: n2: task 3: Out Of Memory"
 
 
-def test_a_hang_shows_where_the_first_rank_stood(run: RunDir) -> None:
-    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)")
+def test_hang_shows_the_innermost_frame(run: RunDir) -> None:
+    change_state(
+        run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)"
+    )
     stack = (
         'Thread 0x1 (most recent call first):\n  File "a.py", line 1\nCurrent thread 0x2 (most recent call first):\n'
     )
-    log(run, 1, f"step 3\n{stack}  File \"train.py\", line 40 in wait\n")  # fmt: skip
-    found = rows(run)
+    write_log(run, 1, f"step 3\n{stack}  File \"train.py\", line 40 in wait\n")  # fmt: skip
+    found = explained(run)
     assert found["cause"] == "the ranks hung"
     assert found["evidence"] == 'attempts/001/rank-00001.log:5: File "train.py", line 40 in wait'
 
 
-def test_a_hang_shows_who_stood_elsewhere_than_the_others(run: RunDir) -> None:
-    """Also where the supervisor's own words about it are in the job's log, which is searched first."""
-    put(run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)")
+def test_hang_shows_the_rank_whose_stack_differs(run: RunDir) -> None:
+    """The summary of the stacks takes precedence over the supervisor's message in the job's log."""
+    change_state(
+        run, reason="rank 1 on n1 made no progress for launch.hang_timeout_s=15 s (stack traces of all ranks are in …)"
+    )
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("rank 1 on n1 made no progress for launch.hang_timeout_s=15 s\n")
     run.attempt(1).stacks_summary.write_text("rank 1 differs from the others: in wait (a.py:3)\n\nmore\n")
-    found = rows(run)
+    found = explained(run)
     assert found["cause"] == "the ranks hung: rank 1 differs from the others: in wait (a.py:3)"
     assert found["evidence"].startswith("attempts/001/stacks.txt, and each rank's stack trace in attempts/001/rank-*")
-    # What made it hang may stand in a log.
-    log(run, 0, "OSError: [Errno 28] No space left on device\n")
-    assert rows(run)["cause"] == "a disk is full, or a quota is exceeded"
+    # A log may contain the reason for the hang.
+    write_log(run, 0, "OSError: [Errno 28] No space left on device\n")
+    assert explained(run)["cause"] == "a disk is full, or a quota is exceeded"
 
 
-def test_only_peers_were_lost(run: RunDir) -> None:
-    outcome(run, 0, GLOO_PEER, peer=True)
-    log(run, 0, f"{GLOO_PEER}\n")
-    assert rows(run)["cause"] == "another rank died first without an error message"
+def test_lost_peers_are_reported_if_nothing_else_is_known(run: RunDir) -> None:
+    write_outcome(run, 0, GLOO_PEER, peer=True)
+    write_log(run, 0, f"{GLOO_PEER}\n")
+    assert explained(run)["cause"] == "another rank died first without an error message"
 
 
-def test_nothing_was_left(run: RunDir) -> None:
-    found = rows(run)
-    assert (found["cause"], found["evidence"]) == ("so it is", f"logs in {run.path}/attempts")
+def test_without_evidence_the_recorded_reason_is_the_cause(run: RunDir) -> None:
+    found = explained(run)
+    assert (found["cause"], found["evidence"]) == ("rank 0 failed", f"logs in {run.path}/attempts")
 
 
-def test_a_supervisor_that_was_killed(run: RunDir) -> None:
-    put(run, status="running", reason="")
-    found = rows(run)
+def test_killed_supervisor_is_the_cause_of_a_lost_run(run: RunDir) -> None:
+    change_state(run, status="running", reason="")
+    found = explained(run)
     assert (found["status"], found["cause"]) == ("lost", "its supervisor was killed")
 
 
-# --- Slurm's word
+# --- job states of Slurm
 
 
 @pytest.mark.parametrize(
@@ -230,10 +235,12 @@ def test_a_supervisor_that_was_killed(run: RunDir) -> None:
         ("CANCELLED", "the job was cancelled (scancel, by the user or an administrator)"),
     ],
 )
-def test_how_a_job_ended(run: RunDir, slurm: Callable[..., None], state: str, cause: str) -> None:
-    put(run, status="running", reason="")
+def test_final_job_state_is_the_cause_of_a_lost_run(
+    run: RunDir, slurm: Callable[..., None], state: str, cause: str
+) -> None:
+    change_state(run, status="running", reason="")
     slurm(state, nodes="n1", max_rss="3404K", submitted=100.0, started=130.0)
-    assert rows(run) | {"fix": ""} == {
+    assert explained(run) | {"fix": ""} == {
         "status": f"lost: job 7 ended as {state} on n1",
         "cause": cause,
         "evidence": f"Slurm: job 7 ended as {state} on n1, MaxRSS 3404K",
@@ -242,17 +249,15 @@ def test_how_a_job_ended(run: RunDir, slurm: Callable[..., None], state: str, ca
     }
 
 
-def test_a_step_that_was_out_of_memory(run: RunDir, slurm: Callable[..., None]) -> None:
+def test_step_out_of_memory_is_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
     slurm("FAILED", exit_code=1, nodes="n1", step_states=("CANCELLED", "OUT_OF_MEMORY"))
-    assert rows(run)["cause"] == "the job used more memory than it requested"
+    assert explained(run)["cause"] == "the job used more memory than it requested"
 
 
-def test_a_job_that_was_cancelled_after_its_run_had_failed_explains_nothing(
-    run: RunDir, slurm: Callable[..., None]
-) -> None:
-    outcome(run, 0, "ValueError: nan")
+def test_job_cancelled_after_the_failure_is_not_the_cause(run: RunDir, slurm: Callable[..., None]) -> None:
+    write_outcome(run, 0, "ValueError: nan")
     slurm("CANCELLED", nodes="n1")
-    assert rows(run)["cause"] == "an exception in the training code"
+    assert explained(run)["cause"] == "an exception in the training code"
 
 
 @pytest.mark.parametrize(
@@ -264,46 +269,46 @@ def test_a_job_that_was_cancelled_after_its_run_had_failed_explains_nothing(
         ("Cleaning", "Cleaning"),
     ],
 )
-def test_why_a_job_waits(run: RunDir, slurm: Callable[..., None], reason: str, cause: str) -> None:
-    put(run, status="queued", reason="")
+def test_pending_reason_is_explained(run: RunDir, slurm: Callable[..., None], reason: str, cause: str) -> None:
+    change_state(run, status="queued", reason="")
     slurm("PENDING", reason=reason)
-    found = rows(run)
+    found = explained(run)
     assert found["status"] == "queued"
     assert found["cause"].startswith(cause)
     assert found["slurm"].startswith(f"job 7 waits ({reason})")
 
 
-def test_a_job_that_never_came_so_far_as_to_an_attempt(run: RunDir, slurm: Callable[..., None]) -> None:
-    put(run, status="failed", attempt=0, reason="job 7 ended as FAILED with exit code 1 on n1")
+def test_failure_before_the_first_attempt_is_found_in_the_batch_log(run: RunDir, slurm: Callable[..., None]) -> None:
+    change_state(run, status="failed", attempt=0, reason="job 7 ended as FAILED with exit code 1 on n1")
     slurm("FAILED", exit_code=1, nodes="n1")
     (run.path / "submitit").mkdir()
     (run.path / "submitit" / "7_0_log.out").write_text("Traceback\nModuleNotFoundError: No module named 'submitit'\n")
-    found = rows(run)
+    found = explained(run)
     assert found["cause"] == "the ranks' Python does not find submitit"
     assert found["evidence"] == "submitit/7_0_log.out:2: ModuleNotFoundError: No module named 'submitit'"
 
 
-def test_what_someone_asked_for(run: RunDir) -> None:
-    put(run, status="stopped", reason="stopped with everything saved (`hpcdist stop` by ada)")
-    found = rows(run)
+def test_stopped_run_has_the_request_as_cause(run: RunDir) -> None:
+    change_state(run, status="stopped", reason="stopped with everything saved (`hpcdist stop` by ada)")
+    found = explained(run)
     assert found["cause"] == "stopped with everything saved (`hpcdist stop` by ada)"
     assert found["fix"] == "`hpcdist resume first` continues from the newest checkpoint"
 
 
-# --- nodes that are not fit
+# --- preflight
 
 
-def test_a_node_that_is_not_fit_is_the_cause_with_the_preflights_own_fix(run: RunDir) -> None:
+def test_failed_preflight_is_the_cause_with_its_fix(run: RunDir) -> None:
     reason = "preflight: n3: disk: no space left on device; remove old runs"
     disk = {"name": "disk", "level": "failure", "node": "n3", "text": "no space left on device", "fix": "remove old"}
     clock = {"name": "clock", "level": "warning", "node": "n2", "text": "2 s ahead", "fix": "start chronyd"}
     write_json(run.attempt(1).preflight, {"checks": [clock, disk]})
-    put(run, reason=reason)
-    assert rows(run) == {
+    change_state(run, reason=reason)
+    assert explained(run) == {
         "status": f"failed: {reason}",
         "cause": "n3 is unfit for a run: disk: no space left on device",
         "evidence": "attempts/001/preflight.txt, before the ranks started",
         "fix": "remove old",
     }
     write_json(run.attempt(1).preflight, {"checks": [disk | {"node": "", "text": "on all 4 nodes: full"}]})
-    assert rows(run)["cause"] == "the nodes are unfit for a run: disk: on all 4 nodes: full"
+    assert explained(run)["cause"] == "the nodes are unfit for a run: disk: on all 4 nodes: full"

@@ -1,5 +1,8 @@
-"""Known failures by what programs really print. Texts are recorded here (torch 2.15, Slurm 22.05.8) unless a test
-says that they are quoted: there is no GPU and no memory limit of Slurm's to record them with."""
+"""Tests of the patterns of known failures.
+
+The texts are produced by the tests, recorded with torch 2.15 and Slurm 22.05.8, or quoted from public reports where the
+recording would need a GPU or a memory limit of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +19,56 @@ import torch.distributed as dist
 from hpcdist.diagnostics.failure_patterns import PATTERNS, QUOTE_CHARS, cause_of, first_match, quote
 
 
-def known(text: str) -> str:
-    """Name of the pattern that a text shows."""
+def pattern_name(text: str) -> str:
+    """Return the name of the first pattern that matches a text."""
     found = first_match(text.splitlines())
     assert found is not None, text
     return found[0].name
 
 
-# --- the real thing, each time
+# --- errors produced by the tests
 
 
-def failing(code: str) -> str:
-    """The last line of standard error of a Python that fails."""
+def last_error_line(code: str) -> str:
+    """Run a Python program that fails and return the last line of its error output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done
     return done.stderr.splitlines()[-1]
 
 
 @pytest.mark.processes
-def test_a_module_that_is_not_there() -> None:
-    line = failing("import nosuch.thing")
-    assert known(line) == "missing-module"
+def test_missing_module() -> None:
+    line = last_error_line("import nosuch.thing")
+    assert pattern_name(line) == "missing-module"
     found = first_match([line])
     assert found is not None
     assert cause_of(found[0], line) == "the ranks' Python does not find nosuch"
 
 
 @pytest.mark.processes
-def test_memory_that_is_not_there() -> None:
-    with pytest.raises(RuntimeError) as refused:
+def test_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as raised:
         torch.empty(10**15)
-    assert known(str(refused.value)) == "out-of-memory"
-    assert known(failing("bytearray(10**17)")) == "out-of-memory"
+    assert pattern_name(str(raised.value)) == "out-of-memory"
+    assert pattern_name(last_error_line("bytearray(10**17)")) == "out-of-memory"
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has /dev/full")
-def test_a_disk_that_is_full() -> None:
-    assert known(failing("open('/dev/full', 'wb', buffering=0).write(b'x')")) == "disk-full"
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full of Linux")
+def test_full_disk() -> None:
+    assert pattern_name(last_error_line("open('/dev/full', 'wb', buffering=0).write(b'x')")) == "disk-full"
 
 
-def test_a_port_that_is_taken() -> None:
+def test_used_port() -> None:
     wait = datetime.timedelta(seconds=5)
     first = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=wait, wait_for_workers=False)
-    with pytest.raises(dist.DistNetworkError) as refused:
+    with pytest.raises(dist.DistNetworkError) as raised:
         dist.TCPStore("127.0.0.1", first.port, 1, True, timeout=wait, wait_for_workers=False)
-    assert known(str(refused.value)) == "port-taken"
+    assert pattern_name(str(raised.value)) == "port-taken"
 
 
 @pytest.mark.processes
-def test_a_rank_that_waits_in_vain() -> None:
-    """Gloo's own time-out, of a rank whose peer does not come."""
+def test_collective_timeout_of_gloo() -> None:
     code = (
         "import datetime, sys, torch, torch.distributed as d\n"
         "d.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=int(sys.argv[2]), world_size=2,"
@@ -80,18 +82,18 @@ def test_a_rank_that_waits_in_vain() -> None:
         with subprocess.Popen([*arguments, "1"], stdin=pipe, stderr=subprocess.DEVNULL) as peer:
             done = subprocess.run([*arguments, "0"], capture_output=True, text=True, check=False)
             peer.communicate(b"")
-    assert known(done.stderr.splitlines()[-1]) == "collective-timeout"
+    assert pattern_name(done.stderr.splitlines()[-1]) == "collective-timeout"
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_missing_gpu() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises((RuntimeError, AssertionError)) as refused:
+        pytest.skip("needs a machine without GPU")
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
         torch.zeros(1).cuda()
-    assert known(str(refused.value)) in ("no-driver", "driver-too-old")
+    assert pattern_name(str(raised.value)) in ("no-driver", "driver-too-old")
 
 
-# --- recorded
+# --- recorded and quoted texts
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_gpu_that_is_not_there() -> None:
             " to (127.0.0.1, 23999).",
             "unreachable",
         ),
-        # what torch.save says of a full disk (a tmpfs of 1 MB)
+        # torch.save on a full tmpfs
         ("RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534", "disk-full"),
         ("the program at 10.0.0.1:21000 is not rank 0 of this attempt (hpcdist/7/1): timed out", "stranger-on-port"),
         (
@@ -150,8 +152,8 @@ def test_a_gpu_that_is_not_there() -> None:
     ],
     ids=lambda value: value if len(value) < 20 else "",
 )
-def test_recorded_texts(line: str, name: str) -> None:
-    assert known(line) == name
+def test_recorded_text_matches_its_pattern(line: str, name: str) -> None:
+    assert pattern_name(line) == name
 
 
 @pytest.mark.parametrize(
@@ -186,36 +188,36 @@ def test_recorded_texts(line: str, name: str) -> None:
     ],
     ids=["slurm-oom", "srun-oom", "cuda-oom", "nccl-timeout", "old-driver"],
 )
-def test_texts_quoted_from_others_since_they_cannot_be_had_here(line: str, name: str) -> None:
-    assert known(line) == name
+def test_quoted_text_matches_its_pattern(line: str, name: str) -> None:
+    assert pattern_name(line) == name
 
 
-# --- choosing
+# --- order of patterns and causes
 
 
-def test_causes_stand_before_what_follows_from_them() -> None:
+def test_causes_precede_their_consequences() -> None:
     text = "Connection closed by peer\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0\nCUDA out of memory\n"
-    assert known(text) == "cuda-out-of-memory"
+    assert pattern_name(text) == "cuda-out-of-memory"
     assert first_match(text.splitlines()[:2]) == (next(p for p in PATTERNS if p.name == "out-of-memory"), 1)
     assert first_match(["a line", "another"]) is None
     assert first_match([]) is None
 
 
-def test_every_pattern_has_a_cause_and_a_fix_and_a_name_of_its_own() -> None:
+def test_each_pattern_has_a_unique_name_a_cause_and_a_fix() -> None:
     assert len({pattern.name for pattern in PATTERNS}) == len(PATTERNS)
     assert [pattern.name for pattern in PATTERNS if not (pattern.cause and pattern.fix)] == []
 
 
-def test_a_cause_names_what_the_line_names() -> None:
-    def said(line: str) -> str:
+def test_cause_contains_the_name_in_the_line() -> None:
+    def cause(line: str) -> str:
         found = first_match([line])
         assert found is not None
         return cause_of(found[0], line)
 
-    assert said("srun: error: Node failure on n4") == "a node failed: n4"
-    assert said("STEP 1.0 CANCELLED DUE TO NODE FAILURE") == "a node failed"
+    assert cause("srun: error: Node failure on n4") == "a node failed: n4"
+    assert cause("STEP 1.0 CANCELLED DUE TO NODE FAILURE") == "a node failed"
 
 
-def test_a_long_line_is_cut() -> None:
+def test_long_lines_are_cut() -> None:
     assert quote("  a\tb ") == "a b"
     assert len(quote("x" * 999)) == QUOTE_CHARS

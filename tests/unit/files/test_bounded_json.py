@@ -1,4 +1,4 @@
-"""JSON that something else has written: an error of one kind, whatever is wrong with it."""
+"""Parsing of untrusted JSON: every failure is a ValueError."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hpcdist.files.bounded_json import parse_json, read_json_value
         ('{"a": 1} x', "Extra data"),
     ],
 )
-def test_what_is_no_reasonable_json_is_a_value_error(text: str | bytes, reason: str, tmp_path: Path) -> None:
+def test_invalid_or_excessive_json_is_a_value_error(text: str | bytes, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_json(text)
     (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert read_json(tmp_path / "x.json") is None
 
 
-def test_values_are_python_s() -> None:
+def test_valid_json_is_parsed() -> None:
     assert parse_json(b'{"a": [1, -2, 1e3, null, "\xc3\xa4"]}') == {"a": [1, -2, 1000.0, None, "ä"]}
     assert parse_json("9" * 300) == 10**300 - 1
 
 
-def test_no_more_of_a_file_is_read_than_its_limit(tmp_path: Path) -> None:
+def test_file_above_the_limit_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "huge.json"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # sparse

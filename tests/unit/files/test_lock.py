@@ -1,4 +1,4 @@
-"""Locks in a folder whose file system has no flock."""
+"""Locks on file systems with and without flock."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def held(path: Path) -> Path:
 
 @pytest.fixture(params=sorted(lock.NO_FLOCK), ids=errno.errorcode.get)
 def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(request.param, os.strerror(request.param))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", fail)
 
 
-def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None) -> None:
+def test_lock_file_is_used_without_flock(path: Path, held: Path, no_flock: None) -> None:
     with exclusive(path):
         assert held.read_text().startswith(f"{socket.gethostname()} {os.getpid()} ")
         with (
@@ -51,16 +51,18 @@ def test_without_flock_a_file_is_the_lock(path: Path, held: Path, no_flock: None
         pass
 
 
-def test_with_flock_there_is_no_second_file(path: Path, held: Path) -> None:
+def test_no_lock_file_is_created_with_flock(path: Path, held: Path) -> None:
     with exclusive(path):
         assert not held.exists()
-        refused = pytest.raises(RunFolderError, match=r"\.lock has been locked by another process for more than 0\.1 s")
-        with refused, exclusive(path, within_s=0.1):
+        expected = pytest.raises(
+            RunFolderError, match=r"\.lock has been locked by another process for more than 0\.1 s"
+        )
+        with expected, exclusive(path, within_s=0.1):
             pytest.fail("held twice")
 
 
 @pytest.mark.processes
-def test_the_file_of_a_process_that_was_killed_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
+def test_lock_file_of_a_killed_process_is_removed_at_once(path: Path, held: Path, no_flock: None) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     held.write_text(f"{socket.gethostname()} {ended.pid} 1.0 abcd")
@@ -68,10 +70,8 @@ def test_the_file_of_a_process_that_was_killed_is_removed_at_once(path: Path, he
         assert f" {os.getpid()} " in held.read_text()
 
 
-@pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["of another host", "empty"])
-def test_a_file_that_nobody_changes_is_removed(
-    path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
+@pytest.mark.parametrize("content", ["n2 7 1.0 abcd", ""], ids=["another host", "empty"])
+def test_unchanged_lock_file_is_removed(path: Path, held: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setattr(lock, "_flock", lambda *_: False)
     monkeypatch.setattr(lock, "LEFT_AFTER_S", 0.1)
     held.write_text(content)
@@ -80,26 +80,24 @@ def test_a_file_that_nobody_changes_is_removed(
     assert [entry.name for entry in held.parent.iterdir()] == [".lock"]
 
 
-def test_a_lock_that_came_in_place_of_a_left_one_stays(held: Path) -> None:
+def test_new_lock_file_is_not_removed_in_place_of_an_old_one(held: Path) -> None:
     held.write_text("n3 8 1.0 new")
     lock._remove_left(held, "n2 7 1.0 old")
     assert held.read_text() == "n3 8 1.0 new"
     assert [entry.name for entry in held.parent.iterdir()] == [held.name]
 
 
-def test_a_long_lock_without_flock_is_left_out_with_a_warning(
-    path: Path, no_flock: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_lock_without_flock_logs_a_warning(path: Path, no_flock: None, caplog: pytest.LogCaptureFixture) -> None:
     with open(path, "a") as file:
         flock_if_possible(file)
     assert caplog.messages[0].startswith(f"{path} cannot be locked (")
 
 
-def test_other_errors_of_a_lock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+def test_other_errors_of_flock_are_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", fail)
     with open(path, "a") as file, pytest.raises(OSError, match="Bad file descriptor"):
         flock_if_possible(file)
     with pytest.raises(OSError, match="Bad file descriptor"), exclusive(path):

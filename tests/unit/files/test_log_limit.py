@@ -1,4 +1,4 @@
-"""The size of a log is limited while processes write to it: its head and its tail stay, and nothing else is touched."""
+"""Size limit of logs while processes write to them: the middle is removed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def log(tmp_path: Path) -> Path:
     return run / "rank.log"
 
 
-def test_the_middle_is_removed(log: Path) -> None:
+def test_middle_of_the_log_is_removed(log: Path) -> None:
     log.write_bytes(b"".join(b"%07d\n" % number for number in range(100_000)))
     with open(log, "ab", buffering=0) as writer, open(log, "ab", buffering=0) as other:
         assert shorten(writer.fileno(), 800_000) == 0
         writer.write(b"one more\n")
         removed = shorten(writer.fileno(), 800_000)
-        # Whoever has the file open for appending goes on at its new end.
+        # Writers that have opened the file for appending continue at its new end.
         writer.write(b"later\n")
         other.write(b"last\n")
     lines = log.read_text().splitlines()
@@ -53,7 +53,7 @@ def test_the_middle_is_removed(log: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "limited"), [("log", "yes"), ("elsewhere", "no"), ("not appending", "no")])
-def test_a_process_limits_its_own_log_and_no_other_file(log: Path, tmp_path: Path, kind: str, limited: str) -> None:
+def test_process_limits_only_a_log_in_its_run_folder(log: Path, tmp_path: Path, kind: str, limited: str) -> None:
     path = tmp_path / "mine.log" if kind == "elsewhere" else log
     with open(path, "wb" if kind == "not appending" else "ab") as output:
         subprocess.run([sys.executable, "-c", LIMITED, str(log.parent), limited], stdout=output, check=True)
@@ -68,7 +68,7 @@ def test_a_process_limits_its_own_log_and_no_other_file(log: Path, tmp_path: Pat
         assert len(text) > 5_000_000
 
 
-def test_what_is_no_file_is_no_log(log: Path) -> None:
+def test_pipe_is_not_a_log(log: Path) -> None:
     reader, writer = os.pipe()
     assert not is_log_of(log.parent, writer)
     os.close(reader)

@@ -1,4 +1,4 @@
-"""Logs of any size, with lines of any length, in bounded memory."""
+"""Reading of logs of any size and line length in bounded memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def test_whole_lines_are_shown_once(tmp_path: Path) -> None:
+def test_complete_lines_are_shown_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"one\ntw")
     tail = LogTail(path)
@@ -43,7 +43,7 @@ def test_whole_lines_are_shown_once(tmp_path: Path) -> None:
     assert shown.count("\n") == 20_001
 
 
-def test_a_long_line_is_cut(tmp_path: Path) -> None:
+def test_long_line_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "log"
     tail = LogTail(path)
     append(path, b"before\n" + b"x" * 300_000)
@@ -57,7 +57,7 @@ def test_a_long_line_is_cut(tmp_path: Path) -> None:
     assert list(tail.news()) == ["after\n"]
 
 
-def test_memory_does_not_grow_with_a_line_or_with_what_is_new(tmp_path: Path) -> None:
+def test_memory_is_bounded_for_long_lines_and_much_new_text(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with open(path, "wb") as file:
         file.write(b"first\n")
@@ -71,10 +71,10 @@ def test_memory_does_not_grow_with_a_line_or_with_what_is_new(tmp_path: Path) ->
     with bounded(30_000_000):
         (_, long), now = last_lines(path, 100)
     assert len(long) == MAX_LINE_CHARS
-    assert now == (0, "now"), "too long to count lines"
+    assert now == (0, "now"), "the log is too long to count lines"
 
 
-def test_a_log_that_was_shortened_goes_on_at_its_new_end(tmp_path: Path) -> None:
+def test_tail_continues_at_the_end_of_a_shortened_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"line\n" * 100)
     tail = LogTail(path)

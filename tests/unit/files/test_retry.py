@@ -1,4 +1,4 @@
-"""Retries of file operations: which errors, how long, and what is said of them."""
+"""Retries of file operations: errors, durations and log messages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(*errors: int) -> Callable[[], str]:
-    """An operation that fails with these errors, one after the other, and then succeeds."""
-    left: Iterator[int] = iter(errors)
+    """Return an operation that fails with these errors, one after the other, and then succeeds."""
+    remaining: Iterator[int] = iter(errors)
 
     def operation() -> str:
-        if (number := next(left, None)) is not None:
+        if (number := next(remaining, None)) is not None:
             raise OSError(number, os.strerror(number))
         return "read"
 
@@ -40,7 +40,7 @@ def always(number: int) -> Callable[[], str]:
 
 
 @pytest.mark.parametrize("number", sorted(file_retry.TRANSIENT), ids=errno.errorcode.get)
-def test_a_transient_error_is_retried_and_reported_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_transient_error_is_retried_and_logged_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
     assert retry(failing(number, number, number), PATH, within_s=10) == "read"
     first, last = caplog.messages
     assert first == f"{PATH}: {os.strerror(number)}; retrying for up to 10 s"
@@ -48,38 +48,38 @@ def test_a_transient_error_is_retried_and_reported_once(number: int, caplog: pyt
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EISDIR, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
-def test_an_error_that_stays_is_raised_at_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_permanent_error_is_raised_at_once(number: int, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OSError, match=os.strerror(number)):
         retry(failing(number), PATH)
     assert caplog.messages == []
 
 
-def test_the_last_error_is_raised_with_the_file_when_the_time_is_over() -> None:
+def test_last_error_is_raised_with_the_file_name_after_the_retry_time() -> None:
     with pytest.raises(OSError, match="Stale file handle") as caught:
         retry(always(errno.ESTALE), PATH)
     assert caught.value.filename == str(PATH)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-def test_an_unattended_process_also_waits_for_permission_and_room(number: int) -> None:
+def test_unattended_process_also_retries_denied_permission_and_full_disk(number: int) -> None:
     with patient(10):
         assert retry(failing(number, number), PATH) == "read"
     with pytest.raises(OSError, match=os.strerror(number)):
         retry(failing(number), PATH)
 
 
-def test_the_wait_for_room_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_time_on_a_full_disk_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_retry, "FULL_S", 0.01)
     with patient(10_000), pytest.raises(OSError, match="No space left"):
         retry(always(errno.ENOSPC), PATH)
 
 
-def test_no_retry_where_none_is_wanted() -> None:
+def test_no_retry_with_zero_retry_time() -> None:
     with patient(10_000), pytest.raises(OSError, match="Stale"):
         retry(failing(errno.ESTALE), PATH, within_s=0)
 
 
-def test_giving_up_ends_a_wait_and_all_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_give_up_ends_current_and_later_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_retry, "_FIRST_PAUSE_S", 1000.0)
     monkeypatch.setattr(file_retry, "_MAX_PAUSE_S", 1000.0)
     with patient(10_000):
@@ -91,7 +91,9 @@ def test_giving_up_ends_a_wait_and_all_later_ones(monkeypatch: pytest.MonkeyPatc
     assert retry(failing(errno.ESTALE), PATH) == "read"
 
 
-def test_a_rename_that_was_done_in_spite_of_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_succeeds_if_the_file_was_renamed_despite_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_text("content")
     real = os.rename
 
@@ -106,7 +108,7 @@ def test_a_rename_that_was_done_in_spite_of_its_error(tmp_path: Path, monkeypatc
         rename(tmp_path / "a", tmp_path / "b")
 
 
-def test_existence_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exists_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = failing(errno.ESTALE)
     monkeypatch.setattr(Path, "exists", lambda self: bool(answers()))
     assert exists(PATH)

@@ -25,7 +25,7 @@ from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.journal_reader import read_records
 
 HERE = Path(__file__).parent
-#: Where the run folders of v0 and v1 were made; their files hold this path.
+#: The folder in which the runs of v0 and v1 were created; their files contain this path.
 MADE_IN = "/var/tmp/hpcdist-fixture"
 
 
@@ -36,7 +36,7 @@ class Sample:
 
 
 def unpack(version: str, to: Path) -> Path:
-    """Copy the runs of a format, with the paths in them changed to where they are now; returns the `runs_dir`."""
+    """Copy the runs of a format, and replace the paths in their files. Returns the `runs_dir`."""
     shutil.copytree(HERE / version / "runs", to / "runs")
     for path in (to / "runs").rglob("*"):
         if path.suffix in (".json", ".yaml") and path.is_file():
@@ -47,13 +47,13 @@ def unpack(version: str, to: Path) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("version", ["v0", "v1"])
-def test_a_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path) -> None:
-    """For real: the ranks restore its checkpoint, with the code in the folder, and the run ends as finished."""
+def test_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Path) -> None:
+    """The ranks restore the checkpoint, execute the code in the folder, and finish the run."""
     runs_dir = unpack(version, tmp_path)
     assert "half" in [run.name for run in find_runs(runs_dir)]
     run = RunDir(runs_dir / "counting" / "half")
-    began = run.read_state()
-    assert (began.status, began.attempt) == ("stopped", 1)
+    before = run.read_state()
+    assert (before.status, before.attempt) == ("stopped", 1)
     last = int(sorted(run.checkpoints.glob("step-*"))[-1].name.removeprefix("step-")) + 15
     done = subprocess.run(
         [
@@ -73,15 +73,17 @@ def test_a_run_folder_of_a_released_format_is_resumed(version: str, tmp_path: Pa
     state = run.read_state()
     assert (state.status, state.attempt, state.reason) == ("finished", 2, f"counted to {last}")
     records, _ = read_records(run.journal / "attempt-002.rank-00000.jsonl")
-    assert records[0].step == last - 14, "from the checkpoint, not from the beginning"
+    assert records[0].step == last - 14, "resumed from the checkpoint"
     assert records[-1].step == last
     assert json.loads((run.path / "state.json").read_text())["format"] == formats.FORMAT
     assert not run.next_config.exists()
     config = yaml.safe_load(run.config.read_text())
-    assert (config["format"], config["tracking"]["drain_timeout_s"]) == (formats.FORMAT, 0.01), "adopted at a step"
+    assert (config["format"], config["tracking"]["drain_timeout_s"]) == (formats.FORMAT, 0.01), (
+        "the changed config is adopted"
+    )
 
 
-def test_a_sweep_of_the_first_format_is_read(tmp_path: Path) -> None:
+def test_sweep_of_format_0_is_read(tmp_path: Path) -> None:
     runs_dir = unpack("v0", tmp_path)
     sweep = SweepDir(runs_dir / "counting" / "grid")
     assert sweep.read_state().reason == "2 cells: 2 finished"
@@ -97,17 +99,17 @@ def test_a_sweep_of_the_first_format_is_read(tmp_path: Path) -> None:
         (True, r"^a\.json is damaged: its format is 'True', not an integer$"),
     ],
 )
-def test_other_formats_are_refused(number: object, message: str) -> None:
+def test_unknown_format_is_an_error(number: object, message: str) -> None:
     with pytest.raises(RunFolderError, match=message):
         formats.unstamped({"format": number}, Path("a.json"))
 
 
-def test_content_without_a_format_is_of_the_first() -> None:
+def test_content_without_a_format_number_has_format_0() -> None:
     assert formats.unstamped({"a": 1}, Path("a.json")) == {"a": 1}
     assert formats.unstamped(formats.stamped({"a": 1}), Path("a.json")) == {"a": 1}
 
 
-def test_typed_reading_ignores_new_keys_and_names_bad_values() -> None:
+def test_fill_ignores_new_keys_and_names_invalid_values() -> None:
     assert formats.fill(Sample, {"whole": 3, "later": "x"}, Path("a.json")) == Sample(whole=3)
     with pytest.raises(RunFolderError, match=r"^a\.json is damaged: it has no whole$"):
         formats.fill(Sample, {}, Path("a.json"))
@@ -119,7 +121,7 @@ def test_typed_reading_ignores_new_keys_and_names_bad_values() -> None:
             formats.fill(Sample, {"whole": 1, "ratio": value}, Path("a.json"))
 
 
-def test_a_journal_of_a_newer_format_is_refused_and_that_of_no_format_is_read(tmp_path: Path) -> None:
+def test_journal_of_a_newer_format_is_an_error_and_without_format_is_read(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 1)
     text = writer.path.read_text()
@@ -132,8 +134,8 @@ def test_a_journal_of_a_newer_format_is_refused_and_that_of_no_format_is_read(tm
         read_records(writer.path)
 
 
-def test_a_run_config_may_be_started_from(tmp_path: Path) -> None:
-    """Its format is no key of a config."""
+def test_config_of_a_run_can_start_another_run(tmp_path: Path) -> None:
+    """The format number is not a config key."""
     path = tmp_path / "config.yaml"
     path.write_text(run_yaml(load_config("ddp_digits")))
     assert path.read_text().startswith("format: 1\n")
@@ -143,8 +145,8 @@ def test_a_run_config_may_be_started_from(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_every_json_file_of_a_run_folder_has_a_format(tmp_path: Path) -> None:
-    """Heartbeats aside, which live as long as their rank."""
+def test_json_files_of_a_run_folder_have_a_format_number(tmp_path: Path) -> None:
+    """Except heartbeats, which only the same version reads."""
     folder = HERE / "v1" / "runs"
     for path in folder.rglob("*.json"):
         if "beat" not in path.name:

@@ -1,4 +1,4 @@
-"""Commands within a time limit."""
+"""Tests of commands with a time limit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from hpcdist.machine.timed_command import last_line, run_within
 pytestmark = pytest.mark.processes
 
 
-def test_what_a_command_prints() -> None:
-    done = run_within(["sh", "-c", "echo $WHO; echo oops >&2; exit 3"], 60, env={"WHO": "me", "PATH": "/usr/bin:/bin"})
+def test_result_has_exit_code_and_output() -> None:
+    done = run_within(
+        ["sh", "-c", "echo $NAME; echo oops >&2; exit 3"], 60, env={"NAME": "me", "PATH": "/usr/bin:/bin"}
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "me\n", "oops\n")
     with pytest.raises(FileNotFoundError, match="no-such-command"):
         run_within(["no-such-command"], 60)
 
 
-def test_a_command_that_does_not_answer_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    """Its output is there, although a process that it has left behind holds it open."""
+def test_hanging_command_is_ended_with_its_children(tmp_path: Path) -> None:
+    """The output is available although a leftover child process holds it open."""
     script = f"trap '' TERM; sleep 1000 & echo $! > {tmp_path}/pid; echo early; wait; sleep 1000"
     began = time.monotonic()
     done = run_within(["sh", "-c", script], 0.5)
@@ -32,7 +34,7 @@ def test_a_command_that_does_not_answer_is_ended_with_what_it_has_started(tmp_pa
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_last_line_that_says_something() -> None:
+def test_last_line_is_not_empty_and_cut() -> None:
     assert last_line("one\n  two \n\n") == "two"
     assert last_line("x" * 300) == "x" * 200
     assert last_line("\n") == ""

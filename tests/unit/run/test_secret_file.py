@@ -1,4 +1,4 @@
-"""The secrets of a run, in a file that its owner alone may read."""
+"""`secrets.json` of a run, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "exp" / "first")
 
 
-def test_what_is_kept_is_the_owners_alone_whatever_the_umask(run: RunDir) -> None:
+def test_file_is_private_with_any_umask(run: RunDir) -> None:
     before = os.umask(0)
     try:
         keep(run, VALUES)
@@ -49,23 +49,23 @@ def test_what_is_kept_is_the_owners_alone_whatever_the_umask(run: RunDir) -> Non
         ("cancelled", False),
     ],
 )
-def test_it_stays_as_long_as_the_run_can_go_on_as_it_is(run: RunDir, status: Status, stays: bool) -> None:
+def test_file_is_removed_when_the_run_is_finished_or_cancelled(run: RunDir, status: Status, stays: bool) -> None:
     keep(run, VALUES)
     run.write_state(replace(run.read_state(), status=status))
     assert run.secrets.exists() == stays
 
 
-def test_a_write_that_fails_leaves_nothing_in_the_clear(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_failed_write_leaves_no_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(secret_file.os, "fsync", full)
+    monkeypatch.setattr(secret_file.os, "fsync", fail)
     with pytest.raises(OSError, match="Invalid argument"):
         keep(run, VALUES)
     assert [path.name for path in run.path.iterdir() if path.is_file()] == ["state.json"]
 
 
-def test_a_file_that_others_may_read_is_refused(run: RunDir) -> None:
+def test_file_readable_by_others_is_an_error(run: RunDir) -> None:
     keep(run, VALUES)
     run.secrets.chmod(0o640)
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_a_file_that_others_may_read_is_refused(run: RunDir) -> None:
         kept(run)
 
 
-def test_a_damaged_file_and_a_link(run: RunDir) -> None:
+def test_damaged_file_and_symbolic_link_are_errors(run: RunDir) -> None:
     keep(run, VALUES)
     for text in ("{", "[1]", '{"A": "b"}', '{"values": {"A": 1}}'):
         run.secrets.write_text(text)
@@ -86,8 +86,8 @@ def test_a_damaged_file_and_a_link(run: RunDir) -> None:
         kept(run)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_another_users_file_counts_for_nothing(run: RunDir) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root to change the owner of a file")
+def test_file_of_another_user_is_ignored(run: RunDir) -> None:
     keep(run, VALUES)
     os.chown(run.secrets, 65534, 65534)
     assert kept(run) == {}

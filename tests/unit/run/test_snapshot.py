@@ -1,4 +1,4 @@
-"""The code that a run keeps, from real git work trees and from plain folders."""
+"""Code snapshots of git work trees and of plain folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run import snapshot
 from hpcdist.run.folder import RunDir
 from hpcdist.run.snapshot import CodeState, import_path, take
-from hpcdist.run.snapshot_filter import is_secret_file
+from hpcdist.run.snapshot_filter import clean_patch, is_secret_file
 
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
@@ -38,7 +38,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def git(project: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
-    """Runs git in the project, whatever the configuration of this machine."""
+    """Return a function that runs git in the project, independent of this machine's configuration."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     for name in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
@@ -60,8 +60,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def config(run: RunDir, **changes: Any) -> Config:
-    mine = Config(trainer=TrainerConfig(target="train:train"), runs_dir=str(run.path.parent.parent))
-    return replace(mine, **changes)
+    default = Config(trainer=TrainerConfig(target="train:train"), runs_dir=str(run.path.parent.parent))
+    return replace(default, **changes)
 
 
 def write(folder: Path, **files: str) -> None:
@@ -82,16 +82,14 @@ def contents(folder: Path) -> dict[str, str]:
 # --- git work trees
 
 
-def test_tracked_changed_and_new_files_are_copied_and_ignored_ones_are_not(
-    project: Path, git: Git, run: RunDir
-) -> None:
+def test_tracked_and_untracked_files_are_copied_except_ignored_ones(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1", kept="same", gone="bye", pkg__model="2", ignored="x")
     (project / ".gitignore").write_text("ignored.py\n")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     write(project, train="changed", new="untracked")
     (project / "gone.py").unlink()
-    (project / "späte\nZeile .txt").write_text("odd name")
+    (project / "späte\nZeile .txt").write_text("unusual name")
 
     code = take(config(run), run, project)
 
@@ -107,7 +105,7 @@ def test_tracked_changed_and_new_files_are_copied_and_ignored_ones_are_not(
         "kept.py": "same",
         "new.py": "untracked",
         "pkg/model.py": "2",
-        "späte\nZeile .txt": "odd name",
+        "späte\nZeile .txt": "unusual name",
         "train.py": "changed",
     }
     patch = (run.path / "code.patch").read_text()
@@ -116,7 +114,7 @@ def test_tracked_changed_and_new_files_are_copied_and_ignored_ones_are_not(
     assert "untracked" not in patch
 
 
-def test_a_clean_tree(project: Path, git: Git, run: RunDir) -> None:
+def test_patch_of_a_clean_tree_is_empty(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
@@ -134,7 +132,7 @@ def test_a_clean_tree(project: Path, git: Git, run: RunDir) -> None:
     ],
     ids=["latin-1", "binary", "crlf"],
 )
-def test_the_patch_leads_from_the_commit_to_the_code(
+def test_patch_applied_to_the_commit_gives_the_code(
     project: Path, git: Git, run: RunDir, before: bytes, after: bytes
 ) -> None:
     git("config", "color.ui", "always")
@@ -149,7 +147,7 @@ def test_the_patch_leads_from_the_commit_to_the_code(
     assert (project / "data").read_bytes() == after
 
 
-def test_the_whole_tree_is_copied_from_a_subfolder(project: Path, git: Git, run: RunDir) -> None:
+def test_run_in_a_subfolder_copies_the_whole_tree(project: Path, git: Git, run: RunDir) -> None:
     write(project, shared="1", deep__er__train="2")
     code = take(config(run), run, project / "deep" / "er")
     assert code.root == str(project)
@@ -157,7 +155,7 @@ def test_the_whole_tree_is_copied_from_a_subfolder(project: Path, git: Git, run:
     assert import_path(code, run) == [str(run.code / "deep" / "er"), str(run.code)]
 
 
-def test_a_repository_without_a_commit(project: Path, git: Git, run: RunDir) -> None:
+def test_repository_without_a_commit_is_copied_without_a_patch(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1", staged="2")
     git("add", "staged.py")
     code = take(config(run), run, project)
@@ -166,25 +164,25 @@ def test_a_repository_without_a_commit(project: Path, git: Git, run: RunDir) -> 
     assert not (run.path / "code.patch").exists()
 
 
-def test_a_repository_within_the_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
-    """Submodules, and other people's checkouts: git lists them as one folder."""
+def test_nested_repository_is_left_out(project: Path, git: Git, run: RunDir) -> None:
+    """git lists submodules and nested checkouts as one folder."""
     write(project, train="1", vendor__tool="2")
     git("init", "--quiet", cwd=project / "vendor")
     git("add", ".", cwd=project / "vendor")
     git("commit", "--quiet", "-m", "tool", cwd=project / "vendor")
-    assert set(contents(take_code(project, run))) == {"train.py"}
-    git("-c", "advice.addEmbeddedRepo=false", "add", ".")  # and now as a gitlink in the index
-    assert set(contents(take_code(project, run))) == {"train.py"}
+    assert set(contents(copied_code(project, run))) == {"train.py"}
+    git("-c", "advice.addEmbeddedRepo=false", "add", ".")  # adds a gitlink to the index
+    assert set(contents(copied_code(project, run))) == {"train.py"}
 
 
-def take_code(project: Path, run: RunDir) -> Path:
+def copied_code(project: Path, run: RunDir) -> Path:
     take(config(run), run, project)
     return run.code
 
 
 @pytest.mark.parametrize("through_a_link", [False, True])
 @pytest.mark.parametrize("in_git", [False, True])
-def test_runs_inside_the_tree_are_not_copied(
+def test_run_folders_inside_the_tree_are_not_copied(
     project: Path, tmp_path: Path, through_a_link: bool, in_git: bool, request: pytest.FixtureRequest
 ) -> None:
     if in_git:
@@ -199,7 +197,7 @@ def test_runs_inside_the_tree_are_not_copied(
     assert set(contents(run.code)) == {"train.py"}
 
 
-def test_a_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunDir) -> None:
+def test_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1", old="1")
     take(config(run), run, project)
     (project / "old.py").unlink()
@@ -209,7 +207,9 @@ def test_a_second_snapshot_replaces_the_first(project: Path, git: Git, run: RunD
 
 
 @pytest.mark.parametrize("in_git", [False, True])
-def test_links_stay_links(project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest) -> None:
+def test_symbolic_links_are_copied_as_links(
+    project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest
+) -> None:
     if in_git:
         request.getfixturevalue("git")
     write(project, src__pkg__model="1")
@@ -224,7 +224,7 @@ def test_links_stay_links(project: Path, run: RunDir, in_git: bool, request: pyt
     assert os.readlink(run.code / "dangling") == "no/such/file"
 
 
-def test_what_is_no_file_is_left_out(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_and_sockets_are_left_out(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project, train="1")
     os.mkfifo(project / "fifo")
     with socket.socket(socket.AF_UNIX) as server:
@@ -246,7 +246,7 @@ def plain_project(project: Path) -> None:
         (project / name / "x.pyc").touch()
 
 
-def test_a_plain_folder_without_hidden_files_and_environments(project: Path, run: RunDir) -> None:
+def test_plain_folder_is_copied_without_hidden_files_and_environments(project: Path, run: RunDir) -> None:
     plain_project(project)
     code = take(config(run), run, project)
     assert code == CodeState(cwd=str(project), root=str(project), git_commit=None, git_dirty=False, copied=True)
@@ -255,7 +255,9 @@ def test_a_plain_folder_without_hidden_files_and_environments(project: Path, run
     assert import_path(code, run) == [str(run.code)]
 
 
-def test_a_machine_without_git(project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_git_copies_the_folder(
+    project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(project, train="1")
     monkeypatch.setenv("PATH", "/nowhere")
     code = take(config(run), run, project)
@@ -263,10 +265,10 @@ def test_a_machine_without_git(project: Path, git: Git, run: RunDir, monkeypatch
     assert set(contents(run.code)) == {"train.py"}
 
 
-# --- which code, and how much
+# --- conditions and limits
 
 
-def test_a_shipped_trainer_needs_no_copy(project: Path, git: Git, run: RunDir) -> None:
+def test_code_of_a_shipped_trainer_is_not_copied(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
@@ -278,7 +280,7 @@ def test_a_shipped_trainer_needs_no_copy(project: Path, git: Git, run: RunDir) -
     assert import_path(code, run) == []
 
 
-def test_hpcdist_is_copied_where_it_is_being_worked_on(
+def test_hpcdist_in_the_work_tree_is_copied(
     project: Path, git: Git, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, hpcdist__main="1")
@@ -287,12 +289,12 @@ def test_hpcdist_is_copied_where_it_is_being_worked_on(
     assert set(contents(run.code)) == {"hpcdist/main.py"}
 
 
-def test_a_script_is_the_users_code(project: Path, run: RunDir) -> None:
+def test_code_of_a_script_is_copied(project: Path, run: RunDir) -> None:
     write(project, train="1")
     assert take(config(run, trainer=TrainerConfig(script=["train.py"])), run, project).copied is True
 
 
-def test_too_much_code_names_the_largest_files(project: Path, git: Git, run: RunDir) -> None:
+def test_error_for_too_much_code_names_the_largest_files(project: Path, git: Git, run: RunDir) -> None:
     write(project, train="1")
     for name, size_mb in (("a.bin", 0.2), ("b.bin", 0.6), ("c.bin", 0.4), ("d.bin", 0.3)):
         (project / name).write_bytes(b"\0" * int(size_mb * 2**20))
@@ -309,7 +311,7 @@ def test_too_much_code_names_the_largest_files(project: Path, git: Git, run: Run
 # --- environment.json
 
 
-def test_the_environment_file_has_versions_and_code_but_no_variables(
+def test_environment_file_has_versions_and_code_but_no_variables(
     project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "env-s3cret")
@@ -327,12 +329,12 @@ def test_the_environment_file_has_versions_and_code_but_no_variables(
     assert "s3cret" not in run.environment.read_text()
 
 
-# --- secrets, and what is ignored
+# --- secrets and ignored files
 
 TOKEN = "ghp_0123456789abcdefghijABCDEFGHIJ456789"
 
 
-def test_hunks_and_files_with_secrets_are_left_out_and_named(
+def test_hunks_and_files_with_secrets_are_left_out_and_logged(
     project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines = [f"line = {number}\n" for number in range(60)]
@@ -371,12 +373,12 @@ def test_hunks_and_files_with_secrets_are_left_out_and_named(
         ".env",
         "settings.yaml:2",
     ]
-    # Modules are there: ranks import them, and the folder is the owner's alone. The committed text file is.
+    # Modules are copied, because ranks import them, and so are committed text files.
     assert set(contents(run.code)) == {
         "added.py", "data.bin", "fine.yaml", "gone.py", "module.py", "späte Zeile.txt", "train.py",
     }  # fmt: skip
-    (line,) = caplog.messages
-    assert line == (
+    (message,) = caplog.messages
+    assert message == (
         "likely secrets are left out of the run's patch and copy of the code: added.py:1, späte Zeile.txt:1,"
         " tracked.pem, train.py:3, train.py:58, .env, settings.yaml:2"
         " (a comment `pragma: allowlist secret` keeps a line)"
@@ -389,7 +391,9 @@ def test_hunks_and_files_with_secrets_are_left_out_and_named(
     assert (project / "train.py").read_text().count("changed = 30") == 1
 
 
-def test_a_clean_change_names_nothing(project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_change_without_secrets_logs_nothing(
+    project: Path, git: Git, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     write(project, train="1")
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
@@ -400,12 +404,12 @@ def test_a_clean_change_names_nothing(project: Path, git: Git, run: RunDir, capl
 
 
 @pytest.mark.parametrize("in_git", [False, True])
-def test_what_hpcdistignore_names_is_left_out_without_a_word(
+def test_files_in_hpcdistignore_are_left_out_without_a_message(
     project: Path, run: RunDir, in_git: bool, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(project, train="1", sub__notes="2", keep="3", big__a="4", big__b="5", late="6")
     (project / ".gitignore").write_text("late.py\n")
-    (project / ".hpcdistignore").write_text("# mine\nnotes.py\n/big/*\n!/big/b.py\n.env\n")
+    (project / ".hpcdistignore").write_text("# comment\nnotes.py\n/big/*\n!/big/b.py\n.env\n")
     (project / ".env").write_text("A_TOKEN=abcdef0123456789\n")
     if in_git:
         git = request.getfixturevalue("git")
@@ -413,14 +417,14 @@ def test_what_hpcdistignore_names_is_left_out_without_a_word(
         git("commit", "--quiet", "-m", "first")
         write(project, sub__notes="changed")
     take(config(run), run, project)
-    ours = set() if not in_git else {".gitignore", ".hpcdistignore"}
-    assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | ours
+    dot_files = set() if not in_git else {".gitignore", ".hpcdistignore"}
+    assert set(contents(run.code)) == {"train.py", "keep.py", "big/b.py"} | dot_files
     if in_git:
         assert "notes" not in (run.path / "code.patch").read_text()
     assert not caplog.messages
 
 
-def test_hpcdistignore_without_git(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hpcdistignore_without_git_is_an_error(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project, train="1")
     (project / ".gitignore").write_text("x\n")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -430,9 +434,7 @@ def test_hpcdistignore_without_git(project: Path, run: RunDir, monkeypatch: pyte
         take(config(run), run, project)
 
 
-def test_a_patch_whose_parts_have_no_names_is_left_out() -> None:
-    from hpcdist.run.snapshot_filter import clean_patch
-
+def test_patch_with_parts_of_unknown_files_is_left_out() -> None:
     assert clean_patch("diff --git a/x b/x\n", [], lambda _: False) == (
         "",
         ["code.patch (files that are not merged yet)"],
@@ -447,5 +449,5 @@ def test_a_patch_whose_parts_have_no_names_is_left_out() -> None:
         ("secrets.yaml", True), (".aws/config", True), ("model.py", False), ("keys.yaml", False), ("x.key", True),
     ],
 )  # fmt: skip
-def test_files_that_are_secret_by_name(name: str, secret: bool) -> None:
+def test_secret_files_are_recognized_by_name(name: str, secret: bool) -> None:
     assert is_secret_file(name) == secret

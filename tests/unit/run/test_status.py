@@ -1,4 +1,4 @@
-"""How a run stands: every state of its folder against every word of Slurm's."""
+"""Status of runs, for combinations of state file, lease and Slurm's view of the job."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
 
 PENDING = JobSnapshot(info=JobInfo(id="7", state="PENDING", reason="Priority"))
 RUNNING = JobSnapshot(info=JobInfo(id="7", state="RUNNING", nodes="n1"))
-OVER = JobSnapshot(info=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
-VANISHED = JobSnapshot()
-AWAY = JobSnapshot(error="no answer")
+ENDED = JobSnapshot(info=JobInfo(id="7", state="NODE_FAIL", nodes="n2", ended=1700.0))
+UNKNOWN = JobSnapshot()
+NO_ANSWER = JobSnapshot(error="no answer")
 NO_SLURM = JobSnapshot(error="no scontrol here", installed=False)
 
 
@@ -42,14 +42,14 @@ def run(runs_dir: Path) -> RunDir:
     return RunDir.create(runs_dir / "exp" / "first")
 
 
-def put(run: RunDir, **state: Any) -> None:
+def set_state(run: RunDir, **state: Any) -> None:
     run.write_state(replace(run.read_state(), **state))
 
 
 @pytest.mark.parametrize(
-    ("status", "look", "held", "name", "over"),
+    ("status", "snapshot", "held", "name", "final"),
     [
-        # without a job the lease decides
+        # local runs: the lease decides
         ("running", None, True, "running", False),
         ("running", None, False, "lost", True),
         ("created", None, False, "created", False),
@@ -57,59 +57,59 @@ def put(run: RunDir, **state: Any) -> None:
         ("finished", None, False, "finished", True),
         ("stopped", None, False, "stopped", True),
         ("stopped", None, True, "stopped", False),
-        # in the queue
+        # queued jobs
         ("queued", PENDING, False, "queued", False),
         ("queued", RUNNING, False, "queued", False),
-        ("queued", OVER, False, "lost", True),
-        ("queued", VANISHED, False, "lost", True),
-        ("queued", AWAY, False, "queued", False),
+        ("queued", ENDED, False, "lost", True),
+        ("queued", UNKNOWN, False, "lost", True),
+        ("queued", NO_ANSWER, False, "queued", False),
         ("queued", NO_SLURM, False, "queued", False),
-        # at work
+        # running jobs
         ("running", RUNNING, True, "running", False),
-        ("running", VANISHED, True, "running", False),
-        ("running", AWAY, True, "running", False),
+        ("running", UNKNOWN, True, "running", False),
+        ("running", NO_ANSWER, True, "running", False),
         ("running", NO_SLURM, True, "running", False),
-        # the supervisor is dead, or its job's next life has not got so far
+        # dead supervisor, or a requeued job without a new supervisor yet
         ("running", RUNNING, False, "running", False),
         ("running", PENDING, False, "queued", False),
         ("running", PENDING, True, "queued", False),
-        ("running", OVER, False, "lost", True),
-        ("running", OVER, True, "lost", True),
-        ("running", VANISHED, False, "lost", True),
-        ("running", AWAY, False, "running", False),
+        ("running", ENDED, False, "lost", True),
+        ("running", ENDED, True, "lost", True),
+        ("running", UNKNOWN, False, "lost", True),
+        ("running", NO_ANSWER, False, "running", False),
         ("running", NO_SLURM, False, "lost", True),
-        # it has ended, unless someone is about to go on
+        # ended, unless a supervisor or a job may continue the run
         ("stopped", PENDING, False, "stopped", False),
         ("stopped", RUNNING, False, "stopped", False),
-        ("stopped", OVER, False, "stopped", True),
-        ("stopped", VANISHED, False, "stopped", True),
+        ("stopped", ENDED, False, "stopped", True),
+        ("stopped", UNKNOWN, False, "stopped", True),
         ("stopped", NO_SLURM, False, "stopped", True),
         ("failed", RUNNING, True, "failed", False),
-        ("failed", OVER, False, "failed", True),
+        ("failed", ENDED, False, "failed", True),
         ("finished", RUNNING, True, "finished", True),
         ("cancelled", RUNNING, True, "cancelled", True),
     ],
     ids=str,
 )
-def test_how_a_run_stands(
-    run: RunDir, status: str, look: JobSnapshot | None, held: bool, name: str, over: bool
+def test_status_from_state_lease_and_job(
+    run: RunDir, status: str, snapshot: JobSnapshot | None, held: bool, name: str, final: bool
 ) -> None:
-    put(run, status=status, reason="a reason")
+    set_state(run, status=status, reason="a reason")
     with hold(run) if held else nullcontext():
-        found = status_from(run, look)
-    assert (found.name, found.final) == (name, over)
-    if name == "lost" and look is not None and look.is_over:
+        found = status_from(run, snapshot)
+    assert (found.name, found.final) == (name, final)
+    if name == "lost" and snapshot is not None and snapshot.is_over:
         assert found.reason != "a reason"
     else:
         assert found.sentence == f"{name}: a reason"
 
 
-def test_what_no_restart_cures_is_over(run: RunDir) -> None:
-    put(run, status="failed", rejected=True)
+def test_rejected_run_is_final(run: RunDir) -> None:
+    set_state(run, status="failed", rejected=True)
     assert status_from(run, RUNNING).final
 
 
-def test_which_job_a_run_is(run: RunDir) -> None:
+def test_job_of_a_run(run: RunDir) -> None:
     assert job_of(run) is None
     write_json(run.path / "slurm.json", {"job_id": None})
     assert job_of(run) is None
@@ -124,37 +124,39 @@ def test_which_job_a_run_is(run: RunDir) -> None:
 def jobs(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RunDir], list[Any], dict[str, JobSnapshot]]:
     """Three submitted runs, the queries that reach Slurm, and Slurm's answers by job."""
     runs = [RunDir.create(runs_dir / "exp" / f"run-{number}") for number in range(3)]
-    for number, one in enumerate(runs):
-        write_json(one.path / "slurm.json", {"job_id": f"7_{number}"})
-        put(one, status="queued")
+    for number, run in enumerate(runs):
+        write_json(run.path / "slurm.json", {"job_id": f"7_{number}"})
+        set_state(run, status="queued")
     queries: list[Any] = []
     answers: dict[str, JobSnapshot] = {}
 
-    def ask_many(ids: list[str]) -> dict[str, JobInfo]:
+    def query_all(ids: list[str]) -> dict[str, JobInfo]:
         queries.append(ids)
         if error := answers.get("error"):
             raise SlurmError(error.error, installed=True)
         return {job: answer.info for job, answer in answers.items() if answer.info is not None}
 
-    def look_at(job: JobRef, *, history: bool = False) -> JobSnapshot:
+    def take_snapshot(job: JobRef, *, history: bool = False) -> JobSnapshot:
         queries.append(job.id)
         return answers.get(job.id, JobSnapshot())
 
-    monkeypatch.setattr(client, "query_jobs", ask_many)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
+    monkeypatch.setattr(client, "query_jobs", query_all)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
     return runs, queries, answers
 
 
 def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
     runs, queries, answers = jobs
     local = RunDir.create(runs_dir / "exp" / "local")
-    put(runs[1], status="failed")
+    set_state(runs[1], status="failed")
     answers["7_0"] = PENDING
     found = query_jobs([*runs, local])
-    assert found == {runs[0].path: PENDING, runs[1].path: VANISHED, runs[2].path: VANISHED}
-    assert queries == [["7_0", "7_1", "7_2"], "7_2"], "a job that squeue does not know, of a run that has not ended"
+    assert found == {runs[0].path: PENDING, runs[1].path: UNKNOWN, runs[2].path: UNKNOWN}
+    assert queries == [["7_0", "7_1", "7_2"], "7_2"], (
+        "second query: the run has not ended, and squeue does not know its job"
+    )
     assert query_jobs(runs, skip_ended=True).keys() == {runs[0].path, runs[2].path}
-    answers["error"] = AWAY
+    answers["error"] = NO_ANSWER
     assert {snapshot.error for snapshot in query_jobs(runs).values()} == {"no answer"}
     assert query_jobs([local]) == {}
 
@@ -171,8 +173,8 @@ def test_a_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
     assert poll() == [("queued", False)] * 3
     del answers["7_1"]
     now += QUERY_EVERY_S
-    assert [poll(), poll()] == [[("queued", False)] * 3] * 2, "one snapshot, however often it is read"
-    put(runs[2], status="finished")
+    assert [poll(), poll()] == [[("queued", False)] * 3] * 2, "the second poll reads the same snapshot"
+    set_state(runs[2], status="finished")
     now += QUERY_EVERY_S
     assert poll() == [("queued", False), ("lost", True), ("finished", True)]
     num_queries = len(queries)
@@ -186,7 +188,7 @@ def test_slurm_is_queried_less_often_while_it_does_not_answer(jobs: Any) -> None
     runs, queries, answers = jobs
     now = 0.0
     watch = StatusWatch(clock=lambda: now)
-    answers["error"] = AWAY
+    answers["error"] = NO_ANSWER
     for seconds in (0.0, QUERY_EVERY_S, QUERY_UNAVAILABLE_S - 1):
         now = seconds
         assert [status.slurm_error for status in watch.poll(runs)] == ["no answer"] * 3
@@ -196,22 +198,22 @@ def test_slurm_is_queried_less_often_while_it_does_not_answer(jobs: Any) -> None
     assert len(queries) == 2
 
 
-# --- closing
+# --- recording the end of lost runs
 
 
 @pytest.fixture
 def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
-    """The run is job 7, of which Slurm says what is set."""
+    """Return a function that sets Slurm's answer about job 7, which is the run's job."""
     write_json(run.path / "slurm.json", {"job_id": "7"})
-    said: list[JobSnapshot] = []
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: said[-1])
-    return said.append
+    answers: list[JobSnapshot] = []
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: answers[-1])
+    return answers.append
 
 
 @pytest.mark.parametrize(
-    ("look", "status", "reason"),
+    ("snapshot", "status", "reason"),
     [
-        (OVER, "failed", "job 7 ended as NODE_FAIL on n2"),
+        (ENDED, "failed", "job 7 ended as NODE_FAIL on n2"),
         (JobSnapshot(info=JobInfo(id="7", state="CANCELLED")), "cancelled", "job 7 was cancelled in the queue"),
         (
             JobSnapshot(info=JobInfo(id="7", state="PREEMPTED", nodes="n1")),
@@ -228,82 +230,82 @@ def slurm(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot
             "failed",
             "job 7 ended as COMPLETED on n1, its supervisor exited without recording a status",
         ),
-        (VANISHED, "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
+        (UNKNOWN, "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
     ids=lambda value: getattr(getattr(value, "facts", None), "state", None),
 )
 @pytest.mark.parametrize("before", ["queued", "running"])
-def test_a_run_whose_job_died_is_closed_with_what_slurm_says(
-    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, look: JobSnapshot, status: str, reason: str
+def test_lost_run_is_closed_with_the_end_of_its_job(
+    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, snapshot: JobSnapshot, status: str, reason: str
 ) -> None:
-    put(run, status=before, attempt=1)
-    slurm(look)
+    set_state(run, status=before, attempt=1)
+    slurm(snapshot)
     assert close_if_lost(run) == reason
     state = run.read_state()
     assert (state.status, state.reason, state.attempt) == (status, reason, 1)
     assert state.ended is not None
-    assert (state.ended == 1700.0) == (look is OVER)
+    assert (state.ended == 1700.0) == (snapshot is ENDED)
     assert close_if_lost(run) == ""
 
 
-@pytest.mark.parametrize("look", [PENDING, RUNNING, AWAY, NO_SLURM], ids=["pending", "running", "away", "no slurm"])
+@pytest.mark.parametrize(
+    "snapshot", [PENDING, RUNNING, NO_ANSWER, NO_SLURM], ids=["pending", "running", "no answer", "no slurm"]
+)
 @pytest.mark.parametrize("before", ["queued", "running"])
-def test_a_run_that_lives_or_may_live_is_not_closed(
-    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, look: JobSnapshot
+def test_run_that_may_be_alive_is_not_closed(
+    run: RunDir, slurm: Callable[[JobSnapshot], None], before: str, snapshot: JobSnapshot
 ) -> None:
-    put(run, status=before)
-    slurm(look)
+    set_state(run, status=before)
+    slurm(snapshot)
     assert close_if_lost(run) == ""
     assert run.read_state().status == before
 
 
-def test_the_lease_of_a_dead_job_on_another_host_binds_nobody(
-    run: RunDir, slurm: Callable[[JobSnapshot], None]
-) -> None:
-    put(run, status="running", attempt=1)
+def test_lease_of_an_ended_job_on_another_host_is_void(run: RunDir, slurm: Callable[[JobSnapshot], None]) -> None:
+    set_state(run, status="running", attempt=1)
     other = {"host": "n9", "pid": 1, "started": 0.0, "user": "ada", "acquired": 0.0, "renewed": time.time()}
     write_json(run.lease, other | {"job_id": "7"})
-    slurm(VANISHED)
-    assert close_if_lost(run) == "", "a lease that is renewed outweighs a job that Slurm does not know"
-    slurm(OVER)
+    slurm(UNKNOWN)
+    assert close_if_lost(run) == "", "a renewed lease takes precedence over a job that Slurm does not know"
+    slurm(ENDED)
     assert close_if_lost(run) == "job 7 ended as NODE_FAIL on n2"
     assert not run.lease.exists()
 
 
-def test_a_run_of_this_machine_is_closed_by_its_lease(run: RunDir) -> None:
-    assert close_if_lost(run) == "", "it waits for its start"
+def test_local_run_is_closed_if_its_holder_is_dead(run: RunDir) -> None:
+    assert close_if_lost(run) == "", "the run waits for its start"
     dead = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 0.0, "renewed": 500.0, "acquired": 0}
     write_json(run.lease, dead)
     assert close_if_lost(run) == "its supervisor died"
     assert (run.read_state().status, run.read_state().ended) == ("failed", 500.0)
 
 
-# --- lives of a job
+# --- starts of a job
 
 
-def test_each_life_of_a_job_is_noted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_each_start_of_a_job_is_recorded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries: list[str] = []
     facts = JobInfo(id="41", state="RUNNING", submitted=100.0, started=130.0, nodes="n[1-2]")
 
-    def look_at(job: JobRef) -> JobSnapshot:
-        asked.append(job.id)
+    def take_snapshot(job: JobRef) -> JobSnapshot:
+        queries.append(job.id)
         return JobSnapshot(info=facts)
 
-    monkeypatch.setattr(job_snapshot, "take_snapshot", look_at)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
     record_job_start(run, env)
     facts = replace(facts, restarts=1, submitted=200.0, started=207.0, nodes="n3")
     record_job_start(run, env)
-    assert asked == ["40_1", "40_1"]
+    assert queries == ["40_1", "40_1"]
     assert job_starts(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
     write_json(run.path / "slurm.json", {"job_id": "42"})
-    assert job_starts(run) == [], "of another job"
+    assert job_starts(run) == [], "the records belong to another job"
     record_job_start(run, {"SLURM_JOB_ID": "42"})
     assert job_starts(run) == [{"nodes": "n3", "queue_s": 7.0}]
 
 
-def test_a_slurm_that_is_away_leaves_no_note(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: AWAY)
+def test_nothing_is_recorded_if_slurm_does_not_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: NO_ANSWER)
     record_job_start(run, {"SLURM_JOB_ID": "41"})
     assert read_json(run.path / "job.json") is None

@@ -1,4 +1,4 @@
-"""Axes from the command line, the cells that they span, and what they are called."""
+"""Parsing of sweep axes, and the cells of a sweep and their names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from hpcdist.config.loading import load_config
 from hpcdist.errors import ConfigError
-from hpcdist.run.sweep import Axis, Sweep, changes, make_sweep, parse_axes, reordered, text_of
+from hpcdist.run.sweep import Sweep, changes, make_sweep, parse_axes, reordered, text_of
 
 Make = Callable[..., Sweep]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """The sweep of `--sweep` words over a small config with overrides."""
+    """Return a function that makes a sweep from `--sweep` arguments and overrides."""
     path = tmp_path / "run.yaml"
     path.write_text(f"{{experiment: exp, runs_dir: {tmp_path}/runs, params: {{a: 1}}}}\n")
 
@@ -50,17 +50,16 @@ def problems_of(call: Callable[[], object]) -> list[str]:
         ("a=b=c,d", ("b=c", "d")),
     ],
 )
-def test_a_comma_inside_brackets_or_quotes_belongs_to_the_value(text: str, words: tuple[str, ...]) -> None:
-    (axis,) = parse_axes([text], [])
-    assert axis == Axis(key=text.partition("=")[0], words=words)
+def test_comma_inside_brackets_or_quotes_belongs_to_the_value(text: str, words: tuple[str, ...]) -> None:
+    assert parse_axes([text], []) == {text.partition("=")[0]: words}
 
 
 @pytest.mark.parametrize(
     ("axes", "overrides", "problem"),
     [
-        (["seed"], [], "'seed' is no axis: write key=value,value as in optim.lr=0.1,0.01"),
-        (["=1,2"], [], "'=1,2' is no axis: write key=value,value as in optim.lr=0.1,0.01"),
-        (["--seed=1,2"], [], "'--seed=1,2' is no axis: write key=value,value as in optim.lr=0.1,0.01"),
+        (["seed"], [], "'seed' is not an axis: write key=value,value as in optim.lr=0.1,0.01"),
+        (["=1,2"], [], "'=1,2' is not an axis: write key=value,value as in optim.lr=0.1,0.01"),
+        (["--seed=1,2"], [], "'--seed=1,2' is not an axis: write key=value,value as in optim.lr=0.1,0.01"),
         (["name=a,b"], [], "name cannot be swept: all cells share it"),
         (["experiment=a,b"], [], "experiment cannot be swept: all cells share it"),
         (["runs_dir=a,b"], [], "runs_dir cannot be swept: all cells share it"),
@@ -77,11 +76,11 @@ def test_a_comma_inside_brackets_or_quotes_belongs_to_the_value(text: str, words
         (["seed=1,,2"], [], "seed has an empty value in '1,,2': write null for none, '' for an empty text"),
     ],
 )
-def test_mistakes_in_an_axis(axes: list[str], overrides: list[str], problem: str) -> None:
+def test_mistake_in_an_axis_is_reported(axes: list[str], overrides: list[str], problem: str) -> None:
     assert problems_of(lambda: parse_axes(axes, overrides)) == [problem]
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     assert len(problems_of(lambda: parse_axes(["x", "name=a", "seed=1,"], []))) == 3
 
 
@@ -102,13 +101,13 @@ def test_cells_are_named_by_their_values(make: Make) -> None:
     assert sweep.folder == Path(last.config.runs_dir) / "exp" / "tune"
 
 
-def test_keys_that_end_alike_are_written_out(make: Make) -> None:
+def test_keys_with_equal_last_parts_are_written_in_full(make: Make) -> None:
     sweep = make(["data.name=digits,mnist", "model.name=simple_cnn"], "name=tune")
     assert sweep.cells[0].label == "data.name=digits model.name=simple_cnn"
     assert sweep.cells[0].name == "tune-data.name_digits-model.name_simple_cnn"
 
 
-def test_odd_values_get_names_of_their_own(make: Make) -> None:
+def test_unusual_values_get_distinct_names(make: Make) -> None:
     long = "x" * 300
     words = ["1", "'1'", "true", "'true'", "null", "[1,2]", "a b", "a/b", "''", "-0.5", long, f"{long}y", "ä"]
     names = [cell.name for cell in make([f"params.b={','.join(words)}"], "name=t").cells]
@@ -117,27 +116,27 @@ def test_odd_values_get_names_of_their_own(make: Make) -> None:
     assert (names[0], names[2], names[9]) == ("t-b_1", "t-b_true", "t-b_-0.5")
 
 
-def test_many_axes_make_no_name_that_is_too_long(make: Make) -> None:
+def test_names_of_many_axes_are_shortened(make: Make) -> None:
     axes = [f"params.a_rather_long_name_{index}=1,2" for index in range(6)]
     names = [cell.name for cell in make(axes, "name=t").cells]
     assert len(set(names)) == 64
     assert max(map(len, names)) <= 102
 
 
-def test_a_text_that_reads_as_something_else_is_quoted() -> None:
+def test_text_that_parses_as_another_type_is_quoted() -> None:
     assert [text_of(value) for value in ("a", "1", 1, None, "null", [1, "b"])] == [
         "a", '"1"', "1", "null", '"null"', '[1, "b"]'
     ]  # fmt: skip
 
 
-def test_values_are_compared_as_the_config_has_them(make: Make) -> None:
+def test_equal_config_values_are_an_error(make: Make) -> None:
     assert problems_of(lambda: make(["optim.lr=0.1,1e-1"])) == ["optim.lr: 0.1 and 1e-1 are the same value"]
     assert problems_of(lambda: make(["optim.lr=1,1.0"])) == ["optim.lr: 1 and 1.0 are the same value"]
-    assert problems_of(lambda: make(["seed=1,2,1"])) == ["seed: 1 stands there twice"]
+    assert problems_of(lambda: make(["seed=1,2,1"])) == ["seed: 1 is given twice"]
     assert len(make(["params.b=1,'1'"]).cells) == 2
 
 
-def test_mistakes_of_all_cells_are_told_once(make: Make) -> None:
+def test_mistakes_of_all_cells_are_reported_once(make: Make) -> None:
     problems = problems_of(lambda: make(["optim.lr=0.1,-1,x", "seed=1,2"]))
     assert problems[0] == "optim.lr must be > 0, got -1.0"
     assert problems[1].startswith("optim.lr must be float, got 'x'")
@@ -145,29 +144,29 @@ def test_mistakes_of_all_cells_are_told_once(make: Make) -> None:
     assert problems_of(lambda: make(["optim.lrr=1,2"])) == ["optim.lrr is not a key: did you mean 'optim.lr'?"]
 
 
-def test_a_mistake_that_only_one_cell_has(make: Make) -> None:
+def test_mistake_of_a_single_cell_is_reported(make: Make) -> None:
     axes = ["launch.device=auto,cpu", "launch.backend=gloo,nccl"]
     (problem,) = problems_of(lambda: make(axes))
     assert problem.startswith("launch.backend=nccl needs GPUs, but launch.device=cpu")
 
 
-def test_secrets_are_not_swept(make: Make) -> None:
+def test_secrets_cannot_be_swept(make: Make) -> None:
     (problem,) = problems_of(lambda: make(["launch.env.API_TOKEN=abc,def"]))
     assert (
         problem == "launch.env.API_TOKEN looks like a secret, and cells are named by their values: it cannot be swept"
     )
 
 
-def test_a_section_written_short_can_be_swept(make: Make) -> None:
+def test_short_form_of_a_section_can_be_swept(make: Make) -> None:
     sweep = make(["trainer=mine:train,theirs:train"], "name=t")
     assert [cell.config.trainer.target for cell in sweep.cells] == ["mine:train", "theirs:train"]
     assert sweep.cells[0].label == "trainer=mine:train"
 
 
-# --- which sweep it is
+# --- identity of a sweep
 
 
-def test_the_same_command_means_the_same_sweep(make: Make) -> None:
+def test_derived_name_depends_on_config_and_keys(make: Make) -> None:
     name = make(["optim.lr=0.1", "seed=1,2"]).name
     assert re.fullmatch(r"ddp-lr-seed-[0-9a-f]{8}", name)
     assert make(["optim.lr=0.1,0.2", "seed=3"]).name == name, "values can be added"
@@ -176,13 +175,13 @@ def test_the_same_command_means_the_same_sweep(make: Make) -> None:
     assert make(["optim.lr=0.1"]).name != name
 
 
-def test_keys_in_another_order(make: Make) -> None:
+def test_reordered_keys_rename_the_cells(make: Make) -> None:
     sweep = reordered(make(["seed=1,2", "optim.lr=0.1"], "name=t"), ["optim.lr", "seed"])
     assert (sweep.keys, sweep.cells[1].name) == (("optim.lr", "seed"), "t-lr_0.1-seed_2")
     assert sweep.cells[1].config.name == "t-lr_0.1-seed_2"
 
 
-def test_what_cells_must_share(make: Make) -> None:
+def test_base_holds_values_that_all_cells_share(make: Make) -> None:
     base = make(["seed=1,2"]).base
     assert "seed" not in base
     assert not [key for key in base if key.startswith(("cluster.", "launch.", "tracking."))]
@@ -190,4 +189,4 @@ def test_what_cells_must_share(make: Make) -> None:
     assert changes(base, make(["seed=3"], "optim.lr=0.5").base) == ["optim.lr was 0.001, is 0.5"]
     assert changes(base, make(["seed=3"], "params.b=2").base) == ["params.b was None, is 2"]
     older = {key: value for key, value in base.items() if key != "optim.momentum"}
-    assert changes(older, base) == [], "a key that came with a newer version"
+    assert changes(older, base) == [], "a key that a newer version has added"

@@ -1,4 +1,4 @@
-"""Which cells of a sweep run, and how their folders are made ready."""
+"""Selection of the cells that must run, and preparation of their folders."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def make(tmp_path: Path) -> Make:
 
 
 def start(sweep: Sweep, cwd: Path, launcher: str = "local") -> list[Choice]:
-    """Make ready what is to run."""
+    """Prepare the cells that must run."""
     chosen = [choice for choice in choose(sweep) if choice.runs]
     with hold_sweep(sweep) as folder:
         prepare(chosen, folder, cwd, launcher=launcher)
     return chosen
 
 
-def stands(sweep: Sweep) -> list[tuple[bool, str]]:
+def verdicts(sweep: Sweep) -> list[tuple[bool, str]]:
     return [(choice.runs, choice.why) for choice in choose(sweep)]
 
 
@@ -66,7 +66,7 @@ def end(run: RunDir, status: Status, **more: Any) -> None:
     run.write_state(replace(run.read_state(), status=status, attempt=1, **more))
 
 
-# --- which cells run
+# --- selection
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def end(run: RunDir, status: Status, **more: Any) -> None:
         ("created", False, None, True, "not started"),
     ],
 )
-def test_missing_failed_stopped_and_lost_cells_run(
+def test_new_failed_stopped_and_lost_cells_run(
     status: Status, held: bool, in_queue: str | None, runs: bool, why: str
 ) -> None:
     facts = None if in_queue in (None, "UNKNOWN") else JobInfo(id="7", state=str(in_queue))
@@ -101,18 +101,18 @@ def test_missing_failed_stopped_and_lost_cells_run(
         assert verdict(State(status=status), held=held, job=JobSnapshot()) == (runs, why)
 
 
-def test_a_second_start_runs_what_is_left(make: Make, project: Path) -> None:
+def test_second_start_runs_the_remaining_cells(make: Make, project: Path) -> None:
     sweep = make(["seed=1,2,3"])
-    assert stands(sweep) == [(True, "new")] * 3
-    assert not sweep.folder.parent.exists(), "looking makes nothing"
+    assert verdicts(sweep) == [(True, "new")] * 3
+    assert not sweep.folder.parent.exists(), "`choose` creates no folder"
     chosen = start(sweep, project)
     end(chosen[0].run, "finished")
     end(chosen[1].run, "failed")
-    assert stands(make(["seed=1,2,3,4"])) == [
+    assert verdicts(make(["seed=1,2,3,4"])) == [
         (False, "finished"), (True, "failed"), (True, "not started"), (True, "new")
     ]  # fmt: skip
     with hold(chosen[2].run):
-        assert stands(sweep)[2] == (False, "running")
+        assert verdicts(sweep)[2] == (False, "running")
 
 
 def test_slurm_is_queried_once_for_all_jobs(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +120,22 @@ def test_slurm_is_queried_once_for_all_jobs(make: Make, project: Path, monkeypat
     for index, choice in enumerate(start(sweep, project)):
         write_json(choice.run.path / "slurm.json", {"job_id": f"7_{index}"})
         choice.run.write_state(replace(choice.run.read_state(), status="queued"))
-    asked: list[Sequence[str]] = []
+    queries: list[Sequence[str]] = []
 
-    def ask_many(ids: Sequence[str]) -> dict[str, JobInfo]:
-        asked.append(ids)
+    def query_jobs(ids: Sequence[str]) -> dict[str, JobInfo]:
+        queries.append(ids)
         return {"7_1": JobInfo(id="7_1", state="PENDING")}
 
-    monkeypatch.setattr(client, "query_jobs", ask_many)
+    monkeypatch.setattr(client, "query_jobs", query_jobs)
     monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: JobSnapshot())
-    assert stands(sweep) == [(True, "lost"), (False, "queued (pending)")]
-    assert asked == [["7_0", "7_1"]]
+    assert verdicts(sweep) == [(True, "lost"), (False, "queued (pending)")]
+    assert queries == [["7_0", "7_1"]]
 
 
-def test_a_run_in_the_way_of_a_cell(make: Make, project: Path) -> None:
+def test_folder_of_another_run_is_an_error(make: Make, project: Path) -> None:
     sweep = make()
     run = create_run(sweep.cells[0].config, project)
-    assert stands(sweep)[0] == (True, "new"), "whoever made it was killed before it could be marked"
+    assert verdicts(sweep)[0] == (True, "new"), "the command was killed before it marked the cell"
     end(run, "finished")
     with pytest.raises(RunFolderError, match=r"tune-seed_1 is a run outside of sweep tune"):
         choose(sweep)
@@ -145,10 +145,10 @@ def test_a_run_in_the_way_of_a_cell(make: Make, project: Path) -> None:
         choose(sweep)
 
 
-# --- making them ready
+# --- preparation
 
 
-def test_new_cells_are_ordinary_runs_that_know_their_sweep(make: Make, project: Path) -> None:
+def test_new_cells_are_ordinary_runs_with_a_cell_file(make: Make, project: Path) -> None:
     sweep = make()
     for choice, cell in zip(start(sweep, project), sweep.cells, strict=True):
         assert RunDir.open(choice.run.path).read_state().status == "created"
@@ -158,22 +158,22 @@ def test_new_cells_are_ordinary_runs_that_know_their_sweep(make: Make, project: 
         }  # fmt: skip
 
 
-def test_all_new_cells_are_made_or_none(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_new_folder_remains_on_errors(make: Make, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make()
 
     def create(config: Any, cwd: Path, *, launcher: str) -> RunDir:
         if config.seed == 2:
-            raise UserMistake("no room")
+            raise UserMistake("disk full")
         return create_run(config, cwd, launcher=launcher)
 
     monkeypatch.setattr(sweep_cells, "create_run", create)
-    with pytest.raises(UserMistake, match="no room"):
+    with pytest.raises(UserMistake, match="disk full"):
         start(sweep, project)
     assert [path.name for path in sweep.folder.parent.iterdir()] == ["tune"]
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", "second\n"), ("stopped", "first\n")])
-def test_a_failed_cell_gets_the_code_as_it_is_now(make: Make, project: Path, status: Status, code: str) -> None:
+def test_failed_cell_gets_the_current_code(make: Make, project: Path, status: Status, code: str) -> None:
     sweep = make()
     run = start(sweep, project)[0].run
     end(run, status)
@@ -185,13 +185,10 @@ def test_a_failed_cell_gets_the_code_as_it_is_now(make: Make, project: Path, sta
     assert (config.launch.max_restarts, config.cluster.time_limit_min) == (9, 7)
     assert (run.path / "slurm.json").exists()
     start(make(["seed=1"]), project)
-    assert not (run.path / "slurm.json").exists(), "it runs here now"
+    assert not (run.path / "slurm.json").exists(), "it now runs locally"
 
 
-def test_two_at_once(make: Make, project: Path) -> None:
+def test_sweep_is_held_by_one_process(make: Make, project: Path) -> None:
     sweep = make()
     with hold_sweep(sweep), pytest.raises(RunFolderError, match=r"^sweep tune is held by process \d+ of "):
         start(sweep, project)
-
-
-# --- what Slurm says

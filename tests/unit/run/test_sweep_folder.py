@@ -1,4 +1,4 @@
-"""A sweep's folder: whether a command line means the same sweep, and how it stands by its cells."""
+"""The folder of a sweep: whether a command continues the same sweep, and the state derived from its cells."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ def make(tmp_path: Path) -> Make:
 
 
 def make_cells(sweep: Sweep, *statuses: Status) -> tuple[SweepDir, list[RunDir]]:
-    there = write_sweep(sweep)
+    folder = write_sweep(sweep)
     runs = []
     for cell, status in zip(sweep.cells, statuses, strict=False):
-        run = RunDir.create(there.path.parent / cell.name)
+        run = RunDir.create(folder.path.parent / cell.name)
         attempt = 0 if status in ("created", "queued") else 1
         run.write_state(replace(run.read_state(), status=status, attempt=attempt, ended=9e9))
-        mark(run, there, cell)
+        mark(run, folder, cell)
         runs.append(run)
-    return there, runs
+    return folder, runs
 
 
-# --- the same sweep again
+# --- continuing a sweep
 
 
-def test_a_new_sweep_is_as_it_is(make: Make) -> None:
+def test_new_sweep_is_unchanged(make: Make) -> None:
     sweep = make(SEEDS)
     assert match(sweep) is sweep
-    assert not sweep.folder.exists(), "looking makes nothing"
+    assert not sweep.folder.exists(), "`match` creates no folder"
 
 
-def test_values_are_added_and_cells_keep_their_names(make: Make) -> None:
-    there = write_sweep(make(["optim.lr=0.1", "seed=1,2"]))
-    uid = there.read()["uid"]
+def test_values_can_be_added_and_cells_keep_their_names(make: Make) -> None:
+    folder = write_sweep(make(["optim.lr=0.1", "seed=1,2"]))
+    uid = folder.read()["uid"]
     again = match(make(["seed=2,3", "optim.lr=0.1"]))
     assert [cell.name for cell in again.cells] == ["tune-lr_0.1-seed_2", "tune-lr_0.1-seed_3"]
     write_sweep(again)
-    assert [cell["name"] for cell in there.read()["cells"]] == [f"tune-lr_0.1-seed_{seed}" for seed in (1, 2, 3)]
-    assert there.read()["uid"] == uid
-    assert read_json(there.mlflow) == {"run_uid": uid}
+    assert [cell["name"] for cell in folder.read()["cells"]] == [f"tune-lr_0.1-seed_{seed}" for seed in (1, 2, 3)]
+    assert folder.read()["uid"] == uid
+    assert read_json(folder.mlflow) == {"run_uid": uid}
 
 
-def test_other_keys_are_another_sweep(make: Make) -> None:
+def test_other_keys_are_an_error(make: Make) -> None:
     write_sweep(make(SEEDS))
     with pytest.raises(RunFolderError, match=r"^sweep tune is over seed, not over optim.lr: .* choose another `name`$"):
         match(make(["optim.lr=0.1"]))
 
 
-def test_another_config_is_another_sweep(make: Make) -> None:
+def test_another_config_is_an_error(make: Make) -> None:
     write_sweep(make(SEEDS))
     wanted = "sweep tune was started with another config (optim.lr was 0.001, is 0.5): its cells could not be compared"
     with pytest.raises(RunFolderError, match=f"^{re.escape(wanted)}; choose another `name`$"):
@@ -81,36 +81,36 @@ def test_another_config_is_another_sweep(make: Make) -> None:
     assert match(make(SEEDS, "cluster.time_limit_min=5")).name == "tune"
 
 
-def test_a_run_of_that_name(make: Make) -> None:
+def test_existing_run_with_the_name_is_an_error(make: Make) -> None:
     sweep = make(SEEDS)
     RunDir.create(sweep.folder)
-    with pytest.raises(RunFolderError, match=r"/exp/tune is a run, no sweep: choose another `name`$"):
+    with pytest.raises(RunFolderError, match=r"/exp/tune is a run, not a sweep: choose another `name`$"):
         match(sweep)
 
 
-def test_a_broken_file_is_told(make: Make) -> None:
-    there = write_sweep(make(SEEDS))
-    there.file.write_text("{")
+def test_damaged_sweep_file_is_an_error(make: Make) -> None:
+    folder = write_sweep(make(SEEDS))
+    folder.file.write_text("{")
     with pytest.raises(
         RunFolderError, match=r"sweep\.json is damaged \(it holds no JSON object\): restore it, or remove the folder"
     ):
-        there.read()
+        folder.read()
 
 
 # --- folders
 
 
-def test_a_sweep_is_no_run_and_its_cells_are(make: Make) -> None:
-    there, runs = make_cells(make(SEEDS), "finished", "failed")
+def test_cells_are_runs_and_the_sweep_is_not(make: Make) -> None:
+    folder, runs = make_cells(make(SEEDS), "finished", "failed")
     for run in runs:
         run.config.write_text("{}")
-    assert [run.name for run in find_runs(there.path.parents[1])] == ["tune-seed_1", "tune-seed_2"]
+    assert [run.name for run in find_runs(folder.path.parents[1])] == ["tune-seed_1", "tune-seed_2"]
     found = sweep_of(runs[0])
     assert found is not None
-    assert found.path == there.path
-    there.file.unlink()
+    assert found.path == folder.path
+    folder.file.unlink()
     assert sweep_of(runs[0]) is None
-    assert sweep_of(there) is None
+    assert sweep_of(folder) is None
 
 
 @pytest.mark.parametrize(
@@ -126,33 +126,33 @@ def test_a_sweep_is_no_run_and_its_cells_are(make: Make) -> None:
         ((), "stopped", "3 cells: 3 missing"),
     ],
 )
-def test_a_sweep_that_is_over(make: Make, statuses: tuple[Status, ...], status: str, reason: str) -> None:
-    """A cell that says it is running, and is held by nobody, has lost its supervisor."""
-    there, _ = make_cells(make(SEEDS), *statuses)
-    state = there.read_state()
+def test_state_of_an_ended_sweep(make: Make, statuses: tuple[Status, ...], status: str, reason: str) -> None:
+    """A cell in state `running` without a holder has lost its supervisor."""
+    folder, _ = make_cells(make(SEEDS), *statuses)
+    state = folder.read_state()
     assert (state.status, state.reason) == (status, reason)
     assert state.ended is not None
 
 
-def test_a_sweep_goes_on_while_one_of_its_cells_does(make: Make) -> None:
-    there, (_, run, _) = make_cells(make(SEEDS), "failed", "running", "created")
-    assert there.read_state().status == "failed"
+def test_sweep_is_running_while_a_cell_is(make: Make) -> None:
+    folder, (_, run, _) = make_cells(make(SEEDS), "failed", "running", "created")
+    assert folder.read_state().status == "failed"
     with hold(run):
-        state = there.read_state()
+        state = folder.read_state()
     assert (state.status, state.ended) == ("running", None)
 
 
-def test_cells_wait_for_their_turn_while_the_sweep_is_at_work(make: Make) -> None:
-    there, _ = make_cells(make(SEEDS), "finished", "created", "created")
-    assert there.read_state().status == "stopped"
-    with hold(there):
-        assert there.read_state().status == "running"
+def test_created_cells_wait_while_the_sweep_is_held(make: Make) -> None:
+    folder, _ = make_cells(make(SEEDS), "finished", "created", "created")
+    assert folder.read_state().status == "stopped"
+    with hold(folder):
+        assert folder.read_state().status == "running"
 
 
-def test_cells_on_slurm_wait_in_its_queue(make: Make) -> None:
-    there, runs = make_cells(make(SEEDS), "queued", "queued", "queued")
+def test_cells_in_slurms_queue_are_queued(make: Make) -> None:
+    folder, runs = make_cells(make(SEEDS), "queued", "queued", "queued")
     for run in runs:
         write_json(run.path / "slurm.json", {"job_id": "1"})
-    assert there.read_state().status == "queued"
+    assert folder.read_state().status == "queued"
     runs[0].write_state(replace(runs[0].read_state(), status="running", attempt=1))
-    assert there.read_state().status == "running", "Slurm knows what became of a job that nobody holds"
+    assert folder.read_state().status == "running", "only Slurm knows the state of a job without a holder"

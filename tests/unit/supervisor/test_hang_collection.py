@@ -1,4 +1,4 @@
-"""What ranks that stand still are doing is collected from their processes, whether they can still speak or not."""
+"""Stack traces of hung ranks, collected from their processes by py-spy or from their logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ exit 1
 """
 
 
-def never() -> bool:
+def not_interrupted() -> bool:
     return False
 
 
@@ -48,22 +48,22 @@ def stop(pid: int) -> None:
 
 
 @pytest.mark.processes
-def test_what_ranks_tell_where_nobody_may_look_into_them(
+def test_faulthandler_stacks_are_used_if_py_spy_is_not_permitted(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under yama's ptrace_scope, or in a container without the right: faulthandler speaks."""
+    """As with yama's ptrace_scope, or in a container without the capability."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "py-spy").write_text(NOT_ALLOWED)
     (tmp_path / "bin" / "py-spy").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     with hung_ranks(attempt, tmp_path, 4) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
-        assert [process.rank for process in processes] == [0, 1, 2, 3], "and none of what they have forked"
+        assert [process.rank for process in processes] == [0, 1, 2, 3], "ranks without their forked children"
         assert [len(process.children) for process in processes] == [0, 1, 0, 0]
         assert find_ranks(attempt.path.parent.parent, 2) == []
         assert find_ranks(attempt.path.parent, attempt.number) == []
-        summary = collect(attempt, ranks, limit_s=20, interrupted=never)
-        assert ranks.running == [0, 1, 2, 3], "nothing was killed"
+        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        assert ranks.running == [0, 1, 2, 3], "no rank was killed"
     assert summary is not None
     assert summary.suspects == (1,)
     assert summary.odd_first == (1, 0, 2, 3)
@@ -83,14 +83,14 @@ def test_what_ranks_tell_where_nobody_may_look_into_them(
     for rank in range(4):
         record = read_json(attempt.flight(rank)) or {}
         assert set(record["recorders"]) == {"gloo", "nccl"}
-        # The call that torch's own analyzer needs; a real one needs a GPU.
+        # Arguments that torch's trace analyzer needs; a real dump would need a GPU.
         assert (attempt.path / f"flight-rank-{rank}").read_text() == "(True, True, False)"
     left = {path.name for path in attempt.path.iterdir()}
     assert not [name for name in left if name.startswith("node-") or name == "stacks.log"], left
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
+def test_py_spy_reads_the_stack_of_a_stopped_rank(
     attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if py_spy(os.environ) is None:
@@ -98,11 +98,11 @@ def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
     with hung_ranks(attempt, tmp_path, 3) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         stop(processes[2].pid)
-        summary = collect(attempt, ranks, limit_s=20, interrupted=never)
-        # Nobody waits for what cannot come: this returns.
+        summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
+        # A stopped rank cannot print its stacks, so this must return without a wait for them.
         monkeypatch.setattr(node, "PRINT_S", 10_000.0)
-        looks = node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
-        assert [look.process.state for look in looks] == ["S", "R", "T"]
+        snapshots = node.take_snapshots(processes, attempt, "n1", time.monotonic() + 10_000)
+        assert [snapshot.process.state for snapshot in snapshots] == ["S", "R", "T"]
     assert summary is not None
     assert summary.suspects == (2,)
     assert summary.sentence.startswith(
@@ -112,15 +112,13 @@ def test_a_rank_that_is_stopped_tells_nothing_and_py_spy_does(
     assert ": state T (stopped), in " in stopped
     assert "stacks by py-spy:\n\nProcess" in stopped
     assert "    train (" in stopped
-    assert "wait_for_work" in attempt.stacks(1).read_text(), "the child's stack, too"
+    assert "wait_for_work" in attempt.stacks(1).read_text(), "stack of the child process"
     assert not attempt.flight(2).exists()
 
 
 @pytest.mark.processes
-def test_without_an_answer_of_any_node_the_logs_have_the_stacks(attempt: Attempt, tmp_path: Path) -> None:
-    """No Python where the supervisor has one, no more tasks in the job: as it was before there was a collector."""
-
-    class Unwilling:
+def test_stacks_are_in_the_logs_if_the_command_fails_on_all_nodes(attempt: Attempt, tmp_path: Path) -> None:
+    class FailingExamine:
         def __init__(self, ranks: object) -> None:
             self.ranks = ranks
 
@@ -131,14 +129,14 @@ def test_without_an_answer_of_any_node_the_logs_have_the_stacks(attempt: Attempt
             output.write_text("srun: error: Unable to create step\n")
 
     with hung_ranks(attempt, tmp_path, 2) as ranks:
-        assert collect(attempt, Unwilling(ranks), limit_s=20, interrupted=never) is None  # type: ignore[arg-type]
+        assert collect(attempt, FailingExamine(ranks), limit_s=20, interrupted=not_interrupted) is None  # type: ignore[arg-type]
         assert "Current thread" in attempt.log(0).read_text()
     assert (attempt.path / "stacks.log").read_text() == "srun: error: Unable to create step\n"
     assert not attempt.stacks_summary.exists()
 
 
-def test_a_full_disk_keeps_nobody_from_ending_the_ranks(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
-    class Full:
+def test_full_disk_during_the_collection_is_logged(attempt: Attempt, caplog: pytest.LogCaptureFixture) -> None:
+    class FullDisk:
         running = (0,)
 
         def signal(self, number: int) -> None: ...
@@ -146,15 +144,15 @@ def test_a_full_disk_keeps_nobody_from_ending_the_ranks(attempt: Attempt, caplog
         def examine(self, command: list[str], **_: object) -> None:
             raise OSError(28, "No space left on device")
 
-    assert collect(attempt, Full(), limit_s=5, interrupted=never) is None  # type: ignore[arg-type]
+    assert collect(attempt, FullDisk(), limit_s=5, interrupted=not_interrupted) is None  # type: ignore[arg-type]
     assert "stack traces cannot be collected in " in caplog.text
     assert "No space left on device" in caplog.text
 
 
-def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as MLflow gets; the summary is of all."""
+def test_files_of_at_most_max_ranks_are_kept_suspects_first(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary covers all ranks."""
 
-    class Gone:
+    class RanksOnTwoNodes:
         running: tuple[int, ...] = tuple(range(8))
 
         def host_of(self, rank: int) -> str:
@@ -169,17 +167,17 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
             assert [sys.executable, "-P", "-m", "hpcdist.supervisor.hang.node", str(attempt.path)] == command[:-1]
             facts = {"state": "S", "wchan": "", "threads": 1, "cpu_s": 0.0, "half_closed": []}
             for number in range(2):
-                looks = []
+                snapshots = []
                 for rank in range(3 * number, 3 * number + 3):
                     frames = [["wait", "/me/net.py", 9 if rank == 4 else 3]]
-                    look = {"rank": rank, "host": f"n{number}", "pid": 1, "frames": frames, "text": "t"}
+                    snapshot = {"rank": rank, "host": f"n{number}", "pid": 1, "frames": frames, "text": "t"}
                     more = {"source": "py-spy", "problem": "", "calls": [], "process": facts, "cpu_s": 0, "over_s": 1}
-                    looks.append({**look, **more})
+                    snapshots.append({**snapshot, **more})
                     attempt.flight(rank).write_text("{}")
-                attempt.node_stacks(f"n{number}").write_text(json.dumps({"ranks": looks}))
+                attempt.node_stacks(f"n{number}").write_text(json.dumps({"ranks": snapshots}))
 
     monkeypatch.setattr(collect_module, "MAX_RANKS", 3)
-    summary = collect(attempt, Gone(), limit_s=5, interrupted=never)  # type: ignore[arg-type]
+    summary = collect(attempt, RanksOnTwoNodes(), limit_s=5, interrupted=not_interrupted)  # type: ignore[arg-type]
     assert summary is not None
     assert (summary.suspects, summary.odd_first) == ((4,), (4, 0, 1, 2, 3, 5))
     assert "no snapshot of ranks 6-7 (n9)" in summary.sentence
@@ -194,11 +192,11 @@ def test_files_for_64_ranks_are_kept_the_odd_ones_first(attempt: Attempt, monkey
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ending", ["limit", "interrupted"])
-def test_a_node_that_does_not_answer_is_not_waited_for(ending: str, tmp_path: Path) -> None:
+def test_command_on_a_node_is_killed_with_its_children(ending: str, tmp_path: Path) -> None:
     guard = Guard()
     try:
         pids = tmp_path / "pids"
-        # srun hears SIGTERM; this does not, and has a child.
+        # Ignores SIGTERM, and has a child.
         script = f"trap '' TERM; sleep 1000 & echo $! $$ > {pids}.partial; mv {pids}.partial {pids}; wait"
         guard.run(
             ["sh", "-c", script],
@@ -206,24 +204,24 @@ def test_a_node_that_does_not_answer_is_not_waited_for(ending: str, tmp_path: Pa
             cwd=tmp_path,
             output=tmp_path / "output",
             limit_s=1.0 if ending == "limit" else 1000,
-            interrupted=pids.exists if ending == "interrupted" else never,
+            interrupted=pids.exists if ending == "interrupted" else not_interrupted,
         )
         for pid in map(int, pids.read_text().split()):
             end = time.monotonic() + 10
             while (facts := state_of(pid)) is not None and facts.state != "Z":
-                assert time.monotonic() < end, "its whole group is gone"
+                assert time.monotonic() < end, f"process {pid} is alive"
                 time.sleep(0.01)
     finally:
         guard.close()
 
 
-def test_where_py_spy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("here", "beside"):
+def test_py_spy_is_found_in_path_or_beside_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("path", "beside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "py-spy").write_text("")
         (tmp_path / name / "py-spy").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
-    assert py_spy({"PATH": str(tmp_path / "here")}) == str(tmp_path / "here" / "py-spy")
+    assert py_spy({"PATH": str(tmp_path / "path")}) == str(tmp_path / "path" / "py-spy")
     assert py_spy({"PATH": str(tmp_path)}) == str(tmp_path / "beside" / "py-spy")
     shutil.rmtree(tmp_path / "beside")
     assert py_spy({"PATH": str(tmp_path)}) is None

@@ -1,4 +1,4 @@
-"""Ranks as real, tiny processes; named pipes tell what lives and how far it is, so that nothing sleeps."""
+"""LocalRanks and the process guard with shell commands as ranks; named pipes show which processes are alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcdist.supervisor.process_guard import Guard
 pytestmark = pytest.mark.processes
 
 SOON_S = 10.0
-#: A grandchild that ignores what can be ignored and lives until it is killed.
+#: A grandchild that ignores signals and lives until it is killed.
 STUBBORN = "trap '' TERM INT HUP; echo alive >&3; exec sleep 600"
 
 
@@ -78,7 +78,7 @@ def wait_for_all(ranks: LocalRanks) -> dict[int, int]:
 # --- ranks
 
 
-def test_exits_come_in_the_order_in_which_the_ranks_end(scene: Scene, tmp_path: Path) -> None:
+def test_exits_are_in_the_order_in_which_ranks_end(scene: Scene, tmp_path: Path) -> None:
     for rank in range(3):
         os.mkfifo(tmp_path / f"go-{rank}")
     ranks = scene.start("read x < go-0; exit 5", "read x < go-1; kill -9 $$", "read x < go-2")
@@ -90,7 +90,7 @@ def test_exits_come_in_the_order_in_which_the_ranks_end(scene: Scene, tmp_path: 
     assert ranks.running == []
 
 
-def test_waiting_ends_with_the_time_or_the_first_exit(scene: Scene, tmp_path: Path) -> None:
+def test_wait_ends_after_the_timeout_or_the_first_exit(scene: Scene, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
     ranks = scene.start("read x < go", "exec sleep 600")
     ranks.wait(0)
@@ -100,7 +100,7 @@ def test_waiting_ends_with_the_time_or_the_first_exit(scene: Scene, tmp_path: Pa
     assert (ranks.running, ranks.exits) == ([1], {0: 0})
 
 
-def test_a_rank_gets_its_environment_folder_and_log_and_no_input(scene: Scene, tmp_path: Path) -> None:
+def test_rank_gets_environment_folder_log_and_no_standard_input(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("earlier\n")
     assert wait_for_all(scene.start("env; pwd; cat", "echo out; echo err >&2")) == {0: 0, 1: 0}
     lines = scene.log(0).splitlines()
@@ -109,7 +109,7 @@ def test_a_rank_gets_its_environment_folder_and_log_and_no_input(scene: Scene, t
     assert scene.log(1) == "earlier\nout\nerr\n"
 
 
-def test_a_rank_leads_a_process_group_of_its_own(scene: Scene) -> None:
+def test_each_rank_leads_a_process_group(scene: Scene) -> None:
     wait_for_all(scene.start(*["echo $$ $(cut -d ' ' -f 5,6 /proc/$$/stat)"] * 2))
     groups = set()
     for rank in range(2):
@@ -119,20 +119,20 @@ def test_a_rank_leads_a_process_group_of_its_own(scene: Scene) -> None:
     assert len(groups) == 2
 
 
-def test_a_signal_goes_to_the_ranks_that_run_and_to_them_alone(scene: Scene, pipe: NamedPipe) -> None:
+def test_signal_is_sent_to_running_ranks_only(scene: Scene, pipe: NamedPipe) -> None:
     ranks = scene.start(f"exec 3> {pipe.path}; sleep 600 & echo ready >&3; wait", "exit 0")
     assert pipe.line() == "ready"
     while 1 in ranks.running:
         ranks.wait(SOON_S)
     ranks.signal(signal.SIGTERM)
     assert wait_for_all(ranks) == {1: 0, 0: -15}
-    assert not pipe.is_released(0), "what the rank has started was signalled too"
+    assert not pipe.is_released(0), "the child of the rank got the signal"
     scene.close(ranks)
     assert pipe.is_released(SOON_S)
 
 
-def test_closing_kills_every_group_with_its_grandchildren(scene: Scene, pipe: NamedPipe) -> None:
-    """One rank still runs and ignores SIGTERM, one has ended and left a grandchild behind."""
+def test_close_kills_all_process_groups_with_grandchildren(scene: Scene, pipe: NamedPipe) -> None:
+    """One rank still runs and ignores SIGTERM; the other one has ended, but its grandchild has not."""
     ranks = scene.start(
         f"exec 3> {pipe.path}; trap '' TERM; sh -c \"{STUBBORN}\"; :",
         f'exec 3> {pipe.path}; sh -c "{STUBBORN}" & exit 0',
@@ -146,7 +146,7 @@ def test_closing_kills_every_group_with_its_grandchildren(scene: Scene, pipe: Na
     assert list(ranks.exits.items()) == [(1, 0), (0, -9)]
 
 
-def test_a_rank_that_cannot_be_started_leaves_none_behind(tmp_path: Path, guard: Guard, pipe: NamedPipe) -> None:
+def test_no_rank_remains_if_one_cannot_be_started(tmp_path: Path, guard: Guard, pipe: NamedPipe) -> None:
     logs = [tmp_path / "rank-0.log", tmp_path / "missing" / "rank-1.log"]
     command = ["sh", "-c", f"exec 3> {pipe.path}; echo ready >&3; exec sleep 600"]
     with pytest.raises(FileNotFoundError, match="missing"):
@@ -158,8 +158,8 @@ def test_a_rank_that_cannot_be_started_leaves_none_behind(tmp_path: Path, guard:
 # --- descriptors
 
 
-def test_a_rank_inherits_no_descriptor_but_its_log(scene: Scene) -> None:
-    """Were it the guard's pipe, the guard would never see the supervisor's end."""
+def test_rank_inherits_only_its_log(scene: Scene) -> None:
+    """If a rank inherited the guard's pipe, the guard would not notice the end of the supervisor."""
     held = os.open(os.devnull, os.O_RDONLY)
     os.set_inheritable(held, True)
     try:
@@ -167,11 +167,11 @@ def test_a_rank_inherits_no_descriptor_but_its_log(scene: Scene) -> None:
     finally:
         os.close(held)
     for rank in range(2):
-        # The fourth is that of `ls` itself, which reads the folder.
+        # `ls` opens the folder as descriptor 3.
         assert scene.log(rank).split() == ["0", "1", "2", "3"]
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_close_releases_all_descriptors(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     guard = Guard()
     scene = Scene(tmp_path, guard)
@@ -184,7 +184,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 def sleepers(guard: Guard, folder: Path, count: int) -> list[subprocess.Popen[bytes]]:
-    """Children that have become what they are to be."""
+    """Start children, and return when each of them executes its command."""
     env = {"PATH": os.environ["PATH"]}
     processes = [guard.start(["sleep", "600"], env=env, cwd=folder, output=folder / "log") for _ in range(count)]
     while any(Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n" for process in processes):
@@ -192,7 +192,7 @@ def sleepers(guard: Guard, folder: Path, count: int) -> list[subprocess.Popen[by
     return processes
 
 
-def test_the_guard_kills_what_it_has_started_and_not_what_it_was_told_to_forget(tmp_path: Path) -> None:
+def test_guard_kills_registered_groups_only(tmp_path: Path) -> None:
     guard = Guard()
     processes = sleepers(guard, tmp_path, 3)
     guard.forget(processes[1].pid)
@@ -205,15 +205,15 @@ def test_the_guard_kills_what_it_has_started_and_not_what_it_was_told_to_forget(
     assert processes[1].wait() == -9
 
 
-def test_a_rank_is_known_to_the_guard_before_it_runs(tmp_path: Path) -> None:
-    """However soon after the start the supervisor dies: nobody but the rank itself has to be there still."""
+def test_rank_registers_with_the_guard_before_it_executes_its_command(tmp_path: Path) -> None:
+    """The rank ends even if the supervisor dies directly after the start."""
     guard = Guard()
     process = guard.start(["/bin/sleep", "600"], env={}, cwd=tmp_path, output=tmp_path / "log")
     guard.close()  # at once
     assert process.wait(SOON_S) == -9
 
 
-def test_without_its_guard_a_rank_still_starts(tmp_path: Path, guard: Guard) -> None:
+def test_rank_starts_after_the_guard_was_killed(tmp_path: Path, guard: Guard) -> None:
     guard._process.kill()
     guard._process.wait()
     (process,) = sleepers(guard, tmp_path, 1)
@@ -222,7 +222,7 @@ def test_without_its_guard_a_rank_still_starts(tmp_path: Path, guard: Guard) -> 
     process.wait()
 
 
-def test_the_guard_hears_no_signal_of_the_terminal() -> None:
+def test_guard_runs_in_its_own_session() -> None:
     guard = Guard()
     pid = guard._process.pid
     assert os.getsid(pid) == os.getpgid(pid) == pid
@@ -245,8 +245,10 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda number: number.name)
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, pipe: NamedPipe, number: signal.Signals) -> None:
-    """Two ranks, each with a grandchild that ignores SIGTERM: all hold the pipe open, and all go."""
+def test_ranks_and_grandchildren_end_with_a_killed_supervisor(
+    tmp_path: Path, pipe: NamedPipe, number: signal.Signals
+) -> None:
+    """Two ranks, each with a grandchild that ignores SIGTERM, hold a pipe open until they end."""
     rank = f"exec 3> {pipe.path}; sh -c \"{STUBBORN}\" & trap '' TERM HUP INT; echo alive >&3; wait"
     with subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path), rank], stdout=subprocess.PIPE, text=True
@@ -258,6 +260,6 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, pipe: NamedPipe, n
             supervisor.send_signal(number)
             assert supervisor.wait() == -number
             assert pipe.is_released(SOON_S)
-            assert select.select([guard], [], [], SOON_S)[0], "the guard itself is still there"
+            assert select.select([guard], [], [], SOON_S)[0], "the guard is alive"
         finally:
             os.close(guard)

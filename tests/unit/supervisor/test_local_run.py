@@ -1,4 +1,4 @@
-"""From a config to a run under way."""
+"""Creation of runs, and their supervision in this process or in a detached one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(runs_dir: Path, tmp_path: Path) -> Callable[..., Config]:
 # --- names
 
 
-def test_a_name_of_ones_own_stays(make: Callable[..., Config]) -> None:
+def test_configured_name_is_kept(make: Callable[..., Config]) -> None:
     assert with_name(make()) == make()
 
 
@@ -69,7 +69,7 @@ def test_a_name_of_ones_own_stays(make: Callable[..., Config]) -> None:
         (TrainerConfig(script=["/a/b/my_train.py", "--lr", "1"]), "my_train"),
     ],
 )
-def test_a_run_is_named_after_trainer_time_and_chance(
+def test_generated_name_has_trainer_time_and_random_suffix(
     make: Callable[..., Config], trainer: TrainerConfig, label: str
 ) -> None:
     config = make(trainer=trainer, name="")
@@ -96,32 +96,32 @@ def test_a_run_is_named_after_trainer_time_and_chance(
         (TrainerConfig(target="__init__"), "trainer: '__init__' is not one of ddp, rl"),
     ],
 )
-def test_a_trainer_that_is_not_there(project: Path, trainer: TrainerConfig, message: str) -> None:
+def test_missing_trainer_is_an_error(project: Path, trainer: TrainerConfig, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_trainer(Config(trainer=trainer), project)
     assert str(caught.value).startswith(message.format(cwd=project))
 
 
-def test_a_torch_without_mpi_is_told_before_the_start(project: Path) -> None:
+def test_torch_without_mpi_is_reported_before_the_start(project: Path) -> None:
     config = Config(trainer=TrainerConfig(target="comm"), sections={"comm": CommConfig(backend="mpi")})
     with pytest.raises(ConfigError, match=r"^comm\.backend=mpi needs a torch that was built with MPI.* or use comm\.b"):
         check_trainer(config, project)
 
 
 @pytest.mark.parametrize("target", ["ddp", "train:train", "hpcdist.trainers.ddp.train:train", "json:loads"])
-def test_a_trainer_that_is_there_is_not_imported(project: Path, target: str) -> None:
+def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     (project / "train.py").write_text("raise RuntimeError\n")
     check_trainer(Config(trainer=TrainerConfig(target=target)), project)
 
 
-def test_a_script_that_is_there(project: Path) -> None:
+def test_existing_script_is_accepted(project: Path) -> None:
     check_trainer(Config(trainer=TrainerConfig(script=[str(project / "train.py")])), project)
 
 
-# --- making a run
+# --- creating a run
 
 
-def test_create_run_leaves_all_that_a_restart_needs(
+def test_create_run_writes_config_code_environment_and_secrets(
     project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make(
@@ -142,7 +142,7 @@ def test_create_run_leaves_all_that_a_restart_needs(
         assert path == run.secrets or not path.is_file() or b"s3cret" not in path.read_bytes(), path
 
 
-def test_create_run_that_fails_leaves_nothing_behind(project: Path, make: Callable[..., Config]) -> None:
+def test_create_run_removes_the_folder_on_errors(project: Path, make: Callable[..., Config]) -> None:
     (project / "big.bin").write_bytes(bytes(2**20))
     config = make(trainer=TrainerConfig(target="train:train"), launch=LaunchConfig(code_max_mb=0.5))
     with pytest.raises(UserMistake, match=r"more than launch\.code_max_mb=0\.5"):
@@ -151,7 +151,7 @@ def test_create_run_that_fails_leaves_nothing_behind(project: Path, make: Callab
     create_run(make(), project)
 
 
-def test_create_run_does_not_touch_an_existing_run(project: Path, make: Callable[..., Config]) -> None:
+def test_create_run_keeps_an_existing_run(project: Path, make: Callable[..., Config]) -> None:
     run = create_run(make(), project)
     with pytest.raises(RunFolderError, match="exists already"):
         create_run(make(seed=3), project)
@@ -163,31 +163,31 @@ def test_create_run_does_not_touch_an_existing_run(project: Path, make: Callable
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the supervisor was made with; it runs nothing."""
-    seen: dict[str, Any] = {}
+    """Replace launcher and supervisor by stubs; return their arguments."""
+    arguments_of: dict[str, Any] = {}
 
-    class Nothing:
+    class StubSupervisor:
         def __init__(self, run: RunDir, config: Config, launcher: object, report: object, **arguments: Any) -> None:
-            seen.update(arguments, run=run, held=run.lease.exists())
+            arguments_of.update(arguments, run=run, held=run.lease.exists())
 
         def run(self) -> State:
             return State(status="finished")
 
-    class NoRanks:
+    class StubLauncher:
         def __init__(self, run: RunDir, plan: Plan, **arguments: Any) -> None:
-            seen.update(arguments)
+            arguments_of.update(arguments)
 
-        def __enter__(self) -> NoRanks:
+        def __enter__(self) -> StubLauncher:
             return self
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(local_run, "LocalLauncher", NoRanks)
-    monkeypatch.setattr(local_run, "Supervisor", Nothing)
-    return seen
+    monkeypatch.setattr(local_run, "LocalLauncher", StubLauncher)
+    monkeypatch.setattr(local_run, "Supervisor", StubSupervisor)
+    return arguments_of
 
 
-def test_supervise_holds_the_run_and_passes_code_folder_and_secrets_on(
+def test_supervise_holds_the_run_and_passes_code_and_secrets(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"), params={"hf_token": "s3cret"})
@@ -203,7 +203,7 @@ def test_supervise_holds_the_run_and_passes_code_folder_and_secrets_on(
     assert load_run_config(run.config, [], supervised["env"]) == config
 
 
-def test_supervise_on_a_machine_without_the_folder_of_the_start(
+def test_supervise_uses_the_run_folder_if_the_working_directory_is_missing(
     project: Path, make: Callable[..., Config], supervised: dict[str, Any]
 ) -> None:
     config = make(trainer=TrainerConfig(target="train:train"))
@@ -214,26 +214,24 @@ def test_supervise_on_a_machine_without_the_folder_of_the_start(
     assert supervised["import_path"] == [str(run.code)]
 
 
-def test_supervise_refuses_a_run_that_is_held(
-    project: Path, make: Callable[..., Config], supervised: dict[str, Any]
-) -> None:
+def test_supervise_rejects_a_held_run(project: Path, make: Callable[..., Config], supervised: dict[str, Any]) -> None:
     run = create_run(make(), project)
     with hold(run), pytest.raises(RunFolderError, match=f"run first is held by process {os.getpid()} of "):
         supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert supervised == {}
 
 
-def test_supervise_refuses_a_run_that_was_never_made_to_the_end(
+def test_supervise_rejects_an_incomplete_run(
     project: Path, make: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "write_environment", lambda *_, **__: None)
     run = create_run(make(), project)
-    with pytest.raises(RunFolderError, match=r"^run first was never made to the end \(no environment\.json\): remove"):
+    with pytest.raises(RunFolderError, match=r"^run first is incomplete \(no environment\.json\): remove"):
         supervise(run, make(), PLAN, None, {}, tracking_uri="sqlite:///x")  # type: ignore[arg-type]
     assert not run.lease.exists()
 
 
-def test_detach_starts_a_supervisor_of_its_own(
+def test_detach_starts_a_supervisor_in_a_new_session(
     project: Path, make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = tmp_path / "python"
@@ -260,7 +258,7 @@ def test_detach_starts_a_supervisor_of_its_own(
     ]
 
 
-def test_a_click_log_that_is_not_there_is_told_before_the_start(tmp_path: Path) -> None:
+def test_missing_click_log_is_reported_before_the_start(tmp_path: Path) -> None:
     missing = tmp_path / "clicks.parquet"
     config = load_config("hybrid_clicks", [f"hybrid.file={missing}"])
     with pytest.raises(ConfigError, match=rf"hybrid\.file: no such file: {missing}"):

@@ -1,4 +1,4 @@
-"""What a config and a machine make of each other."""
+"""Plans of local runs for combinations of configs and machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def planned(num_cpus: int, num_gpus: int, **launch: Any) -> Plan:
         (7, 0, {"num_ranks": 3, "num_threads": 5}, (3, "cpu", "gloo", 5)),
     ],
 )
-def test_ranks_device_backend_and_threads(
+def test_plan_of_ranks_device_backend_and_threads(
     num_cpus: int, num_gpus: int, launch: dict[str, Any], expected: tuple[int, str, str, int]
 ) -> None:
     plan = planned(num_cpus, num_gpus, **launch)
@@ -58,7 +58,7 @@ def test_ranks_device_backend_and_threads(
     assert plan == Plan(num_ranks=num_ranks, device=device, backend=backend, threads=threads, env=env)  # type: ignore[arg-type]
 
 
-def test_the_users_variables_win() -> None:
+def test_launch_env_overrides_variables() -> None:
     plan = planned(8, 0, env={"OMP_NUM_THREADS": "9", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"})
     assert plan.env == CPU | {"OMP_NUM_THREADS": "9", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0"}
     assert plan.threads == 4
@@ -75,13 +75,13 @@ def test_the_users_variables_win() -> None:
         ),
     ],
 )
-def test_a_config_that_asks_for_more_than_there_is(num_gpus: int, launch: dict[str, Any], message: str) -> None:
+def test_missing_gpus_are_an_error(num_gpus: int, launch: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(8, num_gpus, **launch)
     assert str(caught.value) == message
 
 
-def test_the_whole_environment_of_a_rank() -> None:
+def test_environment_of_a_rank() -> None:
     plan = replace(planned(8, 0, num_ranks=4), env={"A": "b", "HPCDIST_RANK": "77"})
     env = plan.rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     assert env == {
@@ -100,7 +100,7 @@ def test_the_whole_environment_of_a_rank() -> None:
     assert plan.env == {"A": "b", "HPCDIST_RANK": "77"}
 
 
-def test_a_rank_reads_its_place_out_of_it_even_within_a_slurm_job() -> None:
+def test_topology_of_a_local_rank_inside_a_slurm_job() -> None:
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "99"}
     env = planned(8, 0, num_ranks=4).rank_env(3, job_id="exp/first", attempt=2, master_port=20000)
     found = Topology.from_env(slurm | env)
@@ -109,7 +109,7 @@ def test_a_rank_reads_its_place_out_of_it_even_within_a_slurm_job() -> None:
     assert (found.job_id, found.attempt, found.num_nodes) == ("exp/first", 2, 1)
 
 
-def test_a_rank_is_a_worker_of_this_python_away_from_the_current_folder() -> None:
+def test_rank_command_excludes_the_current_folder() -> None:
     assert rank_command(Path("/r/exp/first")) == [
         sys.executable,
         "-P",
@@ -136,18 +136,18 @@ def test_a_rank_is_a_worker_of_this_python_away_from_the_current_folder() -> Non
         ("MIG-GPU-8932f937/1/2,MIG-1", 2),
     ],
 )
-def test_cuda_visible_devices_says_how_many(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_by_cuda_visible_devices(visible: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "count_gpus", lambda: pytest.fail("the driver was queried"))
     assert Machine.inspect({"CUDA_VISIBLE_DEVICES": visible}).num_gpus == num_gpus
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])
-def test_without_cuda_visible_devices_the_driver_is_queried(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+def test_gpus_are_counted_by_the_driver(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
     install_fake_nvml(monkeypatch, *[gpu("NVIDIA H200")] * num_gpus)
     assert Machine.inspect({}).num_gpus == num_gpus
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_counted_by_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 5})
     assert Machine.inspect({"CUDA_VISIBLE_DEVICES": ""}).num_cpus == 3
 
@@ -155,29 +155,29 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPat
 # --- ports
 
 
-def test_the_port_is_that_of_job_and_attempt() -> None:
-    assert free_port("exp/ports-of-mine", 1) == port_for("exp/ports-of-mine", 1)
-    assert free_port("exp/ports-of-mine", 2) != free_port("exp/ports-of-mine", 1)
+def test_port_depends_on_job_and_attempt() -> None:
+    assert free_port("exp/free-ports", 1) == port_for("exp/free-ports", 1)
+    assert free_port("exp/free-ports", 2) != free_port("exp/free-ports", 1)
 
 
 @pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
-def test_a_taken_port_is_passed_over(address: str) -> None:
+def test_port_in_use_is_skipped(address: str) -> None:
     job_id = f"exp/taken-{address}"
     wanted = port_for(job_id, 1)
-    with socket.socket() as stranger:
-        stranger.bind((address, wanted))
-        stranger.listen()
+    with socket.socket() as listener:
+        listener.bind((address, wanted))
+        listener.listen()
         assert free_port(job_id, 1) == port_for(job_id, 2)
     assert free_port(job_id, 1) == wanted
 
 
-def test_a_machine_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as stranger:
-        stranger.bind((LOOPBACK, 0))
-        stranger.listen()
-        taken = stranger.getsockname()[1]
+def test_machine_without_free_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
         monkeypatch.setattr(plans, "port_for", lambda *_: taken)
-        with pytest.raises(ConfigError, match=r"^no free port for job exp/first: what listens .*`ss -ltnp`"):
+        with pytest.raises(ConfigError, match=r"^no free port for job exp/first on this machine: `ss -ltnp`"):
             free_port("exp/first", 1)
 
 
@@ -197,7 +197,7 @@ def devices(plan: Plan) -> list[str]:
     return [plan.device_of(rank) for rank in range(plan.num_ranks)]
 
 
-def test_the_world_is_as_large_as_its_roles() -> None:
+def test_number_of_ranks_is_the_sum_of_the_roles() -> None:
     plan = planned_with_roles(0, HYBRID)
     assert (plan.num_ranks, plan.device, plan.backend, plan.threads) == (4, "cpu", "gloo", 2)
     assert plan == planned_with_roles(0, HYBRID, num_ranks=4)
@@ -209,16 +209,16 @@ def test_the_world_is_as_large_as_its_roles() -> None:
     )
 
 
-def test_roles_that_need_no_gpu_leave_it_to_the_others() -> None:
+def test_roles_on_cpu_need_no_gpu() -> None:
     plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"})
     assert devices(plan) == ["cpu", "cuda", "cpu", "cpu"]
-    # NCCL's groups have no place for ranks without a GPU.
+    # NCCL does not support ranks without a GPU.
     assert (plan.device, plan.backend) == ("cuda", "gloo")
-    asked = ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=1)})
-    assert devices(planned_with_roles(1, HYBRID, asked)) == devices(plan)
+    cluster = ClusterConfig(roles={"trainer": RoleRequest(gpus_per_node=1)})
+    assert devices(planned_with_roles(1, HYBRID, cluster)) == devices(plan)
 
 
-def test_ranks_without_a_gpu_get_the_allocators_policy_of_cpus() -> None:
+def test_ranks_without_a_gpu_get_the_malloc_variables() -> None:
     plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"}, env={"A": "b"})
     place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1}
     envs = [plan.rank_env(rank, **place) for rank in range(4)]
@@ -226,17 +226,17 @@ def test_ranks_without_a_gpu_get_the_allocators_policy_of_cpus() -> None:
     assert {env["A"] for env in envs} == {"b"}
 
 
-def test_all_roles_on_gpus_meet_over_nccl() -> None:
+def test_roles_on_gpus_use_nccl() -> None:
     plan = planned_with_roles(2, {"agent": 1, "observer": 1})
     assert (devices(plan), plan.backend) == (["cuda", "cuda"], "nccl")
 
 
-def test_more_ranks_that_want_a_gpu_than_there_are() -> None:
+def test_too_few_gpus_for_the_roles_are_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
         planned_with_roles(1, HYBRID, devices={"master": "cpu"})
     assert str(caught.value) == (
-        "roles: 3 ranks want a GPU each (trainer 1, parameter_server 2), but 1 are visible: say which roles need none,"
-        " as in launch.devices.parameter_server=cpu"
+        "roles: 3 ranks need a GPU each (trainer 1, parameter_server 2), but 1 are visible: run some roles without"
+        " one, as in launch.devices.parameter_server=cpu"
     )
     with pytest.raises(ConfigError) as caught:
         planned_with_roles(0, HYBRID, devices={"trainer": "cuda"})

@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what follows from it, as tables."""
+"""Tables of the restart policy: first failure of an attempt, restart decision, suspected node."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def peer_lost(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("exits", "outcomes", "expected"),
     [
-        # All well.
+        # All ranks succeeded.
         ({0: 0, 1: 0}, {0: DONE}, None),
         ({}, {}, None),
-        # One rank's own failure, and the peers that lost it, in whatever order they ended.
+        # The failure of one rank, and its peers, in any order of exits.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         ({0: 1, 1: 1}, {0: peer_lost(0), 1: failed(rank=1)}, ("error", 1, "n1", 7, "ValueError: nan")),
         ({2: 1, 1: 1, 0: 0}, {1: failed(rank=1), 2: failed("OSError: x", rank=2)}, ("error", 2, "n2", 7, "OSError: x")),
-        # A killed rank says nothing; its peers speak first.
+        # A killed rank has no outcome, and its peers report first.
         (
             {0: 1, 2: 1, 1: -9},
             {0: peer_lost(0), 2: peer_lost(2)},
@@ -40,12 +40,12 @@ def peer_lost(rank: int) -> dict[str, Any]:
         ),
         ({1: -signal.SIGSEGV, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by SIGSEGV")),
         ({1: -40, 0: 0}, {0: DONE}, ("killed", 1, "here", 31, "was killed by signal 40")),
-        # Neither killed nor heard of.
+        # Exits without an outcome.
         ({0: 0, 1: 3}, {0: DONE}, ("vanished", 1, "here", 31, "exited with code 3 without a report")),
         ({0: 1}, {0: DONE}, ("vanished", 0, "here", 30, "exited with code 1 without a report")),
-        # Nobody but those who lost a peer.
+        # Only ranks that lost a peer.
         ({1: 1, 0: 1}, {0: peer_lost(0), 1: peer_lost(1)}, ("error", 1, "n1", 7, peer_lost(1)["error"])),
-        # The user's mistake.
+        # A user error.
         (
             {0: 2, 1: 2},
             {0: failed("no GPU", outcome="rejected"), 1: failed("no GPU", rank=1, outcome="rejected")},
@@ -53,16 +53,16 @@ def peer_lost(rank: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_failure_that_the_others_followed_from(
+def test_first_failure_is_the_cause_of_the_others(
     exits: dict[int, int], outcomes: dict[int, dict[str, Any]], expected: tuple[Any, ...] | None
 ) -> None:
-    found = first_failure(exits, outcomes, {0: 30, 1: 31}, lambda rank: "here")
-    seen = None if found is None else (found.kind, found.rank, found.host, found.step, found.error)
-    assert seen == expected
+    found = first_failure(exits, outcomes, lambda rank: 30 + rank, lambda rank: "here")
+    values = None if found is None else (found.kind, found.rank, found.host, found.step, found.error)
+    assert values == expected
 
 
-def test_a_failure_carries_its_traceback() -> None:
-    found = first_failure({0: 1}, {0: failed()}, {}, lambda rank: "here")
+def test_first_failure_has_the_traceback() -> None:
+    found = first_failure({0: 1}, {0: failed()}, lambda rank: None, lambda rank: "here")
     assert found is not None
     assert found.traceback == ("Traceback\n", "ValueError: nan\n")
 
@@ -82,20 +82,20 @@ def failure(kind: Any = "error", error: str = "ValueError: nan", step: int | Non
         ("not_started", "was not started at all: srun: busy", None, "rank 1 on n1 was not started at all: srun: busy"),
     ],
 )
-def test_a_failure_in_one_sentence(kind: str, error: str, step: int | None, sentence: str) -> None:
+def test_sentence_of_each_kind_of_failure(kind: str, error: str, step: int | None, sentence: str) -> None:
     assert failure(kind, error, step).sentence() == sentence
 
 
-def test_a_failure_says_which_role_it_struck() -> None:
-    struck = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
-    assert struck.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
+def test_sentence_includes_role_and_detail() -> None:
+    killed = replace(failure("killed", "was killed by SIGKILL"), role="observer:0")
+    assert killed.sentence() == "rank 1 (observer:0) on n1 was killed by SIGKILL at step 7"
     hung = failure("hung", "made no progress", 7)
-    told = replace(hung, detail="rank 1 differs from the others")
-    assert told.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"
-    assert told.same_as(hung), "the lines of two stacks may differ"
+    detailed = replace(hung, detail="rank 1 differs from the others")
+    assert detailed.sentence() == "rank 1 on n1 made no progress at step 7; rank 1 differs from the others"
+    assert detailed.same_as(hung), "the detail does not count"
 
 
-def test_ranks_that_were_not_started_are_named_by_the_first() -> None:
+def test_failure_of_ranks_that_were_not_started() -> None:
     def found(*absent: int) -> Failure | None:
         return not_started(absent, 3, "at all: srun: busy", lambda rank: f"n{rank}")
 
@@ -109,53 +109,53 @@ def test_ranks_that_were_not_started_are_named_by_the_first() -> None:
     assert some.sentence() == "rank 1 on n1 was not started (nor were 1 others) at all: srun: busy"
 
 
-SAID = "rank 1 on n1 failed with ValueError: nan at step 7"
+SENTENCE = "rank 1 on n1 failed with ValueError: nan at step 7"
 OTHER = failure(error="OSError: disk", step=3)
 
 
 @pytest.mark.parametrize(
     ("failures", "max_restarts", "stop_requested", "expected"),
     [
-        ([failure()], 3, False, Decision(restart=True, reason=SAID)),
-        ([failure()], 1, False, Decision(restart=True, reason=SAID)),
-        ([OTHER, failure()], 3, False, Decision(restart=True, reason=SAID)),
-        # The budget.
-        ([failure()], 0, False, Decision(restart=False, reason=SAID)),
+        ([failure()], 3, False, Decision(restart=True, reason=SENTENCE)),
+        ([failure()], 1, False, Decision(restart=True, reason=SENTENCE)),
+        ([OTHER, failure()], 3, False, Decision(restart=True, reason=SENTENCE)),
+        # launch.max_restarts.
+        ([failure()], 0, False, Decision(restart=False, reason=SENTENCE)),
         (
             [OTHER, failure()],
             1,
             False,
-            Decision(restart=False, reason=f"{SAID}; all launch.max_restarts=1 restarts are used up"),
+            Decision(restart=False, reason=f"{SENTENCE}; all launch.max_restarts=1 restarts are used up"),
         ),
         # The same failure at the same step, twice in a row.
         (
             [failure(), failure()],
             9,
             False,
-            Decision(restart=False, reason=f"{SAID}, twice in a row: another restart would not help"),
+            Decision(restart=False, reason=f"{SENTENCE}, twice in a row: another restart would not help"),
         ),
-        ([failure(step=6), failure()], 9, False, Decision(restart=True, reason=SAID)),
-        ([failure("hung"), failure()], 9, False, Decision(restart=True, reason=SAID)),
-        ([failure(), OTHER, failure()], 9, False, Decision(restart=True, reason=SAID)),
-        # The user's mistake is never retried.
+        ([failure(step=6), failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
+        ([failure("hung"), failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
+        ([failure(), OTHER, failure()], 9, False, Decision(restart=True, reason=SENTENCE)),
+        # A user error is never retried.
         (
             [failure("rejected", "no GPU", None)],
             9,
             False,
             Decision(restart=False, reason="rank 1 on n1 failed with no GPU"),
         ),
-        # Nor are nodes that are unfit for a run: they are the same a second later.
+        # Nodes that failed the preflight check are not retried.
         (
             [Failure(kind="unfit", rank=0, host="", step=None, error="preflight: n3: disk: full")],
             9,
             False,
             Decision(restart=False, reason="preflight: n3: disk: full"),
         ),
-        # Nothing is started again once a stop was asked for.
-        ([failure()], 9, True, Decision(restart=False, reason=f"{SAID}, while it was asked to stop")),
+        # No restart after a stop request.
+        ([failure()], 9, True, Decision(restart=False, reason=f"{SENTENCE}, while it was asked to stop")),
     ],
 )
-def test_what_follows(failures: list[Failure], max_restarts: int, stop_requested: bool, expected: Decision) -> None:
+def test_restart_decision(failures: list[Failure], max_restarts: int, stop_requested: bool, expected: Decision) -> None:
     assert decide(failures, max_restarts, stop_requested=stop_requested) == expected
 
 
@@ -175,31 +175,31 @@ def on(host: str, error: str = "device lost", *, only_there: bool = True, step: 
         ([on("n2"), on("n2")], "n2"),
         ([on("n2", step=3), on("n2", "other", step=9)], "n2"),
         ([on("n1"), on("n2")], None),
-        # An attempt that was stopped lies between, or nobody wrote down how it ended.
+        # A stopped attempt, or one without a record, in between.
         ([on("n2"), None, on("n2")], None),
-        # What other nodes say of themselves as well is no matter of this one.
+        # Ranks on other nodes report failures as well.
         ([on("n2"), on("n2", only_there=False)], None),
         ([on("n2"), replace(on("n2"), kind="hung", traceback=())], None),
         ([on("n2"), replace(on("n2"), kind="killed", traceback=())], "n2"),
         ([on("n2"), replace(on("n2"), kind="not_started", traceback=())], "n2"),
         ([replace(on(""), kind="not_started", traceback=())] * 2, None),
-        # A checkpoint could not be written.
+        # A failure without traceback, such as a full disk.
         ([on("n2"), replace(on("n2"), traceback=())], None),
-        # The code is broken: the same failure was there on another node.
+        # The same failure on another node: the code is broken.
         ([on("n1"), on("n1"), on("n2"), on("n2")], None),
         ([on("n1", "first"), on("n1", "first"), on("n2"), on("n2")], "n2"),
     ],
 )
-def test_a_node_on_which_ranks_fail_again_is_suspected(history: list[Failure | None], host: str | None) -> None:
+def test_node_with_repeated_failures_is_suspected(history: list[Failure | None], host: str | None) -> None:
     assert suspect(history) == host
 
 
-def test_a_failure_says_whether_other_hosts_have_one_of_their_own() -> None:
-    def there(outcomes: dict[int, dict[str, Any]]) -> bool:
-        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, {}, lambda rank: "here")
+def test_only_there_is_false_if_other_hosts_report_failures() -> None:
+    def only_there(outcomes: dict[int, dict[str, Any]]) -> bool:
+        found = first_failure(dict.fromkeys(outcomes, 1), outcomes, lambda rank: None, lambda rank: "here")
         assert found is not None
         return found.only_there
 
-    assert there({0: failed(rank=0), 1: peer_lost(1)})
-    assert there({0: failed(rank=0), 1: failed(rank=1, host="n0")})
-    assert not there({0: failed(rank=0), 1: failed(rank=1)})
+    assert only_there({0: failed(rank=0), 1: peer_lost(1)})
+    assert only_there({0: failed(rank=0), 1: failed(rank=1, host="n0")})
+    assert not only_there({0: failed(rank=0), 1: failed(rank=1)})

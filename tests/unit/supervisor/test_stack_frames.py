@@ -1,4 +1,4 @@
-"""Stacks as they are printed, and the place that one stands at."""
+"""Parsers of py-spy and faulthandler stacks, and the location of a stack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parent Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hang
 Thread 30 (active+gil): "MainThread"
     decode (/runs/digits/hangs/code/counting.py:3)
 """
-PRINTED = """\
+DUMPED = """\
 Thread 0x00007fa67b0ea6c0 (most recent call first):
   File "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", line 331 in wait
 
@@ -38,7 +38,7 @@ Current thread 0x00007fa736fe5b80 (most recent call first):
   File "/src/hpcdist/rank/worker.py", line 212 in _train
   File "<frozen runpy>", line 198 in _run_module_as_main
 """
-#: What a worker of a data loader prints, which is forked from the rank.
+#: Stack of a data loader worker, which is forked from the rank.
 FORKED = """\
 Current thread 0x00007fa736fe5b80 (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 281 in _worker_loop
@@ -48,37 +48,37 @@ Current thread 0x00007fa736fe5b80 (most recent call first):
 TEXT = "wait (threading.py:327), called by train (counting.py:28)"
 
 
-def test_both_forms_tell_the_same_place() -> None:
+def test_py_spy_and_faulthandler_give_the_same_location() -> None:
     by_spy = place_of(parse_py_spy(SPIED))
-    frames, text = parse_faulthandler(f"step 14\n{PRINTED}WARNING: so it goes\n")
-    by_rank = place_of(frames)
+    frames, text = parse_faulthandler(f"step 14\n{DUMPED}WARNING: unrelated line\n")
+    by_dump = place_of(frames)
     assert by_spy is not None
-    assert by_rank is not None
-    assert by_spy.key() == by_rank.key()
-    assert by_rank.text() == TEXT
+    assert by_dump is not None
+    assert by_spy.key() == by_dump.key()
+    assert by_dump.text() == TEXT
     assert by_spy.text() == f"Condition.{TEXT}"
-    assert text == PRINTED, "all threads, and nothing else of the log"
-    assert len(parse_py_spy(SPIED)) == 6, "of the rank's main thread, not of processes below it"
+    assert text == DUMPED, "all threads, without other lines of the log"
+    assert len(parse_py_spy(SPIED)) == 6, "frames of the main thread, without child processes"
 
 
 @pytest.mark.parametrize(
     "log",
     [
-        PRINTED + FORKED,
-        FORKED + PRINTED,
-        PRINTED.replace("line 28", "line 1") + PRINTED,
-        PRINTED.replace("line 28", "line 1") + "step 15\n" + PRINTED,
+        DUMPED + FORKED,
+        FORKED + DUMPED,
+        DUMPED.replace("line 28", "line 1") + DUMPED,
+        DUMPED.replace("line 28", "line 1") + "step 15\n" + DUMPED,
     ],
-    ids=["a forked process after it", "a forked process before it", "twice", "twice, apart"],
+    ids=["forked process after", "forked process before", "two dumps", "two dumps with a line between"],
 )
-def test_the_last_stacks_of_the_rank_itself_count(log: str) -> None:
+def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
     place = place_of(parse_faulthandler(log)[0])
     assert place is not None
     assert place.text() == TEXT
 
 
 @pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
-def test_no_stacks(log: str) -> None:
+def test_log_without_stacks(log: str) -> None:
     assert parse_faulthandler(log) == ([], "")
     assert parse_py_spy(log) == []
     assert place_of([]) is None
@@ -92,7 +92,7 @@ def test_no_stacks(log: str) -> None:
             "f0 (torch/a.py:0), called by f2 (net.py:2)",
         ),
         (["/home/me/net.py"], "f0 (net.py:0)"),
-        # A trainer of hpcdist's own, with hpcdist as a package: what the worker has called.
+        # A shipped trainer of an installed hpcdist: the function that the worker has called.
         (
             [
                 "/v/lib/python3.12/site-packages/torch/a.py",
@@ -105,7 +105,7 @@ def test_no_stacks(log: str) -> None:
             ["/src/hpcdist/rank/stop_agreement.py", "/src/hpcdist/trainers/ddp/train.py"],
             "f0 (stop_agreement.py:0), called by f1 (train.py:1)",
         ),
-        # Still on its way to the trainer.
+        # The worker has not called the trainer yet.
         (
             ["/v/lib/python3.11/dataclasses.py", "<frozen runpy>", "/src/hpcdist/rank/worker.py", "<frozen runpy>"],
             "f0 (dataclasses.py:0), called by f2 (worker.py:2)",
@@ -113,7 +113,7 @@ def test_no_stacks(log: str) -> None:
         (["<frozen runpy>", "/usr/lib/python3/dist-packages/a.py"], "f0 (<frozen runpy>:0)"),
     ],
 )  # fmt: skip
-def test_where_the_users_own_code_is(files: list[str], expected: str) -> None:
+def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
     place = place_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)])
     assert place is not None
     assert place.text() == expected

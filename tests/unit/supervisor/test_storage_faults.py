@@ -1,4 +1,4 @@
-"""Every file operation of a supervisor fails once, one at a time; and the folder is away, hangs or is full."""
+"""Faults of the file system under a supervisor: errors of single operations, and unavailable, hanging or full disks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.processes
 
 SCENE = Path(__file__).parents[2] / "support" / "storage_scene.py"
 ENDS = {"done": "finished", "restart": "finished", "slow": "finished", "stop": "stopped", "stop by signal": "stopped"}
-WHEREVER = ("ESTALE", "EIO", "EACCES", "EINTR", "ENOSPC")
+ERRORS = ("ESTALE", "EIO", "EACCES", "EINTR", "ENOSPC")
 Cell = dict[str, Any]
 
 
-class Played:
-    """What became of the cells, and what all of them together have printed."""
+class Result:
+    """Results of the played scenes, and the messages of all of them."""
 
     def __init__(self, answers: list[dict[str, Any]], messages: str) -> None:
         self.answers = answers
@@ -41,8 +41,8 @@ class Player:
         self._library = library
         self.folder = folder
 
-    def play(self, cells: Sequence[Cell], *, unattended_s: float = 10.0) -> Played:
-        """Play cells in one process, each in a run folder `run-NNNN`."""
+    def play(self, cells: Sequence[Cell], *, unattended_s: float = 10.0) -> Result:
+        """Play scenes in one process, each in a run folder `run-NNNN`."""
         done = subprocess.run(
             [sys.executable, str(SCENE), str(self.folder), str(unattended_s)],
             input="\n".join(map(json.dumps, cells)),
@@ -52,16 +52,16 @@ class Player:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return Played([json.loads(line) for line in done.stdout.splitlines()], done.stderr)
+        return Result([json.loads(line) for line in done.stdout.splitlines()], done.stderr)
 
     def beside(self, name: str) -> Player:
-        """Return a player with run folders of its own."""
+        """Return a player with other run folders."""
         folder = self.folder / name
         folder.mkdir()
         return Player(self._library, folder)
 
     def operations(self) -> list[tuple[str, str, str]]:
-        """Operation, file and scene of all file operations of the supervisor, each in one scene that has it."""
+        """Return operation, file and scene of each file operation of the supervisor."""
         names = ("done", "restart", "stop")
         cells = [{"scene": name, "record": str(self.folder / f"record-{name}")} for name in names]
         assert [answer["error"] for answer in self.beside("recorded").play(cells).answers] == [None] * 3
@@ -77,13 +77,13 @@ def player(io_faults: Path, tmp_path: Path) -> Player:
     return Player(io_faults, tmp_path)
 
 
-def wrong(cells: Sequence[Cell], played: Played) -> list[str]:
-    """The cells that did not end as they would have without a fault, or that met none."""
+def wrong(cells: Sequence[Cell], played: Result) -> list[str]:
+    """Return the scenes that ended differently than without a fault, or in which the fault did not occur."""
     found = []
     for cell, answer in zip(cells, played.answers, strict=True):
         end = ENDS[cell["scene"]]
-        as_always = (answer["error"], answer.get("status"), answer["on_disk"][0]) == (None, end, end)
-        if not as_always or not answer["fired"] or answer["lease_left"] or answer["threads"]:
+        as_usual = (answer["error"], answer.get("status"), answer["on_disk"][0]) == (None, end, end)
+        if not as_usual or not answer["fired"] or answer["lease_left"] or answer["threads"]:
             found.append(f"{cell}: {answer}")
     return found
 
@@ -95,8 +95,8 @@ def each_once(operations: Sequence[tuple[str, str, str]], **fault: Any) -> list[
     ]
 
 
-def check(player: Player, cells: Sequence[Cell]) -> Played:
-    """Play the cells; one whose file was not touched, as some heartbeats are by chance, is played again."""
+def check(player: Player, cells: Sequence[Cell]) -> Result:
+    """Play scenes, and repeat those in which the fault did not occur: not every poll reads a heartbeat."""
     played = player.play(cells)
     for number in range(3):
         missed = [index for index, answer in enumerate(played.answers) if not answer["fired"]]
@@ -111,7 +111,7 @@ def check(player: Player, cells: Sequence[Cell]) -> Played:
     return played
 
 
-def test_one_stale_handle_in_any_file_operation_changes_nothing(player: Player) -> None:
+def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(player: Player) -> None:
     operations = player.operations()
     kinds = {operation for operation, _, _ in operations}
     assert kinds >= {
@@ -133,24 +133,24 @@ def test_one_stale_handle_in_any_file_operation_changes_nothing(player: Player) 
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("error", [name for name in WHEREVER if name != "ESTALE"])
-def test_one_error_in_any_file_operation_changes_nothing(player: Player, error: str) -> None:
+@pytest.mark.parametrize("error", [name for name in ERRORS if name != "ESTALE"])
+def test_one_error_in_any_file_operation_does_not_change_the_result(player: Player, error: str) -> None:
     check(player, each_once(player.operations(), error=getattr(errno, error)))
 
 
 @pytest.mark.faults
-def test_short_reads_and_writes_change_nothing(player: Player) -> None:
+def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None:
     transfers = [item for item in player.operations() if item[0] in ("read", "write")]
     assert len(transfers) > 5
     check(player, each_once(transfers, short=True, count=0))
 
 
 @pytest.mark.faults
-def test_one_minute_of_waiting_in_a_file_operation_changes_nothing(player: Player) -> None:
-    watched = {"launch": {"hang_timeout_s": 10.0}}
+def test_one_minute_of_delay_in_a_file_operation_does_not_change_the_result(player: Player) -> None:
+    launch = {"launch": {"hang_timeout_s": 10.0}}
     chosen = [item for item in player.operations() if item[:2] in HANGS]
     assert len(chosen) == len(HANGS)
-    check(player, [cell | watched for cell in each_once(chosen, delay_ms=60_000)])
+    check(player, [cell | launch for cell in each_once(chosen, delay_ms=60_000)])
 
 
 HANGS = {
@@ -161,7 +161,7 @@ HANGS = {
 }
 
 
-def test_a_folder_that_is_away_for_seconds_only_delays(player: Player) -> None:
+def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) -> None:
     cells = [
         {"scene": scene, "fault": asdict(Fault(operation="*", error=error, window_ms=1500))}
         for scene, error in (("done", errno.ESTALE), ("stop", errno.EIO), ("restart", errno.EACCES))
@@ -169,8 +169,8 @@ def test_a_folder_that_is_away_for_seconds_only_delays(player: Player) -> None:
     check(player, cells)
 
 
-def test_waiting_for_the_file_system_is_no_silence_of_the_ranks(player: Player) -> None:
-    """The ranks write no heartbeat for 3 s, most of which the supervisor waits for an answer itself."""
+def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> None:
+    """The ranks write no heartbeat for 3 s, and the supervisor waits for the file system most of this time."""
     beat = "attempts/001/rank-00000.beat.json"
     cells = [
         {"scene": "slow", "launch": {"hang_timeout_s": 2.9}, "fault": asdict(fault)}
@@ -182,7 +182,7 @@ def test_waiting_for_the_file_system_is_no_silence_of_the_ranks(player: Player) 
     check(player, cells)
 
 
-def test_ranks_are_asked_by_a_signal_where_a_full_disk_takes_no_request(player: Player) -> None:
+def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> None:
     full = Fault(operation="create", path="attempts/001/.request.json.*", error=errno.ENOSPC, count=0)
     cells = [{"scene": "stop by signal", "fault": asdict(full)}]
     played = player.play(cells, unattended_s=0.5)
@@ -193,12 +193,12 @@ def test_ranks_are_asked_by_a_signal_where_a_full_disk_takes_no_request(player: 
     assert answer["on_disk"] == ["stopped", "stopped with everything saved (SIGTERM to the supervisor)"]
 
 
-def test_a_folder_that_stays_away_fails_the_run_and_its_status_is_true_later(player: Player) -> None:
+def test_run_folder_that_stays_unavailable_fails_the_run(player: Player) -> None:
     lasting = {"error": errno.EIO, "count": 0}
     cells = [
         {"scene": "done", "fault": asdict(Fault(operation="readdir", path="attempts/001", **lasting))},
         {"scene": "restart", "fault": asdict(Fault(operation="mkdir", path="attempts/002", **lasting))},
-        # The last state cannot be written either.
+        # The last state cannot be written.
         {"scene": "done", "fault": asdict(Fault(operation="rename", path="state.json", first=3, **lasting))},
     ]
     played = player.play(cells, unattended_s=0.2)

@@ -1,4 +1,4 @@
-"""Who is told to hold the others up: the slow one, of its role, after a whole minute, and nobody on a busy machine."""
+"""Straggler detection with simulated step timing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from hpcdist.supervisor.stragglers import AGAIN_S, WINDOW_S, StragglerEvent, Stragglers
 
 STEP_S = 1.0
-#: Data time and compute of a rank at a time.
+#: Returns data time and compute time of a rank at a time.
 Parts = Callable[[int, float], tuple[float, float]]
 
 
-class Run:
-    """Ranks on nodes, and what is told of them while time goes by."""
+class Simulation:
+    """Ranks on nodes with a simulated clock, and the events of the straggler detection."""
 
     def __init__(self, hosts: list[str], roles: Mapping[int, str] | None = None) -> None:
         self.hosts = hosts
@@ -25,11 +25,11 @@ class Run:
             for rank in range(len(hosts))
         }
         self.now = 0.0
-        self.told: list[tuple[float, StragglerEvent]] = []
+        self.events: list[StragglerEvent] = []
 
-    def go_on(self, seconds: float, parts: Parts) -> list[StragglerEvent]:
-        """Train for so long; returns what is told meanwhile."""
-        before = len(self.told)
+    def train(self, seconds: float, parts: Parts) -> list[StragglerEvent]:
+        """Train for some time. Returns the events during this time."""
+        before = len(self.events)
         end = self.now + seconds
         while self.now < end:
             self.now += 1.0
@@ -42,8 +42,8 @@ class Run:
                 totals["compute_s"] += compute_s
                 if self.stragglers.is_due(rank, self.now):
                     beat = {"host": self.hosts[rank], "timing": dict(totals)}
-                    self.told += [(self.now, told) for told in self.stragglers.note(rank, beat, self.now)]
-        return [told for _, told in self.told[before:]]
+                    self.events += self.stragglers.note(rank, beat, self.now)
+        return self.events[before:]
 
 
 def slow(victim: int, *, compute: float = 0.0, data: float = 0.0) -> Parts:
@@ -57,141 +57,146 @@ def even(rank: int, now: float) -> tuple[float, float]:
 NODES = ["n1", "n2", "n3", "n4"]
 
 
-def test_the_slow_node_is_named_with_the_part_that_is_slow_and_what_to_look_at() -> None:
-    run = Run(NODES)
-    assert run.go_on(60, slow(2, compute=0.14)) == [], "not for a whole minute"
-    (told,) = run.go_on(20, slow(2, compute=0.14))
-    assert told.text == (
+def test_event_names_the_node_the_slow_part_and_a_hint() -> None:
+    simulation = Simulation(NODES)
+    assert simulation.train(60, slow(2, compute=0.14)) == [], "less than one minute"
+    (event,) = simulation.train(20, slow(2, compute=0.14))
+    assert event.text == (
         "n3 is 35 % slower than the median node (compute 0.44 s against 0.30 s a step, data alike) over the last"
-        " minute, and the others wait for it: look on n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
+        " minute, and the others wait for it: check n3 for other processes (`top`) and slow clocks (`nvidia-smi -q -d"
         " PERFORMANCE`); `cluster.exclude=n3` leaves it out"
     )
-    assert (told.event, told.host, told.rank, told.role) == ("slow", "n3", 2, "trainer")
+    assert (event.event, event.host, event.rank, event.role) == ("slow", "n3", 2, "trainer")
 
 
-def test_slow_data_are_told_from_slow_compute() -> None:
-    (told,) = Run(NODES).go_on(80, slow(0, data=0.1))
-    assert "n1 is 25 % slower" in told.text
-    assert "(data 0.20 s against 0.10 s a step, compute alike)" in told.text
-    assert "look on n1 how fast its data are read" in told.text
+def test_slow_data_loading_is_distinguished_from_slow_compute() -> None:
+    (event,) = Simulation(NODES).train(80, slow(0, data=0.1))
+    assert "n1 is 25 % slower" in event.text
+    assert "(data 0.20 s against 0.10 s a step, compute alike)" in event.text
+    assert "check how fast n1 reads its data, and whether its data workers have free cores" in event.text
 
 
-def test_both_parts_are_named_where_both_are_slow() -> None:
-    (told,) = Run(NODES).go_on(80, slow(0, data=0.05, compute=0.06))
-    assert "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30 s a step)" in told.text
+def test_both_slow_parts_are_named() -> None:
+    (event,) = Simulation(NODES).train(80, slow(0, data=0.05, compute=0.06))
+    assert "(data 0.15 s against 0.10 s a step, compute 0.36 s against 0.30 s a step)" in event.text
 
 
-def test_short_steps_are_told_in_milliseconds() -> None:
-    (told,) = Run(NODES).go_on(80, lambda rank, now: (0.01, 0.08 if rank == 0 else 0.0204))
-    assert "(compute 80.0 ms against 20.4 ms a step, data alike)" in told.text
+def test_short_times_are_in_milliseconds() -> None:
+    (event,) = Simulation(NODES).train(80, lambda rank, now: (0.01, 0.08 if rank == 0 else 0.0204))
+    assert "(compute 80.0 ms against 20.4 ms a step, data alike)" in event.text
 
 
-def test_of_two_the_other_one_is_the_measure() -> None:
-    (told,) = Run(["n1", "n2"]).go_on(80, slow(1, compute=0.1))
-    assert told.text.startswith("n2 is 25 % slower than the other node (compute 0.40 s against 0.30 s")
+def test_two_nodes_are_compared_with_each_other() -> None:
+    (event,) = Simulation(["n1", "n2"]).train(80, slow(1, compute=0.1))
+    assert event.text.startswith("n2 is 25 % slower than the other node (compute 0.40 s against 0.30 s")
 
 
-def test_on_one_machine_ranks_are_compared() -> None:
-    (told,) = Run(["box"] * 4).go_on(80, slow(3, compute=0.1))
-    assert told.text.startswith("rank 3 (on box) is 25 % slower than the median rank (compute 0.40 s against 0.30 s")
-    assert "cluster.exclude" not in told.text
+def test_ranks_on_one_machine_are_compared() -> None:
+    (event,) = Simulation(["host"] * 4).train(80, slow(3, compute=0.1))
+    assert event.text.startswith("rank 3 (on host) is 25 % slower than the median rank (compute 0.40 s against 0.30 s")
+    assert "cluster.exclude" not in event.text
 
 
-def test_a_node_is_as_slow_as_its_slowest_rank() -> None:
-    (told,) = Run(["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4).go_on(80, slow(6, compute=0.1))
-    assert (told.name, told.rank, told.others) == ("n2", 6, "the median node")
+def test_slowest_rank_counts_for_its_node() -> None:
+    (event,) = Simulation(["n1"] * 4 + ["n2"] * 4 + ["n3"] * 4).train(80, slow(6, compute=0.1))
+    assert (event.name, event.rank, event.others) == ("n2", 6, "the median node")
 
 
 def test_roles_are_not_compared_with_each_other() -> None:
     roles = {0: "agent", 1: "observer", 2: "observer", 3: "observer"}
-    run = Run(NODES, roles)
-    assert run.go_on(80, lambda rank, now: (0.0, 0.9) if rank == 0 else (0.0, 0.3)) == []
-    (told,) = run.go_on(80, lambda rank, now: (0.0, 0.9) if rank in (0, 3) else (0.0, 0.3))
-    assert (told.name, told.role) == ("n4", "observer")
+    simulation = Simulation(NODES, roles)
+    assert simulation.train(80, lambda rank, now: (0.0, 0.9) if rank == 0 else (0.0, 0.3)) == []
+    (event,) = simulation.train(80, lambda rank, now: (0.0, 0.9) if rank in (0, 3) else (0.0, 0.3))
+    assert (event.name, event.role) == ("n4", "observer")
 
 
-def test_less_than_a_fifth_is_nothing_to_tell() -> None:
-    assert Run(NODES).go_on(200, slow(2, compute=0.07)) == []
+def test_excess_below_a_fifth_is_not_reported() -> None:
+    assert Simulation(NODES).train(200, slow(2, compute=0.07)) == []
 
 
-def test_a_fifth_of_next_to_nothing_is_nothing_to_tell() -> None:
-    """Where steps are spent on the exchange, it does not matter who computes a little longer."""
-    assert Run(NODES).go_on(200, lambda rank, now: (0.0, 0.15 if rank == 2 else 0.11)) == []
+def test_excess_that_is_small_compared_with_the_step_is_not_reported() -> None:
+    """Steps consist mostly of communication here."""
+    assert Simulation(NODES).train(200, lambda rank, now: (0.0, 0.15 if rank == 2 else 0.11)) == []
 
 
 def test_work_without_steps_counts_by_its_share_of_the_time() -> None:
-    """Observers whose rollouts take a fiftieth of the time that the agent learns hold up nobody."""
+    """Slow rollouts do not delay an agent that learns for fifty times as long."""
 
-    def told(own_s: float, slow_s: float) -> list[StragglerEvent]:
-        run = Run(NODES)
+    def events(own_s: float, slow_s: float) -> list[StragglerEvent]:
+        simulation = Simulation(NODES)
         found = []
         for now in range(0, 200, 10):
             for rank in range(4):
                 each = slow_s if rank == 2 else own_s
                 timing = {"steps": 0, "step_s": 0, "own_steps": now + 1, "data_s": 0, "compute_s": each * (now + 1)}
-                found += run.stragglers.note(rank, {"host": NODES[rank], "timing": timing}, float(now))
+                found += simulation.stragglers.note(rank, {"host": NODES[rank], "timing": timing}, float(now))
         return found
 
-    assert told(0.02, 0.04) == []
-    assert [one.name for one in told(0.2, 0.4)] == ["n3"]
+    assert events(0.02, 0.04) == []
+    assert [event.name for event in events(0.2, 0.4)] == ["n3"]
 
 
-def test_one_window_in_which_it_is_not_slow_begins_the_minute_anew() -> None:
-    run = Run(NODES)
+def test_one_normal_window_restarts_the_minute() -> None:
+    simulation = Simulation(NODES)
     parts = slow(2, compute=0.2)
-    assert run.go_on(50, parts) == []
-    assert run.go_on(2 * WINDOW_S, even) == []
-    assert run.go_on(50, parts) == []
-    assert len(run.go_on(30, parts)) == 1
+    assert simulation.train(50, parts) == []
+    assert simulation.train(2 * WINDOW_S, even) == []
+    assert simulation.train(50, parts) == []
+    assert len(simulation.train(30, parts)) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_busy_machine_gives_no_alarm(seed: int) -> None:
-    """Each node is up to three times as slow for seconds, and in its turn for half a minute."""
+def test_fluctuations_on_busy_machines_are_not_reported(seed: int) -> None:
+    """Each node is up to three times as slow for seconds, and one node after the other for half a minute."""
     uneven = random.Random(seed)
 
     def parts(rank: int, now: float) -> tuple[float, float]:
         is_turn = int(now // 30) % 4 == rank
         return 0.1 * uneven.uniform(0, 3), (0.5 if is_turn else 0.3) * uneven.uniform(0.5, 1.5)
 
-    assert Run(NODES).go_on(1200, parts) == []
+    assert Simulation(NODES).train(1200, parts) == []
 
 
-def test_it_is_told_again_after_ten_minutes_or_when_it_is_twice_as_bad_and_when_it_is_over() -> None:
-    run = Run(NODES)
-    run.go_on(80, slow(2, compute=0.1))
-    assert run.go_on(AGAIN_S - 100, slow(2, compute=0.12)) == []
-    (again,) = run.go_on(120, slow(2, compute=0.12))
+def test_straggler_is_reported_again_after_ten_minutes_when_twice_as_slow_and_when_over() -> None:
+    simulation = Simulation(NODES)
+    simulation.train(80, slow(2, compute=0.1))
+    assert simulation.train(AGAIN_S - 100, slow(2, compute=0.12)) == []
+    (again,) = simulation.train(120, slow(2, compute=0.12))
     assert "30 %" in again.text
-    worse = run.go_on(120, slow(2, compute=0.4))
-    assert [told.event for told in worse] == ["slow"]
-    assert run.go_on(50, even) == []
-    (over,) = run.go_on(30, even)
+    worse = simulation.train(120, slow(2, compute=0.4))
+    assert [event.event for event in worse] == ["slow"]
+    assert simulation.train(50, even) == []
+    (over,) = simulation.train(30, even)
     assert over.text == "n3 is as fast as the median node again"
-    assert run.go_on(600, even) == []
+    assert simulation.train(600, even) == []
 
 
-def test_windows_in_which_nobody_does_a_step_are_not_judged() -> None:
-    """An evaluation of two minutes does not count as a minute of equal nodes, nor of unequal ones."""
-    run = Run(NODES)
-    run.go_on(50, slow(2, compute=0.2))
-    totals = {rank: dict(values) for rank, values in run.totals.items()}
+def test_windows_without_steps_do_not_count() -> None:
+    """For example during an evaluation of two minutes."""
+    simulation = Simulation(NODES)
+    simulation.train(50, slow(2, compute=0.2))
+    totals = {rank: dict(values) for rank, values in simulation.totals.items()}
     for second in range(120):
         for rank in range(4):
-            if run.stragglers.is_due(rank, run.now + second):
-                assert run.stragglers.note(rank, {"host": NODES[rank], "timing": totals[rank]}, run.now + second) == []
-    run.now += 120
-    assert [told.name for told in run.go_on(15, slow(2, compute=0.2))] == ["n3"]
+            if simulation.stragglers.is_due(rank, simulation.now + second):
+                assert (
+                    simulation.stragglers.note(
+                        rank, {"host": NODES[rank], "timing": totals[rank]}, simulation.now + second
+                    )
+                    == []
+                )
+    simulation.now += 120
+    assert [event.name for event in simulation.train(15, slow(2, compute=0.2))] == ["n3"]
 
 
 @pytest.mark.parametrize("beat", [{"host": "n1"}, {"host": "n1", "timing": {}}])
-def test_ranks_that_tell_nothing_are_left_out(beat: dict[str, object]) -> None:
-    run = Run(["n1", "n2"])
+def test_heartbeats_without_timing_are_ignored(beat: dict[str, object]) -> None:
+    simulation = Simulation(["n1", "n2"])
     for now in range(0, 200, 10):
-        assert run.stragglers.note(0, beat, now) == []
-    assert run.stragglers.is_due(0, 195) is False
-    assert run.stragglers.is_due(0, 200) is True
+        assert simulation.stragglers.note(0, beat, now) == []
+    assert simulation.stragglers.is_due(0, 195) is False
+    assert simulation.stragglers.is_due(0, 200) is True
 
 
-def test_one_rank_has_nobody_to_be_compared_with() -> None:
-    assert Run(["n1"]).go_on(200, slow(0, compute=1)) == []
+def test_single_rank_is_not_compared() -> None:
+    assert Simulation(["n1"]).train(200, slow(0, compute=1)) == []

@@ -1,4 +1,4 @@
-"""A run's life under the supervisor, with fake ranks: real processes that only leave behind what workers would."""
+"""Supervisor with fake ranks (`support/fake_rank.py`): processes that write the files of a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from named_pipe import NamedPipe
 from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.errors import LeaseLostError
-from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir, State
 from hpcdist.supervisor.shipper_process import ShipperProcess
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 FOREVER: list[list[Any]] = [["forever", None]]
 STUBBORN: list[list[Any]] = [["ignore", signal.SIGTERM], ["beat", 3], ["forever", None]]
-QUIETLY: list[list[Any]] = []
+EXIT_0: list[list[Any]] = []
 PEER_LOST = fails("RuntimeError: Connection closed by peer", peer_lost=True)
 
 
@@ -39,24 +38,24 @@ def scene(runs_dir: Path) -> Scene:
 
 
 @pytest.fixture
-def said(scene: Scene) -> Iterator[NamedPipe]:
-    """What fake ranks say to the test."""
-    with NamedPipe(scene.run.path / "said", reopened=True) as pipe:
+def messages(scene: Scene) -> Iterator[NamedPipe]:
+    """A pipe for lines from fake ranks to the test."""
+    with NamedPipe(scene.run.path / "said", reopened=True) as pipe:  # the name is fixed in fake_rank.py
         yield pipe
 
 
 @pytest.fixture
 def alive(scene: Scene) -> Iterator[NamedPipe]:
-    """Held open by what fake ranks have started."""
+    """A pipe that the grandchildren of fake ranks hold open."""
     with NamedPipe(scene.run.path / "alive") as pipe:
         yield pipe
 
 
-# --- done
+# --- success
 
 
-def test_fake_ranks_that_are_done_finish_the_run(scene: Scene) -> None:
-    scene.script(first=[[*DONE], QUIETLY])
+def test_run_is_finished_when_rank_0_is_done(scene: Scene) -> None:
+    scene.script(first=[[*DONE], EXIT_0])
     before = time.time()
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
@@ -68,8 +67,8 @@ def test_fake_ranks_that_are_done_finish_the_run(scene: Scene) -> None:
     assert scene.report.failures == []
 
 
-def test_progress_of_fake_ranks_is_passed_on_while_the_run_is_running(scene: Scene) -> None:
-    scene.script(first=[[["beat", 4], ["await", "seen"], *DONE], QUIETLY])
+def test_progress_of_rank_0_is_reported_during_the_run(scene: Scene) -> None:
+    scene.script(first=[[["beat", 4], ["await", "seen"], *DONE], EXIT_0])
 
     def on_progress(beat: Any) -> None:
         assert scene.run.read_state().status == "running"
@@ -81,15 +80,15 @@ def test_progress_of_fake_ranks_is_passed_on_while_the_run_is_running(scene: Sce
     assert scene.report.steps[0] == 4
 
 
-def test_fake_ranks_get_the_environment_the_code_and_their_place(scene: Scene) -> None:
-    scene.env |= {"PYTHONPATH": "/callers", "MINE": "1", "SHARED": "caller"}
-    scene.launch = {"env": {"SHARED": "launch.env", "PYTHONPATH": "/theirs"}}
+def test_ranks_get_environment_import_path_and_topology(scene: Scene) -> None:
+    scene.env |= {"PYTHONPATH": "/caller", "MINE": "1", "SHARED": "caller"}
+    scene.launch = {"env": {"SHARED": "launch.env", "PYTHONPATH": "/launch-env"}}
     scene.import_path = ["/code/sub", "/code"]
     scene.script(first=[[["environment", None], *DONE], [["environment", None]]])
     scene.supervise()
     for rank in range(2):
         lines = dict(line.split("=", 1) for line in scene.log(rank).splitlines())
-        assert lines["PYTHONPATH"] == "/code/sub:/code:/theirs"
+        assert lines["PYTHONPATH"] == "/code/sub:/code:/launch-env"
         assert (lines["MINE"], lines["SHARED"]) == ("1", "launch.env")
         assert (lines["HPCDIST_RANK"], lines["HPCDIST_WORLD_SIZE"]) == (str(rank), "2")
         assert (lines["HPCDIST_JOB_ID"], lines["HPCDIST_ATTEMPT"]) == ("exp/first", "1")
@@ -99,13 +98,13 @@ def test_fake_ranks_get_the_environment_the_code_and_their_place(scene: Scene) -
 # --- failures
 
 
-def test_a_failing_fake_rank_ends_the_attempt_and_the_next_one_finishes(scene: Scene, alive: NamedPipe) -> None:
+def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene, alive: NamedPipe) -> None:
     scene.script(
         first=[
             [["grandchild", None], ["touch", "up"], *STUBBORN],
             [["await", "up"], *fails("ValueError: nan", traceback=["Traceback\n", "nan\n"])],
         ],
-        second=[[*DONE], QUIETLY],
+        second=[[*DONE], EXIT_0],
     )
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
@@ -114,13 +113,13 @@ def test_a_failing_fake_rank_ends_the_attempt_and_the_next_one_finishes(scene: S
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
     assert scene.report.notes == ["restart 1 of 3 from the newest checkpoint"]
-    assert alive.is_released(10), "the first attempt's grandchild is still there"
+    assert alive.is_released(10), "a grandchild of the first attempt is alive"
 
 
-def test_a_killed_fake_rank_is_named_and_not_the_peers_that_lost_it(scene: Scene) -> None:
+def test_killed_rank_is_reported_instead_of_its_peers(scene: Scene) -> None:
     scene.script(
         first=[[["await", "gone"], *PEER_LOST], [["beat", 7], ["touch", "gone"], ["kill", signal.SIGKILL]]],
-        second=[[*DONE], QUIETLY],
+        second=[[*DONE], EXIT_0],
     )
     assert scene.supervise().status == "finished"
     ((failure, _),) = scene.report.failures
@@ -129,24 +128,24 @@ def test_a_killed_fake_rank_is_named_and_not_the_peers_that_lost_it(scene: Scene
     assert failure.sentence().endswith("was killed by SIGKILL (out of memory?) at step 7")
 
 
-def test_a_failing_fake_rank_is_named_with_its_role(scene: Scene) -> None:
+def test_failure_names_the_role_of_the_rank(scene: Scene) -> None:
     scene.roles = {"agent": 1, "observer": 1}
     scene.launch = {"max_restarts": 0}
     scene.script(first=[PEER_LOST, fails("ValueError: nan")])
     assert scene.supervise().reason == "rank 1 (observer:0) on fakehost failed with ValueError: nan at step 5"
 
 
-def test_a_fake_rank_that_the_supervisor_kills_is_not_blamed(scene: Scene) -> None:
-    """Rank 0 hangs, rank 1 loses patience with it and reports a lost peer; that much is known."""
+def test_rank_killed_by_the_supervisor_is_not_the_failure(scene: Scene) -> None:
+    """Rank 0 hangs, rank 1 reports a lost peer; the supervisor then kills rank 0."""
     scene.launch = {"max_restarts": 0}
     scene.script(first=[STUBBORN, PEER_LOST])
     state = scene.supervise()
     assert state.reason == "rank 1 on fakehost failed with RuntimeError: Connection closed by peer at step 5"
 
 
-def test_the_same_failure_of_fake_ranks_twice_ends_the_run(scene: Scene) -> None:
-    deed = [QUIETLY, fails("ValueError: nan")]
-    scene.script(first=deed, second=deed)
+def test_same_failure_twice_in_a_row_ends_the_run(scene: Scene) -> None:
+    actions = [EXIT_0, fails("ValueError: nan")]
+    scene.script(first=actions, second=actions)
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts, state.rejected) == ("failed", 2, 1, False)
     assert state.reason == (
@@ -154,12 +153,12 @@ def test_the_same_failure_of_fake_ranks_twice_ends_the_run(scene: Scene) -> None
     )
 
 
-def test_fake_ranks_that_fail_differently_use_up_the_restarts(scene: Scene) -> None:
+def test_different_failures_use_up_the_restarts(scene: Scene) -> None:
     scene.launch = {"max_restarts": 2}
     scene.script(
-        first=[QUIETLY, fails("a", step=1)],
-        second=[QUIETLY, fails("a", step=2)],
-        third=[fails("b", step=2), QUIETLY],
+        first=[EXIT_0, fails("a", step=1)],
+        second=[EXIT_0, fails("a", step=2)],
+        third=[fails("b", step=2), EXIT_0],
     )
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("failed", 3, 2)
@@ -169,7 +168,7 @@ def test_fake_ranks_that_fail_differently_use_up_the_restarts(scene: Scene) -> N
     assert len(scene.report.failures) == 3
 
 
-def test_a_rejected_config_is_not_tried_again_by_fake_ranks(scene: Scene) -> None:
+def test_rejected_config_is_not_retried(scene: Scene) -> None:
     rejected = [["report", {"outcome": "rejected", "error": "no such model"}], ["exit", 2]]
     scene.script(first=[rejected, rejected])
     state = scene.supervise()
@@ -177,15 +176,15 @@ def test_a_rejected_config_is_not_tried_again_by_fake_ranks(scene: Scene) -> Non
     assert state.reason.endswith("on fakehost failed with no such model at step 0")
 
 
-def test_a_fake_rank_0_that_ends_well_without_a_report_has_failed(scene: Scene) -> None:
-    scene.script(first=[[["beat", 6]], QUIETLY], second=[[*DONE], QUIETLY])
+def test_exit_of_rank_0_without_an_outcome_is_a_failure(scene: Scene) -> None:
+    scene.script(first=[[["beat", 6]], EXIT_0], second=[[*DONE], EXIT_0])
     assert scene.supervise().status == "finished"
     ((failure, _),) = scene.report.failures
     assert (failure.kind, failure.rank, failure.step) == ("vanished", 0, 6)
     assert failure.error == "exited with code 0 without a report"
 
 
-def test_a_fake_rank_that_hangs_shows_its_stacks_and_ends_the_attempt(scene: Scene, said: NamedPipe) -> None:
+def test_hung_rank_prints_its_stacks_and_ends_the_attempt(scene: Scene, messages: NamedPipe) -> None:
     scene.launch = {"hang_timeout_s": 0.5}
     scene.script(
         first=[
@@ -194,7 +193,7 @@ def test_a_fake_rank_that_hangs_shows_its_stacks_and_ends_the_attempt(scene: Sce
         ],
         second=[[["say", "up"], *DONE], [["say", "up"]]],
     )
-    scene.report.on_attempt = lambda _: [said.line(), said.line()]
+    scene.report.on_attempt = lambda _: [messages.line(), messages.line()]
     assert scene.supervise().status == "finished"
     ((failure, _),) = scene.report.failures
     assert (failure.kind, failure.rank, failure.step) == ("hung", 1, 8)
@@ -204,12 +203,12 @@ def test_a_fake_rank_that_hangs_shows_its_stacks_and_ends_the_attempt(scene: Sce
     assert scene.log(1) == "my stacks\n"
 
 
-def test_a_plain_script_that_prints_is_not_hung(scene: Scene, said: NamedPipe) -> None:
-    """It writes no heartbeat; its output is its sign of life."""
+def test_plain_script_hangs_only_without_output(scene: Scene, messages: NamedPipe) -> None:
+    """A plain script writes no heartbeats; its output counts as progress."""
     scene.launch = {"hang_timeout_s": 0.4, "max_restarts": 0}
     scene.trainer = {"script": ["train.py"]}
     scene.num_ranks = 1
-    scene.report.on_attempt = lambda _: said.line()
+    scene.report.on_attempt = lambda _: messages.line()
     scene.script(first=[[["say", "up"], ["chatter", 1.0], *DONE]])
     assert scene.supervise().status == "finished"
     scene.script(second=[[["say", "up"], ["print", "last words"], ["forever", None]]])
@@ -218,7 +217,7 @@ def test_a_plain_script_that_prints_is_not_hung(scene: Scene, said: NamedPipe) -
     assert "made no progress for launch.hang_timeout_s=0.4 s" in state.reason
 
 
-def test_what_rank_0_of_a_plain_script_prints_is_shown_line_by_line(scene: Scene) -> None:
+def test_output_of_rank_0_of_a_plain_script_is_reported(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "epoch 1: größe"], ["print", "epoch 2"], *DONE], [["print", "rank 1"]]])
     scene.supervise()
@@ -226,13 +225,13 @@ def test_what_rank_0_of_a_plain_script_prints_is_shown_line_by_line(scene: Scene
     assert scene.report.steps == []
 
 
-def test_restarts_of_an_earlier_supervisor_are_counted_on(scene: Scene) -> None:
+def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> None:
     scene.run.new_attempt()
     scene.run.write_state(
         replace(scene.run.read_state(), status="failed", attempt=1, restarts=2, reason="x", rejected=True, ended=1.0)
     )
     scene.launch = {"max_restarts": 1}
-    scene.script(second=[QUIETLY, fails("a")], third=[[*DONE], QUIETLY])
+    scene.script(second=[EXIT_0, fails("a")], third=[[*DONE], EXIT_0])
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts, state.rejected) == ("finished", 3, 3, False)
 
@@ -240,7 +239,7 @@ def test_restarts_of_an_earlier_supervisor_are_counted_on(scene: Scene) -> None:
 # --- requests
 
 
-def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
+def test_stop_request_ends_the_run_as_stopped(scene: Scene) -> None:
     scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
     state = scene.supervise()
@@ -249,10 +248,10 @@ def test_fake_ranks_asked_to_stop_are_stopped(scene: Scene) -> None:
     assert "stopping: the ranks save a checkpoint and exit (`hpcdist stop` by ada)" in scene.report.notes
 
 
-def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene) -> None:
-    """As the supervisor is asking whether ranks can be started here again."""
+def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> None:
+    """The request is sent while the supervisor checks whether ranks can be restarted on this machine."""
     scene.script(
-        first=[fails("nan"), QUIETLY],
+        first=[fails("nan"), EXIT_0],
         second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]],
     )
     supervisor = scene.supervisor()
@@ -267,16 +266,16 @@ def test_a_stop_that_comes_between_two_attempts_reaches_the_second(scene: Scene)
     assert state.reason == "stopped with everything saved (`hpcdist stop` by ada)"
 
 
-def test_the_last_state_is_what_is_made_of_it_and_none_is_seen_before(scene: Scene) -> None:
-    scene.script(first=[[["report", {"outcome": "stopped"}]], QUIETLY])
+def test_conclude_maps_the_final_state_before_it_is_written(scene: Scene) -> None:
+    scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
     supervisor = scene.supervisor()
     supervisor._conclude = lambda state: replace(state, reason=f"{scene.run.read_state().status}, {state.status}")
     assert scene.supervise(supervisor).reason == "running, stopped"
 
 
-def test_a_signal_that_is_taken_over_at_the_end_stays_so(scene: Scene) -> None:
-    """A job that has asked for its own requeue is sent SIGTERM while it still waits for MLflow."""
-    scene.script(first=[[*DONE], QUIETLY])
+def test_signal_handler_replaced_by_conclude_is_not_restored(scene: Scene) -> None:
+    """A job that has requested its own requeue gets SIGTERM while it still waits for MLflow."""
+    scene.script(first=[[*DONE], EXIT_0])
     supervisor = scene.supervisor()
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
@@ -292,20 +291,20 @@ def test_a_signal_that_is_taken_over_at_the_end_stays_so(scene: Scene) -> None:
         signal.signal(signal.SIGTERM, before[0])
 
 
-def test_fake_ranks_that_are_done_before_they_see_the_request_have_finished(scene: Scene) -> None:
-    scene.script(first=[[["await", "{attempt}/request.json"], *DONE], QUIETLY])
+def test_stop_request_after_the_last_step_ends_the_run_as_finished(scene: Scene) -> None:
+    scene.script(first=[[["await", "{attempt}/request.json"], *DONE], EXIT_0])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="too late")
     state = scene.supervise()
     assert (state.status, state.reason) == ("finished", "all epochs are done")
 
 
-def test_fake_ranks_that_heard_a_signal_of_their_own_are_stopped(scene: Scene) -> None:
-    scene.script(first=[[["report", {"outcome": "stopped"}]], QUIETLY])
+def test_stop_signal_to_the_ranks_ends_the_run_as_stopped(scene: Scene) -> None:
+    scene.script(first=[[["report", {"outcome": "stopped"}]], EXIT_0])
     state = scene.supervise()
     assert state.reason == "stopped with everything saved (the ranks received a stop signal)"
 
 
-def test_fake_ranks_that_do_not_stop_in_time_fail_without_a_restart(scene: Scene) -> None:
+def test_ranks_that_exceed_the_stop_grace_fail_without_a_restart(scene: Scene) -> None:
     scene.launch = {"stop_grace_s": 0.3}
     scene.script(
         first=[
@@ -321,8 +320,8 @@ def test_fake_ranks_that_do_not_stop_in_time_fail_without_a_restart(scene: Scene
     )
 
 
-def test_a_fake_rank_that_fails_while_stopping_does_not_keep_the_others_waiting(scene: Scene) -> None:
-    """The grace of a stop is for saving; once one rank has failed there is nothing to save."""
+def test_failure_during_a_stop_ends_the_grace_period(scene: Scene) -> None:
+    """The grace period is for saving, which is impossible after the failure of a rank."""
     scene.launch = {"stop_grace_s": 600.0}
     scene.script(first=[STUBBORN, [["await", "{attempt}/request.json"], *fails("OSError: disk full")]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
@@ -331,14 +330,14 @@ def test_a_fake_rank_that_fails_while_stopping_does_not_keep_the_others_waiting(
     assert state.reason == ("rank 1 on fakehost failed with OSError: disk full at step 5, while it was asked to stop")
 
 
-def test_a_stop_asked_for_after_a_failure_gives_fake_ranks_no_more_time(scene: Scene) -> None:
+def test_stop_request_after_a_failure_does_not_extend_the_attempt(scene: Scene) -> None:
     scene.launch = {"stop_grace_s": 600.0}
     scene.script(first=[[["await", "{attempt}/rank-00001.outcome.json"], ["ask", "stop"], *STUBBORN], fails("nan")])
     state = scene.supervise()
     assert state.reason == "rank 1 on fakehost failed with nan at step 5, while it was asked to stop"
 
 
-def test_cancelled_fake_ranks_are_killed(scene: Scene, alive: NamedPipe) -> None:
+def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     scene.report.on_progress = lambda _: scene.run.attempt(1).send_request(
         "cancel", by="ada", reason="`hpcdist cancel` by ada"
@@ -348,7 +347,7 @@ def test_cancelled_fake_ranks_are_killed(scene: Scene, alive: NamedPipe) -> None
     assert alive.is_released(10)
 
 
-def test_a_supervisor_that_was_replaced_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
+def test_supervisor_without_lease_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
     supervisor = scene.supervisor()
     successor: list[State] = []
@@ -369,23 +368,23 @@ def test_a_supervisor_that_was_replaced_kills_its_ranks_and_writes_nothing(scene
     assert scene.run.read_state() == successor[0]
 
 
-def test_an_error_of_the_supervisor_itself_is_the_last_state(scene: Scene, alive: NamedPipe) -> None:
+def test_exception_in_the_supervisor_is_recorded_in_the_state(scene: Scene, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], *STUBBORN], STUBBORN])
 
     def fail(_: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
+        raise ZeroDivisionError("internal error")
 
     scene.report.on_progress = fail
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+    with pytest.raises(ZeroDivisionError, match="internal error"):
         scene.supervise()
     assert alive.is_released(10)
     state = scene.run.read_state()
     assert (state.status, state.attempt) == ("failed", 1)
-    assert state.reason == "the supervisor failed with ZeroDivisionError: a mistake of ours"
+    assert state.reason == "the supervisor failed with ZeroDivisionError: internal error"
     assert state.ended is not None
 
 
-def test_a_plain_script_is_asked_to_stop_by_sigterm(scene: Scene) -> None:
+def test_plain_script_is_stopped_with_sigterm(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["print", "up"], ["forever", None]], [["print", "up"], ["forever", None]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="lunch")
@@ -393,7 +392,7 @@ def test_a_plain_script_is_asked_to_stop_by_sigterm(scene: Scene) -> None:
     assert (state.status, state.reason) == ("stopped", "stopped with everything saved (lunch)")
 
 
-def test_a_plain_script_that_ignores_sigterm_fails_after_the_grace(scene: Scene, said: NamedPipe) -> None:
+def test_plain_script_that_ignores_sigterm_fails_after_the_grace_period(scene: Scene, messages: NamedPipe) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.launch = {"stop_grace_s": 0.3}
     scene.script(first=[[["ignore", signal.SIGTERM], ["ask", "stop"], ["forever", None]], FOREVER])
@@ -403,7 +402,7 @@ def test_a_plain_script_that_ignores_sigterm_fails_after_the_grace(scene: Scene,
     assert "did not save and exit within launch.stop_grace_s=0.3 s" in state.reason
 
 
-def test_a_plain_script_that_fails_while_stopping_has_failed(scene: Scene) -> None:
+def test_plain_script_that_fails_during_a_stop_is_failed(scene: Scene) -> None:
     scene.trainer = {"script": ["train.py"]}
     scene.script(first=[[["ignore", signal.SIGTERM], ["ask", "stop"], *fails("OSError: disk full")], FOREVER])
     state = scene.supervise()
@@ -414,10 +413,10 @@ def test_a_plain_script_that_fails_while_stopping_has_failed(scene: Scene) -> No
 # --- signals
 
 
-def test_a_signal_before_the_first_attempt_stops_fake_ranks_at_once(scene: Scene) -> None:
-    scene.script(first=[STOP_ON_REQUEST, QUIETLY])
+def test_signal_before_the_first_attempt_stops_the_run(scene: Scene) -> None:
+    scene.script(first=[STOP_ON_REQUEST, EXIT_0])
     supervisor = scene.supervisor()
-    supervisor._on_signal(signal.SIGTERM, None)
+    supervisor._signals.on_signal(signal.SIGTERM, None)
     state = scene.supervise(supervisor)
     assert (state.status, state.reason) == (
         "stopped",
@@ -425,16 +424,16 @@ def test_a_signal_before_the_first_attempt_stops_fake_ranks_at_once(scene: Scene
     )
 
 
-def test_signal_handlers_are_put_back(scene: Scene) -> None:
+def test_signal_handlers_are_restored(scene: Scene) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    scene.script(first=[[*DONE], QUIETLY])
+    scene.script(first=[[*DONE], EXIT_0])
     scene.supervise()
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def with_scene() -> dict[str, str]:
-    """Lets another Python find supervisor_scene.py."""
+def support_path() -> dict[str, str]:
+    """Return an environment in which another Python finds supervisor_scene.py."""
     return {
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).parents[2] / "support"), *filter(None, [os.getenv("PYTHONPATH")])]
@@ -445,7 +444,7 @@ def with_scene() -> dict[str, str]:
 @contextmanager
 def supervisor_process(scene: Scene) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "supervisor_scene", str(scene.run.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | with_scene()) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | support_path()) as process:
         try:
             yield process
         finally:
@@ -453,12 +452,12 @@ def supervisor_process(scene: Scene) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_one_signal_to_the_supervisor_lets_fake_ranks_save(
-    scene: Scene, said: NamedPipe, number: signal.Signals
+def test_first_signal_to_the_supervisor_stops_the_run(
+    scene: Scene, messages: NamedPipe, number: signal.Signals
 ) -> None:
     scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     with supervisor_process(scene) as process:
-        assert said.line() == "up"
+        assert messages.line() == "up"
         process.send_signal(number)
         out, _ = process.communicate()
     assert out.splitlines() == [
@@ -468,7 +467,7 @@ def test_one_signal_to_the_supervisor_lets_fake_ranks_save(
     assert process.returncode == 0
 
 
-def test_a_second_interrupt_kills_fake_ranks(scene: Scene, said: NamedPipe, alive: NamedPipe) -> None:
+def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
     scene.script(
         first=[
             [["grandchild", None], ["say", "up"], ["await", "{attempt}/request.json"], ["say", "asked"], *STUBBORN],
@@ -476,34 +475,34 @@ def test_a_second_interrupt_kills_fake_ranks(scene: Scene, said: NamedPipe, aliv
         ]
     )
     with supervisor_process(scene) as process:
-        assert said.line() == "up"
+        assert messages.line() == "up"
         process.send_signal(signal.SIGINT)
-        assert said.line() == "asked"
+        assert messages.line() == "asked"
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert out.splitlines()[-1] == "cancelled: cancelled (SIGINT to the supervisor)"
     assert alive.is_released(10)
 
 
-def test_no_fake_rank_outlives_a_killed_supervisor(scene: Scene, said: NamedPipe, alive: NamedPipe) -> None:
+def test_ranks_end_with_a_killed_supervisor(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
     scene.script(first=[[["grandchild", None], ["say", "up"], *STUBBORN]] * 2)
     with supervisor_process(scene) as process:
-        assert [said.line(), said.line()] == ["up", "up"]
+        assert [messages.line(), messages.line()] == ["up", "up"]
         process.kill()
     assert alive.is_released(10)
     assert scene.run.read_state().status == "running"
 
 
-def test_fake_ranks_save_when_the_terminal_is_closed(scene: Scene, said: NamedPipe) -> None:
-    """Writing to the closed terminal fails; the run must not."""
+def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> None:
+    """Writes to the closed terminal fail, and must not fail the run."""
     scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ.update(with_scene())
+        os.environ.update(support_path())
         os.execv(sys.executable, [sys.executable, "-m", "supervisor_scene", str(scene.run.path)])
     ended = os.pidfd_open(pid)
     try:
-        assert said.line() == "up"
+        assert messages.line() == "up"
         os.close(terminal)
         assert select.select([ended], [], [], 20)[0]
     finally:
@@ -520,7 +519,7 @@ def test_fake_ranks_save_when_the_terminal_is_closed(scene: Scene, said: NamedPi
 # --- MLflow
 
 
-def test_the_shipper_gets_the_run_and_the_whole_uri(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipper_gets_run_folder_and_uri_with_password(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = scene.run.path / "python"
     stub.write_text(
         '#!/bin/sh\necho "$@"; echo "$HPCDIST_TRACKING_URI"; cut -d " " -f 19 /proc/self/stat; echo err >&2; cat\n'
@@ -533,17 +532,17 @@ def test_the_shipper_gets_the_run_and_the_whole_uri(scene: Scene, monkeypatch: p
     assert (scene.run.path / "shipper.log").read_text().splitlines() == [
         f"-P -m hpcdist.tracking.shipper {scene.run.path}",
         "http://ada:s3cret@mlflow:5000",
-        "10",
+        f"{os.nice(0) + 10}",
         "err",
     ]
 
 
 @pytest.mark.parametrize("shipper", [["false"], ["sleep", "600"]], ids=["failed", "too slow"])
-def test_what_mlflow_has_not_taken_is_told_without_the_password(scene: Scene, shipper: list[str]) -> None:
+def test_missing_records_in_mlflow_are_reported_without_the_password(scene: Scene, shipper: list[str]) -> None:
     scene.tracking = {"drain_timeout_s": 0.1}
     scene.shipper = shipper
     scene.tracking_uri = "http://ada:s3cret@mlflow:5000"
-    scene.script(first=[[*DONE], QUIETLY])
+    scene.script(first=[[*DONE], EXIT_0])
     assert scene.supervise().status == "finished"
     assert scene.report.notes == [
         "MLflow at http://ada:***@mlflow:5000 has not received all records (see shipper.log); none are lost:"
@@ -551,11 +550,10 @@ def test_what_mlflow_has_not_taken_is_told_without_the_password(scene: Scene, sh
     ]
 
 
-def test_the_state_is_final_before_the_shipper_is_waited_for(scene: Scene) -> None:
-    """The shipper ends when it sees that the run has."""
+def test_final_state_is_written_before_the_wait_for_the_shipper(scene: Scene) -> None:
+    """The shipper ends when `state.json` records the end of the run."""
     scene.tracking = {"drain_timeout_s": 20.0}
     scene.shipper = ["sh", "-c", f"until grep -q finished '{scene.run.path}/state.json'; do :; done"]
-    scene.script(first=[[*DONE], QUIETLY])
+    scene.script(first=[[*DONE], EXIT_0])
     assert scene.supervise().status == "finished"
     assert scene.report.notes == []
-    assert read_json(scene.run.path / "state.json") is not None

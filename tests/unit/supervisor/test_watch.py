@@ -1,4 +1,4 @@
-"""Watching thousands of ranks: bounded looks, and a hang of any one of them is still found and named."""
+"""Watch and ProgressMonitor with up to thousands of ranks: cost of a poll, hung ranks, ranks that were not started."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.attempt import Attempt, Request
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import CHECKS_PER_S
+from hpcdist.supervisor import progress as progress_module
 from hpcdist.supervisor import watch as watch_module
 from hpcdist.supervisor.hang.summary import Summary
+from hpcdist.supervisor.progress import ProgressMonitor
 from hpcdist.supervisor.stragglers import StragglerEvent
-from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, LastSteps, Watch
+from hpcdist.supervisor.watch import POLL_S, REST_S, STACKS_S, Allocation, Watch
 
 NUM_RANKS = 1000
 HANG_S = 300.0
@@ -26,18 +28,18 @@ NOW = 1_700_000_000.0
 
 
 class SteppedRanks:
-    """Ranks whose time goes by only while they are waited for; `beat` decides who shows a sign of life."""
+    """Ranks with a simulated clock, which advances only in `wait`; `sign` returns the time of the last heartbeat."""
 
     def __init__(self, attempt: Attempt, num_ranks: int = NUM_RANKS) -> None:
         self.attempt = attempt
         self.num_ranks = num_ranks
         self.exits: dict[int, int] = {}
         self.time = 0.0
-        self.looks = 0
-        self.silent: dict[int, float] = {}  #: by rank, when it fell silent
+        self.num_polls = 0
+        self.silent: dict[int, float] = {}  #: by rank, the time of its last heartbeat
         self.interval_s = num_ranks / 64
         self.never_started: list[int] = []
-        self.asked_at: list[float] = []  #: when somebody wanted to know which ranks are absent
+        self.absent_called_at: list[float] = []
         self.end_at = 10_000.0
 
     @property
@@ -49,21 +51,21 @@ class SteppedRanks:
 
     def wait(self, timeout_s: float) -> None:
         self.time += timeout_s
-        self.looks += 1
+        self.num_polls += 1
         if self.time >= self.end_at:
             self.exits = dict.fromkeys(range(self.num_ranks), 0)
 
     def close(self) -> None: ...
 
     def absent(self) -> list[int]:
-        self.asked_at.append(self.time)
+        self.absent_called_at.append(self.time)
         return self.never_started
 
     def last_message(self) -> str:
         return "srun: retrying"
 
     def sign(self, rank: int) -> float:
-        """When a rank last wrote, each in its turn."""
+        """Return the time of a rank's last heartbeat; the ranks write one after the other within an interval."""
         alive_until = min(self.time, self.silent.get(rank, self.time))
         turn = self.interval_s * rank / self.num_ranks
         return turn + (alive_until - turn) // self.interval_s * self.interval_s
@@ -83,27 +85,27 @@ class Scene:
         allocation: Allocation | None = None,
     ) -> None:
         self.ranks = SteppedRanks(attempt, num_ranks)
-        self.stats: list[int] = []
-        self.reads: list[str] = []
+        self.stats: list[int] = []  #: ranks whose heartbeat files were checked
+        self.reads: list[str] = []  #: names of files that were read
         clock = SimpleNamespace(monotonic=lambda: self.ranks.time, time=lambda: NOW + self.ranks.time)
         monkeypatch.setattr(watch_module, "time", clock)
-        monkeypatch.setattr(watch_module, "read_json", self._read)
+        monkeypatch.setattr(progress_module, "read_json", self._read)
         monkeypatch.setattr(attempt, "read_request", self._read_request)
         report: Any = SimpleNamespace(progress=lambda beat: None, note=lambda text: None, output=lambda text: None)
         config = Config(trainer=TrainerConfig(), launch=LaunchConfig(hang_timeout_s=HANG_S))
         self.watch = Watch(attempt, self.ranks, config, report, allocation)
-        monkeypatch.setattr(self.watch, "_sign", self._stat)
-        monkeypatch.setattr(self.watch, "_read", lambda rank, now: self._stat(rank))
+        monkeypatch.setattr(self.watch.progress, "_sign", self._stat)
+        monkeypatch.setattr(self.watch.progress, "_read_timing", lambda rank, now: self._stat(rank))
         monkeypatch.setattr(watch_module, "collect", self._collect)
-        self.limits: list[float] = []  #: seconds that were given to collect stacks
-        self.found: Summary | None = None
+        self.limits: list[float] = []  #: time limits of `collect`
+        self.summary: Summary | None = None  #: result of `collect`
 
     def _collect(
         self, attempt: Attempt, ranks: SteppedRanks, *, limit_s: float, interrupted: Callable[[], bool]
     ) -> Summary | None:
         assert not interrupted()
         self.limits.append(limit_s)
-        return self.found
+        return self.summary
 
     def _stat(self, rank: int) -> object:
         self.stats.append(rank)
@@ -124,18 +126,18 @@ def scene(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(attempt, monkeypatch)
 
 
-def test_a_look_costs_the_same_however_many_ranks(scene: Scene) -> None:
+def test_cost_of_a_poll_does_not_depend_on_the_number_of_ranks(scene: Scene) -> None:
     scene.ranks.end_at = 200.0
     assert scene.watch.until_over() is None
     per_s = len(scene.stats) / scene.ranks.time
-    assert per_s <= CHECKS_PER_S + 1 / POLL_S + 1, "the turns of all, and rank 0 each time"
-    assert set(scene.stats) == set(range(NUM_RANKS)), "nobody is left out"
-    assert scene.reads.count("request.json") == scene.ranks.looks
-    assert len(scene.reads) - scene.ranks.looks <= 1.1 * scene.ranks.time, "rank 0's heartbeat when it is new"
+    assert per_s <= CHECKS_PER_S + 1 / POLL_S + 1, "CHECKS_PER_S in turn, and rank 0 in each poll"
+    assert set(scene.stats) == set(range(NUM_RANKS))
+    assert scene.reads.count("request.json") == scene.ranks.num_polls
+    assert len(scene.reads) - scene.ranks.num_polls <= 1.1 * scene.ranks.time, "new heartbeats of rank 0"
 
 
 @pytest.mark.parametrize("victim", [0, 1, 500, NUM_RANKS - 1])
-def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: int) -> None:
+def test_hung_rank_is_found_within_the_hang_timeout(scene: Scene, victim: int) -> None:
     scene.ranks.silent[victim] = 100.0
     failure = scene.watch.until_over()
     assert failure is not None
@@ -145,11 +147,11 @@ def test_one_rank_that_hangs_is_found_in_time_and_named(scene: Scene, victim: in
     assert scene.limits == [STACKS_S]
 
 
-def test_ranks_are_looked_for_once_when_all_must_have_been_started(scene: Scene) -> None:
+def test_absent_ranks_are_queried_once_after_the_init_timeout(scene: Scene) -> None:
     scene.ranks.end_at = 300.0
     assert scene.watch.until_over() is None
-    (asked_at,) = scene.ranks.asked_at
-    assert 120.0 <= asked_at < 120.5, "launch.init_timeout_s"
+    (called_at,) = scene.ranks.absent_called_at
+    assert 120.0 <= called_at < 120.5, "launch.init_timeout_s"
 
 
 @pytest.mark.parametrize(
@@ -164,48 +166,52 @@ def test_ranks_are_looked_for_once_when_all_must_have_been_started(scene: Scene)
         ),
     ],
 )
-def test_ranks_that_are_not_started_in_time_are_a_failure(
+def test_ranks_not_started_within_the_init_timeout_are_a_failure(
     scene: Scene, absent: list[int], host: str, sentence: str
 ) -> None:
     scene.ranks.never_started = list(absent)
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.kind, failure.host, failure.step, failure.sentence()) == ("not_started", host, None, sentence)
-    assert scene.limits == [], "nobody is asked for stacks"
+    assert scene.limits == [], "no stack traces are collected"
 
 
-def test_the_one_that_the_others_wait_for_is_named_not_the_first_in_turn(scene: Scene) -> None:
-    """All fall silent at once in a collective; their heartbeats tell whose last sign is the oldest."""
+def test_rank_with_the_oldest_heartbeat_is_reported_if_all_hang(scene: Scene) -> None:
+    """All ranks stop at once in a collective; the rank that they wait for has written the oldest heartbeat."""
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
     failure = scene.watch.until_over()
     assert failure is not None
     assert failure.rank == 700
 
 
-def test_the_one_whose_stack_differs_is_named_where_that_is_one(scene: Scene) -> None:
+def test_single_suspect_of_the_stack_traces_is_reported(scene: Scene) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.found = Summary(sentence="rank 3 stands elsewhere", suspects=(3,), odd_first=(), hosts={3: "n3"}, text="")
+    scene.summary = Summary(
+        sentence="rank 3 differs from the others", suspects=(3,), odd_first=(), hosts={3: "n3"}, text=""
+    )
     failure = scene.watch.until_over()
     assert failure is not None
     assert (failure.rank, failure.host, failure.step) == (3, "n3", 30)
-    assert failure.sentence().endswith(") at step 30; rank 3 stands elsewhere")
+    assert failure.sentence().endswith(") at step 30; rank 3 differs from the others")
 
 
-def test_of_several_suspects_none_is_picked(scene: Scene) -> None:
+def test_several_suspects_do_not_replace_the_reported_rank(scene: Scene) -> None:
     scene.ranks.silent = dict.fromkeys(range(NUM_RANKS), 100.0) | {700: 99.5}
-    scene.found = Summary(sentence="ranks 3-4 stand elsewhere", suspects=(3, 4), odd_first=(), hosts={}, text="")
+    scene.summary = Summary(
+        sentence="ranks 3-4 differ from the others", suspects=(3, 4), odd_first=(), hosts={}, text=""
+    )
     failure = scene.watch.until_over()
     assert failure is not None
-    assert (failure.rank, failure.detail) == (700, "ranks 3-4 stand elsewhere")
+    assert (failure.rank, failure.detail) == (700, "ranks 3-4 differ from the others")
 
 
-def test_ranks_that_only_write_seldom_are_not_taken_for_hung(scene: Scene) -> None:
+def test_ranks_with_a_long_heartbeat_interval_are_not_hung(scene: Scene) -> None:
     scene.ranks.interval_s = HANG_S / 4
     scene.ranks.end_at = 3 * HANG_S
     assert scene.watch.until_over() is None
 
 
-def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
+def test_ended_rank_is_not_hung(scene: Scene) -> None:
     scene.ranks.silent[3] = 100.0
     scene.ranks.exits[3] = 0
     scene.ranks.end_at = 2 * HANG_S
@@ -216,12 +222,12 @@ def test_a_rank_that_has_ended_is_not_waited_for(scene: Scene) -> None:
     ("lead_s", "grace_s", "stacks_s"),
     [
         (600.0, 120.0, [STACKS_S]),  # launch.stop_grace_s
-        (145.0, 120.0, [10.0]),  # what is left but for REST_S
+        (145.0, 120.0, [10.0]),  # the remaining time without REST_S
         (60.0, 60.0 - REST_S, []),
         (10.0, 5.0, []),
     ],
 )
-def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
+def test_grace_and_stack_collection_end_before_the_allocation(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, lead_s: float, grace_s: float, stacks_s: list[float]
 ) -> None:
     allocation = Allocation(stop_at=NOW + 200, by="time limit", end=NOW + 200 + lead_s)
@@ -231,44 +237,54 @@ def test_ranks_that_do_not_leave_are_given_up_while_something_can_still_be_done(
     assert failure.kind == "hung"
     assert failure.error.endswith("or before the end of the allocation")
     assert abs(scene.ranks.time - (200 + grace_s)) <= 3 * POLL_S
-    assert scene.limits == pytest.approx(stacks_s, abs=3 * POLL_S), "never beyond the end"
+    assert scene.limits == pytest.approx(stacks_s, abs=3 * POLL_S)
     request = read_json(attempt.request)
     assert request is not None
     assert (request["action"], request["by"]) == ("stop", "time limit")
+
+
+def monitor(
+    attempt: Attempt, num_ranks: int, config: Config | None = None, notes: list[str] | None = None
+) -> ProgressMonitor:
+    report: Any = SimpleNamespace(note=(notes if notes is not None else []).append)
+    return ProgressMonitor(attempt, SteppedRanks(attempt, num_ranks), config or Config(), report, now=0.0)
 
 
 def beat(attempt: Attempt, rank: int, step: int) -> None:
     attempt.beat(rank).write_text(json.dumps({"time": NOW, "step": step, "total_steps": None, "metrics": {}}))
 
 
-def test_last_steps_are_read_when_they_are_asked_for(attempt: Attempt) -> None:
-    steps = LastSteps(attempt, 2, 1800.0)
-    assert (len(steps), list(steps), steps[1]) == (2, [0, 1], None)
+def test_last_step_is_read_on_access(attempt: Attempt) -> None:
+    progress = monitor(attempt, 2)
+    assert progress.last_step(1) is None
     beat(attempt, 0, 8)
     beat(attempt, 1, 5)
-    assert dict(steps) == {0: 8, 1: 5}
-    assert steps.get(2) is None
+    assert [progress.last_step(0), progress.last_step(1)] == [8, 5]
 
 
-def test_the_step_of_a_rank_that_writes_seldom_is_not_behind_rank_0(attempt: Attempt) -> None:
-    """Else two deaths in the first minute would look like the same failure at step 0, twice."""
+def test_last_step_with_a_long_heartbeat_interval_is_at_least_the_step_of_rank_0(attempt: Attempt) -> None:
+    """Otherwise two failures in the first minute would look like the same failure at step 0, twice."""
     beat(attempt, 0, 80)
     beat(attempt, 3000, 0)
-    assert LastSteps(attempt, 4096, 1800.0)[3000] == 80
-    assert LastSteps(attempt, 4096, 1800.0).get(2999) is None, "never seen"
+    progress = monitor(attempt, 4096)
+    assert progress.last_step(3000) == 80
+    assert progress.last_step(2999) is None, "no heartbeat yet"
 
 
-def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_straggler_is_reported_and_recorded_in_the_attempt_folder(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = SteppedRanks(attempt, 3)
     clock = SimpleNamespace(monotonic=lambda: ranks.time, time=lambda: NOW + ranks.time)
-    monkeypatch.setattr(watch_module, "time", clock)
+    for module in (watch_module, progress_module):
+        monkeypatch.setattr(module, "time", clock)
     notes: list[str] = []
     report: Any = SimpleNamespace(progress=lambda beat: None, note=notes.append, output=lambda text: None)
     watch = Watch(attempt, ranks, Config(), report)
     wait = ranks.wait
 
-    def go_on(timeout_s: float) -> None:
-        """Ten steps a second on each of three hosts; n2 computes half as long again for two minutes."""
+    def train(timeout_s: float) -> None:
+        """Ten steps a second on each of three hosts; n2 computes for 1.5 times as long during two minutes."""
         wait(timeout_s)
         for rank in range(3):
             slow_s = min(ranks.time, 120.0) * 0.03 if rank == 2 else 0.0
@@ -280,20 +296,20 @@ def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, m
                 "compute_s": 0.06 * 10 * ranks.time + 10 * slow_s,
             }
             beat = {"time": NOW + ranks.time, "host": f"n{rank}", "step": 1, "total_steps": None, "timing": timing}
-            # Half of a line now and then, as a reader may meet it.
+            # Some reads find a half-written file.
             text = json.dumps(beat)
             attempt.beat(rank).write_text(text if int(5 * ranks.time) % 7 else text[:50])
 
-    monkeypatch.setattr(ranks, "wait", go_on)
+    monkeypatch.setattr(ranks, "wait", train)
     ranks.end_at = 100.0
     assert watch.until_over() is None
-    (told,) = notes
-    assert told.startswith(
+    (note,) = notes
+    assert note.startswith(
         "n2 is 43 % slower than the median node (compute 90.0 ms against 60.0 ms a step, data alike)"
     )
     (line,) = attempt.straggler_events()
-    assert (line["text"], line["event"], line["name"], line["rank"]) == (told, "slow", "n2", 2)
-    assert attempt.current_stragglers() == [told]
+    assert (line["text"], line["event"], line["name"], line["rank"]) == (note, "slow", "n2", 2)
+    assert attempt.current_stragglers() == [note]
 
     ranks.exits, ranks.end_at = {}, 220.0
     assert watch.until_over() is None
@@ -302,13 +318,10 @@ def test_a_straggler_is_told_and_kept_in_the_attempts_folder(attempt: Attempt, m
     assert attempt.current_stragglers() == []
 
 
-def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_straggler_is_reported_if_its_record_cannot_be_written(attempt: Attempt) -> None:
     notes: list[str] = []
-    report: Any = SimpleNamespace(note=notes.append)
-    watch = Watch(attempt, SteppedRanks(attempt, 2), Config(), report)
-    told = StragglerEvent(
+    progress = monitor(attempt, 2, notes=notes)
+    event = StragglerEvent(
         event="over",
         name="n2",
         others="the other node",
@@ -323,14 +336,16 @@ def test_a_full_disk_does_not_keep_a_straggler_from_being_told(
         others_compute_s=0.1,
     )
     attempt.stragglers.mkdir()
-    watch._report_straggler(told)
+    progress._report_straggler(event)
     assert notes == [
         "n2 is as fast as the other node again",
         f"{attempt.stragglers} cannot be written (Is a directory)",
     ]
 
 
-def test_a_plain_script_tells_nothing_of_its_steps(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_script_has_no_step_timing(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(trainer=TrainerConfig(script=("train.py",)))
-    watch = Watch(attempt, SteppedRanks(attempt, 2), config, SimpleNamespace())  # type: ignore[arg-type]
-    assert not watch._is_due(0, 1000.0)
+    progress = monitor(attempt, 2, config)
+    monkeypatch.setattr(progress, "_read_timing", lambda rank, now: pytest.fail("heartbeat of a plain script"))
+    attempt.log(0).touch()
+    assert progress.find_hung(1000.0) is None

@@ -12,7 +12,6 @@ from sample_comm import row, sample, with_links
 
 from hpcdist.bench.report import WIDTH, as_csv, as_text, compared, main_rows, report, show
 from hpcdist.bench.results import CheckResult, Results
-from hpcdist.bench.units import amount, rate, seconds, times
 
 
 def table(text: str, title: str) -> list[list[str]]:
@@ -159,17 +158,3 @@ def test_a_stopped_benchmark_has_no_results_yet() -> None:
         backend="gloo", device="cpu", world_size=1, torch="2", nccl=None, partition=None, nodes=["n1"], ranks=[]
     )
     assert as_text(nothing).startswith("1 rank on 1 node (n1), gloo on cpu, torch 2\n")
-
-
-def test_units() -> None:
-    assert [amount(value) for value in (1, 1000, 1024, 1536, 2**28, 2**40)] == [
-        "1 B", "1000 B", "1 KiB", "1.5 KiB", "256 MiB", "1024 GiB",
-    ]  # fmt: skip
-    assert [seconds(value) for value in (8.31e-6, 1.2e-4, 9.999e-4, 0.5, 75.0, 1234.0)] == [
-        "8.31 µs", "120 µs", "1.00 ms", "500 ms", "75.0 s", "1234 s",
-    ]  # fmt: skip
-    assert [rate(value) for value in (0.0, 512, 2.51e7, 9.999e8, 1.2e11)] == [
-        "0.00 B/s", "512 B/s", "25.1 MB/s", "1.00 GB/s", "120 GB/s",
-    ]  # fmt: skip
-    assert rate(9.8e8, 1.31e9) == "0.980 / 1.31 GB/s"
-    assert [times(value) for value in (1.0, 1.55, 6.02, 23.4, 123.0)] == ["1×", "1.6×", "6×", "23×", "120×"]

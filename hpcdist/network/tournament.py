@@ -1,4 +1,4 @@
-"""Definitions that the preflight, the ranks' collective check and the communication benchmark share."""
+"""Rounds of transfers in which each node takes part in at most one transfer at a time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,3 @@ def tournament(num_players: int, num_rounds: int | None = None) -> list[list[int
             partners.append(alone)
         rounds.append(partners)
     return rounds
-
-
-def all_reduce_bus_factor(num_ranks: int) -> float:
-    """Return the bus bandwidth of an all-reduce divided by bytes / time, as nccl-tests defines it.
-
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-    """
-    return 2 * (num_ranks - 1) / num_ranks

@@ -1,0 +1,162 @@
+"""Progress of the ranks of one attempt, from their heartbeats: hung ranks, stragglers, and the last known steps."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import asdict
+
+from hpcdist.config.schema import Config
+from hpcdist.files.atomic import read_json
+from hpcdist.files.bounded_json import parse_json
+from hpcdist.files.log_text import LogTail
+from hpcdist.rank.roles import Roles
+from hpcdist.run.attempt import Attempt
+from hpcdist.run.polling import BEAT_EVERY_S, beat_interval_s, num_due_ranks
+from hpcdist.supervisor.launcher import Ranks
+from hpcdist.supervisor.reporter import Reporter
+from hpcdist.supervisor.stragglers import StragglerEvent, Stragglers
+
+log = logging.getLogger(__name__)
+
+
+class ProgressMonitor:
+    """Detects hung ranks and stragglers in one attempt, and reports the progress of rank 0.
+
+    The cost of a check does not depend on the number of ranks: it covers some of them in turn
+    (`polling.num_due_ranks`). For plain scripts, which write no heartbeats, the size of the log counts as progress.
+
+    Attributes:
+        unavailable_until: last time at which the attempt's folder was unavailable; missing heartbeats before it are no
+            sign of a hang.
+    """
+
+    def __init__(self, attempt: Attempt, ranks: Ranks, config: Config, report: Reporter, now: float) -> None:
+        self._attempt = attempt
+        self._ranks = ranks
+        self._report = report
+        self._is_script = bool(config.trainer.script)
+        self._timeout_s = config.launch.hang_timeout_s
+        self._num_ranks = len(ranks.running) + len(ranks.exits)
+        self._signs: list[tuple[object, float]] = [(None, now)] * self._num_ranks
+        roles = Roles.of(config.roles, self._num_ranks)
+        self._stragglers = Stragglers(lambda rank: roles.of_rank(rank)[0])
+        self._next_rank = 0
+        self._last_check = now
+        self._shown: object = None
+        self._output = LogTail(attempt.log(0))
+        self.unavailable_until = now
+
+    def last_step(self, rank: int) -> int | None:
+        """Return the last known step of a rank; None before its first heartbeat."""
+        step = self._beat_step(rank)
+        if step is not None and beat_interval_s(rank, self._num_ranks, self._timeout_s) > BEAT_EVERY_S:
+            # Heartbeats of large runs may be a minute old; rank 0, at the same step, writes more often.
+            step = max(step, self._beat_step(0) or 0)
+        return step
+
+    def _beat_step(self, rank: int) -> int | None:
+        try:
+            step: int | None = (read_json(self._attempt.beat(rank)) or {}).get("step")
+        except OSError as unread:
+            log.warning("%s: %s; its last step is unknown", unread.filename, unread.strerror)
+            return None
+        return step
+
+    def show(self) -> None:
+        """Report a changed heartbeat of rank 0 or, for a plain script, its new output."""
+        try:
+            sign = self._sign(0)
+            if sign == self._shown:
+                return
+            if not self._is_script:
+                beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
+                if beat is not None:
+                    self._report.progress(beat)
+                return
+            for text in self._output.news():
+                self._report.output(text)
+            self._shown = sign
+        except OSError:
+            return  # reported with the next change; `Watch` logs an unavailable folder
+
+    def find_hung(self, now: float) -> int | None:
+        """Return the rank without progress for the longest time if that exceeds the hang timeout, else None."""
+        if not any(self._is_overdue(rank, now) for rank in self._due_ranks(now)) or not self._takes_writes(now):
+            return None
+        return min(self._ranks.running, key=self._last_sign)
+
+    def _due_ranks(self, now: float) -> list[int]:
+        count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
+        self._last_check = now
+        first, self._next_rank = self._next_rank, (self._next_rank + count) % self._num_ranks
+        ranks = ((first + place) % self._num_ranks for place in range(count))
+        return [rank for rank in ranks if rank not in self._ranks.exits]
+
+    def _is_overdue(self, rank: int, now: float) -> bool:
+        known, since = self._signs[rank]
+        try:
+            # Plain scripts have no step timing.
+            timing_due = not self._is_script and self._stragglers.is_due(rank, now)
+            sign = self._read_timing(rank, now) if timing_due else self._sign(rank)
+        except OSError:
+            self._signs[rank] = (known, now)  # an unreadable heartbeat is no sign of a hang
+            return False
+        if sign != known:
+            self._signs[rank] = (sign, now)
+            return False
+        return now - max(since, self.unavailable_until) >= self._timeout_s
+
+    def _takes_writes(self, now: float) -> bool:
+        """Return whether ranks can write heartbeats; if not, missing heartbeats are no sign of a hang."""
+        probe = self._attempt.path / ".supervisor.probe"
+        try:
+            probe.write_bytes(bytes(1024))
+            probe.unlink()
+        except OSError as error:
+            log.warning("%s: %s; ranks without a heartbeat do not count as hung", probe, error.strerror)
+            self.unavailable_until = now
+            return False
+        return True
+
+    def _last_sign(self, rank: int) -> tuple[float, float]:
+        """Return the time of a rank's last heartbeat, and the time at which this process last saw progress."""
+        beat = None if self._is_script else read_json(self._attempt.beat(rank))
+        return (float(beat["time"]) if beat else 0.0, self._signs[rank][1])
+
+    def _sign(self, rank: int) -> object:
+        """Return a value that changes with a rank's progress: of its heartbeat file, or of a plain script's log."""
+        path = self._attempt.log(rank) if self._is_script else self._attempt.beat(rank)
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
+    def _read_timing(self, rank: int, now: float) -> object:
+        """Return `_sign` of a rank, and pass its heartbeat to the straggler detection."""
+        try:
+            with open(self._attempt.beat(rank), "rb") as file:
+                found = os.fstat(file.fileno())
+                text = file.read()
+        except FileNotFoundError:
+            return None
+        sign = found.st_size, found.st_mtime_ns
+        try:
+            beat = parse_json(text)
+        except ValueError:  # half written: the next check reads it again
+            return sign
+        for event in self._stragglers.note(rank, beat, now):
+            self._report_straggler(event)
+        return sign
+
+    def _report_straggler(self, event: StragglerEvent) -> None:
+        self._report.note(event.text)
+        line = json.dumps({"time": time.time(), "text": event.text, **asdict(event)})
+        try:
+            with open(self._attempt.stragglers, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")

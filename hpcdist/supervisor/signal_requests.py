@@ -1,0 +1,60 @@
+"""Requests to stop or cancel a run by signals to its supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Literal
+
+from hpcdist.files import retry
+from hpcdist.run.attempt import Request
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalRequests:
+    """Ctrl-C, SIGTERM (docker stop) and SIGHUP (closed terminal) stop a run; a second Ctrl-C cancels it.
+
+    The handler only records the signal; `Watch` writes the request, because file operations do not belong in a signal
+    handler.
+    """
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._num_interrupts = 0
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Install the handlers inside the block. A handler that is replaced meanwhile is not restored."""
+        before = [signal.signal(number, self.on_signal) for number in _NUMBERS]
+        try:
+            yield
+        finally:
+            for number, handler in zip(_NUMBERS, before, strict=True):
+                if signal.getsignal(number) == self.on_signal:
+                    signal.signal(number, handler)
+
+    def request(self) -> Request | None:
+        """Return the request of the signals so far, or None."""
+        if self._name is None:
+            return None
+        action: Literal["stop", "cancel"] = "cancel" if self._num_interrupts > 1 else "stop"
+        return Request(action=action, by=self._name, reason=f"{self._name} to the supervisor")
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._num_interrupts += number == signal.SIGINT
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+        self._name = signal.Signals(number).name
+        if self._num_interrupts > 1:
+            retry.give_up()
+
+    def _leave_terminal(self) -> None:
+        """Redirect output from the closed terminal to /dev/null: failed writes must not end the run."""
+        with open(os.devnull, "wb") as null:
+            for descriptor in self._terminals:
+                os.dup2(null.fileno(), descriptor)
