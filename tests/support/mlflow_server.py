@@ -17,9 +17,9 @@ class Server:
     """An MLflow server of one worker.
 
     Args:
-        root: where its log and its artifacts are.
-        database: its store, which need not exist; by default `mlflow.db` in `root`.
-        host: the address that it listens on.
+        root: folder of its log and its artifacts.
+        database: its store, created if missing; by default `mlflow.db` in `root`.
+        host: address to listen on.
     """
 
     def __init__(self, root: Path, database: Path | None = None, host: str = "127.0.0.1") -> None:
@@ -64,7 +64,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """SIGKILL to it and its workers."""
+        """Kill the server and its workers with SIGKILL."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             assert self._process.wait(30) == -signal.SIGKILL
