@@ -80,7 +80,7 @@ def user_name() -> str:
 
 
 def _processes() -> str:
-    """Return the PID namespace of this process, which tells containers with one host name apart."""
+    """Return the PID namespace of this process, which differs between containers with the same host name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -256,6 +256,6 @@ def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
 def _held_by(run: RunDir, other: dict[str, Any]) -> RunFolderError:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other["acquired"]))
     return RunFolderError(
-        f"run {run.name} is held by process {other['pid']} of {other['user']} on {other['host']} since {since}:"
+        f"{run.kind} {run.name} is held by process {other['pid']} of {other['user']} on {other['host']} since {since}:"
         f" wait for it, or end it with `hpcdist stop {run.name}`"
     )

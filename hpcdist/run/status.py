@@ -94,7 +94,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
     # Opening a folder makes a network file system refresh its cached attributes.
     retry.retry(lambda: os.scandir(run.path).close(), run.path)
     facts = snapshot.info if snapshot else None
-    # The lease of a killed supervisor on another host still looks alive for a while; Slurm knows better.
+    # The lease of a killed supervisor on another host stays fresh for a while; Slurm's view takes precedence.
     held = holder(run) is not None and not (facts is not None and (facts.waiting or not facts.alive))
     state = run.read_state()
 

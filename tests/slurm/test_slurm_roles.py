@@ -78,7 +78,7 @@ def submit_held(runs: SlurmRuns, name: str, *overrides: str) -> tuple[str, str]:
 
 def placement(runs: SlurmRuns, name: str, attempt: int = 1) -> list[list[Any]]:
     """Return rank, name, role, role index, host and local rank of each rank, as recorded by the ranks."""
-    return list((read_json(runs.attempt(name, attempt).path / "who.json") or {})["ranks"])
+    return list((read_json(runs.attempt(name, attempt).path / "placement.json") or {})["ranks"])
 
 
 def expected_placement(server: str, *workers: str) -> list[list[Any]]:

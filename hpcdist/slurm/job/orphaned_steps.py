@@ -57,16 +57,13 @@ def _end(names: tuple[str, ...], limit_s: float) -> dict[str, str]:
     """Kill steps until none is left or the time is over; returns the steps that are left, names by id."""
     until = time.monotonic() + limit_s
     kill_at = 0.0
-    while steps := {step: name for step, name in _running_steps().items() if name.startswith(names)}:
+    while True:
+        running = running_steps(retry_s=client.JOB_RETRY_S)
+        steps = {step: name for step, name in running.items() if name.startswith(names)}
         now = time.monotonic()
-        if now > until:
-            break
+        if not steps or now > until:
+            return steps
         if now >= kill_at:
             signal_steps(sorted(steps), "KILL")
             kill_at = now + _KILL_EVERY_S
         time.sleep(_POLL_EVERY_S)  # Slurm has no notification for the end of a step
-    return steps
-
-
-def _running_steps() -> dict[str, str]:
-    return running_steps(retry_s=client.JOB_RETRY_S)

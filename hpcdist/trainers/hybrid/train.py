@@ -232,7 +232,7 @@ def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
 
 
 def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -> LookupPlan:
-    """Return the configured plan; where the config has `auto`, the one with less traffic for the first two batches."""
+    """Return the configured plan; for `auto` the one with less traffic for the first two batches."""
     hybrid = cfg.section(HybridConfig)
     first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)

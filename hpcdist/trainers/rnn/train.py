@@ -67,7 +67,7 @@ class RnnLoop:
     vocab_size: int
     position: TrainingPosition
     meter: Meter
-    in_flight: deque[Flight]  #: launched batches whose update is incomplete
+    in_flight: deque[Flight]  #: launched batches with an incomplete update
 
 
 def train(ctx: Context, cfg: Config) -> None:

@@ -219,7 +219,7 @@ def test_rank_starts_after_the_guard_was_killed(tmp_path: Path, guard: Guard) ->
     (process,) = sleepers(guard, tmp_path, 1)
     process.kill()
     guard.forget(process.pid)
-    process.wait()
+    assert process.wait() == -9
 
 
 def test_guard_runs_in_its_own_session() -> None:
