@@ -98,7 +98,7 @@ def test_a_run_stopped_before_an_evaluation_resumes_with_it() -> None:
     assert ctx.events[:2] == ["log accuracy 2", "save accuracy 2"]
 
 
-def test_nothing_is_saved_and_no_stop_happens_while_batches_are_in_flight() -> None:
+def test_loop_neither_saves_nor_stops_while_batches_are_in_flight() -> None:
     ctx = RecordingContext(stop_at=1)
     assert run(ctx, new_position(), in_flight=[0, 0]) == ""
     assert ctx.events == ["step 0", "step 1", "log loss 2", "save 2"]
