@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from containers import STRANGER
+from containers import UNKNOWN_UID
 
 
 @pytest.fixture
@@ -14,5 +14,5 @@ def runs(tmp_path: Path) -> Path:
     """Return a folder for runs of a user that the image does not contain."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    os.chown(folder, STRANGER, STRANGER)
+    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
     return folder

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines, runs_of_strangers
+from containers import BASE, CHECKOUT, UNKNOWN_UID, Containers, last_lines, runs_of_other_users
 from hpcdist_runs import wait_for
 
 import hpcdist
@@ -23,12 +23,12 @@ from hpcdist.run.folder import RunDir
 pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
 #: The flags of the README's command that need neither a GPU nor the permission to raise limits.
-FLAGS = ("--ipc=host", "--user", f"{STRANGER}:{STRANGER}")
+FLAGS = ("--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}")
 TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
 
 
 def only_run(runs: Path) -> RunDir:
-    (found,) = runs_of_strangers(runs)
+    (found,) = runs_of_other_users(runs)
     return found
 
 
@@ -136,14 +136,14 @@ def test_restarted_container_resumes_the_stopped_run(
 
     control = tmp_path / "control"
     control.mkdir()
-    os.chown(control, STRANGER, STRANGER)
+    os.chown(control, UNKNOWN_UID, UNKNOWN_UID)
     containers.podman(
         "run", "--rm", *FLAGS, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.max_epochs=2"
     )
     assert weights_hash(only_run(runs)) == weights_hash(only_run(control))
 
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")}
-    assert owners == {(STRANGER, STRANGER)}
+    assert owners == {(UNKNOWN_UID, UNKNOWN_UID)}
 
 
 def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:

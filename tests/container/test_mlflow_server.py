@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import STRANGER, Containers, runs_of_strangers
+from containers import UNKNOWN_UID, Containers, runs_of_other_users
 
 from hpcdist.files.atomic import read_json
 
@@ -149,11 +149,11 @@ def server(
     for name, value in values.items():
         (folder / name).write_text(value)
         (folder / name).chmod(0o600)
-        os.chown(folder / name, STRANGER, STRANGER)
+        os.chown(folder / name, UNKNOWN_UID, UNKNOWN_UID)
     folder.chmod(0o711)
     port, name = free_port(), f"hpcdist-test-mlflow-{os.getpid()}"
     containers.podman(
-        "run", "--detach", "--name", name, "--user", f"{STRANGER}:{STRANGER}",
+        "run", "--detach", "--name", name, "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}",
         "--volume", f"{folder}:/run/secrets:ro",
         "--env", f"DB_URI=postgresql+psycopg2://mlflow@127.0.0.1:{db_port}/mlflow",
         "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
@@ -188,7 +188,7 @@ def test_server_requires_the_password(server: Server) -> None:
 def test_command_lines_contain_no_secret_and_no_process_runs_as_root(containers: Containers, server: Server) -> None:
     listing = containers.podman("top", server.name, "huser", "args")
     assert "mlflow server" in listing
-    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(STRANGER)}
+    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(UNKNOWN_UID)}
     public = listing + containers.podman("inspect", server.name)
     assert not [value for value in server.secrets.values() if value in public]
 
@@ -213,7 +213,7 @@ def user(containers: Containers, image: BuildImage, server: Server) -> tuple[str
     assert server.request("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
     for _ in range(2):
         output = containers.podman(
-            "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{server.folder}:/run/secrets:ro",
+            "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{server.folder}:/run/secrets:ro",
             "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
         )  # fmt: skip
         assert output == "mlflow-users: user hpcdist has the password in train_password\n"
@@ -224,14 +224,14 @@ def test_training_user_is_created_and_failures_are_one_line(
     containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], tmp_path: Path
 ) -> None:
     command = (
-        "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{tmp_path}:/run/secrets:ro",
+        "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{tmp_path}:/run/secrets:ro",
         "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
     )  # fmt: skip
     tmp_path.chmod(0o755)
     done = containers.try_podman(*command)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {STRANGER}"
+        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {UNKNOWN_UID}"
         " (No such file or directory)"
     )
     (tmp_path / "train_password").write_text("another-" + server.secrets["train_password"])
@@ -278,9 +278,9 @@ def test_run_in_a_container_logs_to_the_server(
     name, password = user
     credentials.write_text(f"[mlflow]\nmlflow_tracking_username = {name}\nmlflow_tracking_password = {password}\n")
     credentials.chmod(0o600)
-    os.chown(credentials, STRANGER, STRANGER)
+    os.chown(credentials, UNKNOWN_UID, UNKNOWN_UID)
     command = (
-        "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
+        "run", "--rm", "--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
     )  # fmt: skip
     output = containers.podman(
@@ -288,7 +288,7 @@ def test_run_in_a_container_logs_to_the_server(
     )
     assert "finished: trained 23 steps" in output
     assert password not in output
-    (run,) = runs_of_strangers(runs)
+    (run,) = runs_of_other_users(runs)
     ids = read_json(run.mlflow) or {}
     admin = server.admin
     status, answer = server.request(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)

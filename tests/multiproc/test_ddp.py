@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_scene import ALONE, new_run, open_context
+from context_scene import SINGLE_RANK, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -147,7 +147,7 @@ def is_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tole
 
 def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path: Path) -> None:
     """The sizes include sets that are no multiple of ranks or batches, and ranks without samples."""
-    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+    with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         expected = evaluations(ctx)
         ctx.close()
     for results in pair:
@@ -203,7 +203,7 @@ def test_channels_last_changes_the_memory_format_only(pair: list[dict[str, Any]]
 
 def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
     """There is no forward pass, which would need a C++ compiler."""
-    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+    with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         wrapped: list[nn.Module] = []
         ctx.wrap = lambda module, **_: wrapped.append(module) or SimpleNamespace(parameters=module.parameters)  # type: ignore[method-assign]
         train.build_ddp_model(ctx, config(model=ModelConfig(compile=True)), some_images(8))
@@ -258,7 +258,7 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
-    with open_context(ALONE, run, cfg) as ctx:
+    with open_context(SINGLE_RANK, run, cfg) as ctx:
         best = ctx._checkpoints.store.best()
         ctx.close()
     assert best is not None

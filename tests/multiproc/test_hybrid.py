@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish, wait_for
+from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -215,8 +215,8 @@ RUN = [
     "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 90
-HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
-EXACT = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
+TRAINING_METRICS = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
 
 
 def arguments(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
@@ -229,7 +229,7 @@ def final_results(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str
     state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
     points = runs.points(name)
     assert len({(key, step) for key, step, _ in points}) == len(points), "duplicate points in MLflow"
-    return state, {(key, step): value for key, step, value in points if key in EXACT}
+    return state, {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def control(runs: Runs) -> str:
 
 def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
     _, series = final_results(runs, control)
-    assert {key for key, _ in series} == set(EXACT)
+    assert {key for key, _ in series} == set(TRAINING_METRICS)
     assert series["eval/auc", LAST_STEP] > series["eval/best_auc", LAST_STEP] - 0.01
     model = runs.run_dir(control).model
     code = (
@@ -266,8 +266,8 @@ def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
 
 def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
     name = "hybrid-stopped"
-    process = runs.start("run", *arguments(runs, name, *HELD, "params.pace_s=0.1"))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES, "params.pace_s=0.1"))
+    runs.wait_until_held(name)
     os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # the server forwards the signal to rank 0
     runs.release(name)
     code, output = finish(process)
@@ -276,7 +276,7 @@ def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
     assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_same(final_results(runs, name), final_results(runs, control))
+    assert_states_equal(final_results(runs, name), final_results(runs, control))
 
 
 def rank_pid(supervisor: int, rank: int) -> int:
@@ -291,8 +291,8 @@ def rank_pid(supervisor: int, rank: int) -> int:
 )
 def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, control: str, rank: int, role: str) -> None:
     name = f"hybrid-killed-{rank}"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
     os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
     began = time.monotonic()
     runs.release(name)
@@ -303,4 +303,4 @@ def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, control: str, r
     assert f"rank {rank} ({role}) on " in output
     assert "was killed by SIGKILL (out of memory?) at step " in output
     assert "restart 1 of 3 from the newest checkpoint" in output
-    assert_same(final_results(runs, name), final_results(runs, control))
+    assert_states_equal(final_results(runs, name), final_results(runs, control))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hpcdist_runs import EXACT, Runs, assert_same, finish, wait_for
+from hpcdist_runs import TRAINING_METRICS, Runs, assert_states_equal, finish, wait_for
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.models.image import build_model
@@ -22,7 +22,7 @@ SMALL = [
     "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 44
-HELD = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
 OTHER_SPLIT = [
     *("roles.stage=3", "pipeline.split_points=[measured]", "pipeline.schedule=gpipe", "launch.num_threads=1"),
     "pipeline.activation_checkpointing=true",
@@ -43,8 +43,8 @@ class PipelineRuns(Runs):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> PipelineRuns:
-    return PipelineRuns(tmp_path_factory.mktemp("pipeline"), ready_database, experiment="pipeline")
+def runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> PipelineRuns:
+    return PipelineRuns(tmp_path_factory.mktemp("pipeline"), empty_database, experiment="pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,9 @@ def control(runs: PipelineRuns) -> str:
 def assert_as_control(runs: PipelineRuns, name: str, control: str) -> None:
     """Compare the last checkpoint bit by bit, and all metrics, each of which has one point per step."""
     assert runs.checkpoint_steps(name)[-1] == LAST_STEP
-    assert_same(runs.shards(name), runs.shards(control))
+    assert_states_equal(runs.shards(name), runs.shards(control))
     expected = runs.series(control)
-    assert {key for key, _ in expected} == set(EXACT)
+    assert {key for key, _ in expected} == set(TRAINING_METRICS)
     assert runs.series(name) == expected
     assert runs.mlflow_status(name) == "FINISHED"
 
@@ -93,8 +93,8 @@ def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: Pipelin
 
 
 def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
-    process = runs.start("run", *runs.config("stopped", *HELD))
-    runs.wait_held("stopped")
+    process = runs.start("run", *runs.config("stopped", *HOLD_OVERRIDES))
+    runs.wait_until_held("stopped")
     code, output = runs.command("stop", "stopped")
     assert code == 0, output
     code, output = finish(process)
@@ -109,8 +109,8 @@ def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_run_restarts_exactly_after_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> None:
     name = f"killed-{victim}"
-    process = runs.start("run", *runs.config(name, *HELD))
-    ranks = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *HOLD_OVERRIDES))
+    ranks = runs.wait_until_held(name)
     os.kill(ranks[victim], signal.SIGKILL)
     began = time.monotonic()
     runs.release(name)

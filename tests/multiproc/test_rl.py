@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish
+from hpcdist_runs import Runs, assert_states_equal, finish
 from spawn import Rank, spawn_ranks
 
 from hpcdist.checkpoint.store import CheckpointStore
@@ -110,14 +110,14 @@ SHORT = [
     "rl.num_eval_episodes=10",
     "rl.record_episode=false",
 ]
-HELD = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
 #: Box actions, environments in a loop, and a pending rollout at each checkpoint.
 ASYNC = ["rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16"]
 
 
 @pytest.fixture(scope="module")
-def rl_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rl"), ready_database, experiment="cartpole")
+def rl_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rl"), empty_database, experiment="cartpole")
 
 
 def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
@@ -135,7 +135,7 @@ def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
 
 
 def assert_as_control(runs: Runs, name: str, control: str) -> None:
-    assert_same(runs.final_state(name), runs.final_state(control))
+    assert_states_equal(runs.final_state(name), runs.final_state(control))
     assert series(runs, name) == series(runs, control)
     assert runs.mlflow_status(name) == "FINISHED"
 
@@ -156,8 +156,8 @@ def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> 
         control = "control-async"
         code, output = finish(rl_runs.start(*command(rl_runs, control, *SHORT, *more)))
         assert code == 0, output
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HELD))
-    rl_runs.wait_held(name, num_ranks=1)
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HOLD_OVERRIDES))
+    rl_runs.wait_until_held(name, num_ranks=1)
     code, output = rl_runs.command("stop", name)
     assert code == 0, output
     code, output = finish(process)
@@ -174,8 +174,8 @@ def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> 
 @pytest.mark.parametrize(("victim", "role"), [pytest.param(0, "agent:0", marks=pytest.mark.faults), (2, "observer:1")])
 def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
     name = f"killed-{victim}"
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HELD))
-    (agent,) = rl_runs.wait_held(name, num_ranks=1)
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HOLD_OVERRIDES))
+    (agent,) = rl_runs.wait_until_held(name, num_ranks=1)
     ranks = {
         int(rank.environ()["HPCDIST_RANK"]): rank
         for rank in psutil.Process(process.pid).children(recursive=True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish, listening, wait_for
+from hpcdist_runs import Runs, assert_sockets_as_documented, assert_states_equal, finish, listening, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -36,8 +36,8 @@ from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
 TESTS = Path(__file__).resolve().parents[1]
 ATTACKER = str(TESTS / "support" / "attacker.py")
 SECURITY = (TESTS.parent / "SECURITY.md").read_text()
-HOLD_AT, LAST_STEP = 12, 36
-HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
+HOLD_STEP, LAST_STEP = 12, 36
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_STEP}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
@@ -221,8 +221,8 @@ def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def language_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rnn"), ready_database, experiment="language")
+def language_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rnn"), empty_database, experiment="language")
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def final_files(runs: Runs, name: str) -> dict[str, Any]:
 
 
 def assert_equals_control(runs: Runs, name: str, control: str) -> None:
-    assert_same(final_files(runs, name), final_files(runs, control))
+    assert_states_equal(final_files(runs, name), final_files(runs, control))
     assert len(final_files(runs, name)) == 3, "model, trainer, and shard of the server"
     series = runs.series(control)
     assert {key for key, _ in series} == {"train/loss", "train/lr", "train/epoch", "eval/loss"}
@@ -250,14 +250,14 @@ def assert_equals_control(runs: Runs, name: str, control: str) -> None:
 
 def test_stopped_run_resumes_exactly(language_runs: Runs, control: str) -> None:
     runs, name = language_runs, "stopped"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
     code, output = runs.command("stop", name)
     assert code == 0, output
     code, output = finish(process)
     assert code == 0, output
     at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= at < LAST_STEP
+    assert HOLD_STEP <= at < LAST_STEP
 
     code, output = runs.command("resume", name)
     assert code == 0, output
@@ -273,8 +273,8 @@ def test_other_users_cannot_read_change_or_execute_anything(language_runs: Runs,
         assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "only root can be another user"
         pytest.skip("only root can be another user")
     runs, name = language_runs, "attacked"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    held = runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
     by_rank = [listening(pid) for pid in (*held, server_pid(held))]
     num_rpc = int(re.findall(r"\| rpc \|.* (\d+) of them", SECURITY)[0])
     ports = [str(port) for sockets in by_rank for _, port in sockets]
@@ -306,8 +306,8 @@ def test_without_cap_net_admin_only_gloo_listens(language_runs: Runs, control: s
     """If socket filters need CAP_NET_ADMIN, no store has a socket, and RPC closes its listening sockets."""
     runs, name = language_runs, "unprivileged"
     drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"] if os.geteuid() == 0 else []
-    process = runs.start("run", *arguments(runs, name, *HELD), prefix=drop)
-    held = runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES), prefix=drop)
+    held = runs.wait_until_held(name)
     by_rank = [listening(pid) for pid in (*held, server_pid(held))]
     runs.release(name)
     code, output = finish(process)
@@ -335,8 +335,8 @@ def server_pid(held: list[int]) -> int:
 )
 def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    held = runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
     rank = {"trainer:0": 0, "trainer:1": 1, "parameter_server:0": 2}[victim]
     pid = held[rank] if rank < 2 else server_pid(held)
     began = time.monotonic()

@@ -59,7 +59,7 @@ def test_killed_supervisor_is_restarted_by_the_batch_script(scene: FaultScene) -
     scene.submit_held("SIGKILL of the supervisor")
     supervisor = scene.runs.holder_pid(scene.name)
     assert "submitit.core._submit" in " ".join(psutil.Process(supervisor).cmdline())
-    ranks = scene.wait_held()
+    ranks = scene.wait_until_held()
     os.kill(supervisor, signal.SIGKILL)
     scene.assert_recovered_from_checkpoint()
     assert "the supervisor was killed (exit code 137): restarting it" in scene.runs.job_log(scene.name)

@@ -38,7 +38,7 @@ def test_run_continues_during_tracking_server_outage_and_loses_no_record(scene: 
     hold_at = 4
     slow_steps = ["trainer=gated:train", f"params.hold_at={hold_at}", f"params.pace_s={STEP_S}"]
     scene.submit("MLflow server down 60 s", *slow_steps, f"tracking.uri={server.uri}")
-    scene.wait_held()
+    scene.wait_until_held()
     wait_for(scene.runs.run_dir(scene.name).mlflow.exists, "the run in MLflow")
     wait_for(lambda: scene.runs.points(scene.name), "points in MLflow")
     server.kill()
@@ -87,7 +87,7 @@ def test_full_disk_during_save_fails_the_run_and_resume_continues_it(scene: Faul
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", checkpoints], check=True)
     small_disk.append(checkpoints)
     scene.start_now()
-    scene.wait_held()
+    scene.wait_until_held()
     ballast = fill(checkpoints)
     scene.release()
 

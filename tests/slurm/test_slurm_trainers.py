@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hpcdist_runs import assert_same, listening, wait_for
+from hpcdist_runs import assert_states_equal, listening, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
@@ -247,7 +247,7 @@ def test_requeued_run_on_two_nodes_equals_the_control_run(finished: dict[str, Fi
     assert files == sorted(path.name for path in folders[1].glob("*.pt"))
     for name in files:
         mine, undisturbed = (torch.load(folder / name, weights_only=True) for folder in folders)
-        assert_same(mine, undisturbed, name)
+        assert_states_equal(mine, undisturbed, name)
 
 
 def test_ranks_listen_only_on_loopback_and_the_cluster_network(

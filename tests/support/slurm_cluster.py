@@ -86,7 +86,7 @@ class DevCluster:
         )
 
 
-def why_not(layout: Layout) -> str | None:
+def missing_requirement(layout: Layout) -> str | None:
     """Return the reason why this machine cannot start a dev cluster; None if it can."""
     try:
         host.require_root("up")
@@ -104,7 +104,7 @@ def why_not(layout: Layout) -> str | None:
 def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
     """Run a dev cluster for the duration of the block; skip the test on machines that cannot start one."""
     layout = Layout()
-    if (reason := why_not(layout)) is not None:
+    if (reason := missing_requirement(layout)) is not None:
         if os.environ.get(REQUIRE) == "1":
             pytest.fail(f"{REQUIRE}=1, but {reason}")
         pytest.skip(reason)

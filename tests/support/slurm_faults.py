@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fault_table import Cell
-from hpcdist_runs import EXACT, HELD, HOLD_AT, LAST_STEP, assert_same, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS, assert_states_equal, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
@@ -29,7 +29,9 @@ class Subject:
 
 
 #: 2 nodes with 2 ranks each.
-DDP = Subject(name="ddp", overrides=tuple(HELD), hold_at=HOLD_AT, last_save=45, interval=20, last_step=LAST_STEP)
+DDP = Subject(
+    name="ddp", overrides=tuple(HOLD_OVERRIDES), hold_at=HOLD_STEP, last_save=45, interval=20, last_step=LAST_STEP
+)
 SUBJECTS = (DDP,)
 
 
@@ -56,11 +58,11 @@ class FaultScene:
     def submit_held(self, fault: str, *overrides: str) -> None:
         """Submit the run and wait until all ranks are held at `subject.hold_at`."""
         self.submit(fault, *self.subject.overrides, *overrides)
-        self.wait_held()
+        self.wait_until_held()
 
-    def wait_held(self) -> list[int]:
+    def wait_until_held(self) -> list[int]:
         """Wait until all ranks are held; return their process ids."""
-        return self.runs.wait_held(self.name, NUM_RANKS)
+        return self.runs.wait_until_held(self.name, NUM_RANKS)
 
     def release(self) -> None:
         self.runs.release(self.name)
@@ -159,11 +161,11 @@ class FaultScene:
         runs, cell, name = self.runs, self.cell, self.name
         assert runs.checkpoint_steps(name)[-1] == self.subject.last_step
         cell.weights = "differ"
-        assert_same(runs.final_state(name), runs.final_state(self.control))
+        assert_states_equal(runs.final_state(name), runs.final_state(self.control))
         cell.weights = "equal"
         cell.points = "wrong"
         expected = runs.series(self.control)
-        assert {key for key, _ in expected} == set(EXACT)
+        assert {key for key, _ in expected} == set(TRAINING_METRICS)
         assert runs.series(name) == expected
         cell.points = "once"
         cell.mlflow = runs.mlflow_status(name)

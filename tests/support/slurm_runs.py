@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
 from slurm_cluster import WAIT_S, DevCluster
 
 from hpcdist.devcluster.processes import node_members
@@ -49,8 +49,8 @@ class SlurmRuns(Runs):
 
     def submit_held(self, name: str, *overrides: str) -> str:
         """Submit a run and return its job id once `gated.py` holds all ranks in the second epoch."""
-        job = self.submit(name, *HELD, *overrides)
-        self.wait_held(name, NUM_RANKS)
+        job = self.submit(name, *HOLD_OVERRIDES, *overrides)
+        self.wait_until_held(name, NUM_RANKS)
         assert self.state(name).status == "running"
         return job
 
@@ -128,7 +128,7 @@ class SlurmRuns(Runs):
         assert self.cluster.job(job)["JobState"] == "COMPLETED"
         code, output = self.command("sync", name)
         assert code == 0, output
-        assert_as_undisturbed(self, name, control)
+        assert_equals_control(self, name, control)
         self.assert_no_process_left(name)
 
     def assert_no_process_left(self, name: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from still_ranks import still_ranks
+from hung_ranks import hung_ranks
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -26,7 +26,7 @@ def test_ranks_are_found_and_killed_with_their_children(
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     run = attempt.path.parent.parent
-    with still_ranks(attempt, tmp_path, 2) as ranks:
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
         processes = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
         assert len(processes) == 3, "two ranks and a child of rank 1"
         main([str(run), "list"])
