@@ -68,7 +68,7 @@ ENV PATH=/opt/mlflow/bin:$PATH \
 ARG REVISION=""
 ARG CREATED=""
 ARG BASE_IMAGE
-# The tag that BASE_IMAGE stands for, its digest, and the id of a local image that has no digest (`hpcdist image build`).
+# Set by `hpcdist image build`: the tag of BASE_IMAGE, its digest, and the id of a local image without a digest.
 ARG BASE_NAME
 ARG BASE_DIGEST=""
 ARG BASE_ID=""

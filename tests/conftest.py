@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from containers import Containers, why_not
+from containers import Containers, missing_requirement
 from fault_table import Cell, as_lines
 from io_faults import compile_library
 from xdist.remote import Producer
@@ -146,7 +146,7 @@ REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
 @pytest.fixture(scope="session")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
     found = Containers(tmp_path_factory.mktemp("containers"))
-    if (reason := why_not(found)) is not None:
+    if (reason := missing_requirement(found)) is not None:
         if os.environ.get(REQUIRE_CONTAINERS) == "1":
             pytest.fail(f"{REQUIRE_CONTAINERS}=1, but {reason}")
         pytest.skip(reason)

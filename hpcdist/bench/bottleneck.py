@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
 from hpcdist.bench.noise import BUSY, disturbance
@@ -35,11 +35,11 @@ def bottleneck(results: Results) -> list[str]:
             continue
         kind = " within a node" if nearby and len(links) < len(speeds) else ""
         slow = find_slow_links(links, max(SLOW_FACTOR, noise))
-        findings = [*_slow_ends(slow, names, kind), *_slow_pairs(slow, names, kind)]
+        findings = _findings(slow, names, kind)
         answers = {link: late[link] for link in links if link in late}
         if answers and not findings:
             slow = find_slow_links(answers, max(LATE_FACTOR, noise), LATE_S)
-            findings = [*_late_ends(slow, names, kind), *_late_pairs(slow, names, kind)]
+            findings = _findings(slow, names, kind, late=True)
         found += [sentence for _, sentence in sorted(findings, key=lambda item: -item[0])]
         ranges.append(_range(links, names, kind))
     if not found and noise > BUSY:
@@ -100,80 +100,56 @@ class RankNames:
 Finding = tuple[float, str]
 
 
-def _slow_ends(slow: SlowLinks[int], names: RankNames, kind: str) -> Iterator[Finding]:
-    for name, factor, speed, way in _ends(slow, names):
-        against = f"({rate(speed)}, median {rate(slow.usual)})"
-        much = f"{times(factor)} slower than the median pair{kind}"
-        if way == "both":
-            yield factor, f"{name} is {much} in both directions {against}: check its link and network card"
-        else:
-            other = "receives" if way == "sends" else "sends"
-            yield (
-                factor,
-                f"{name} {way} {much} {against}, and {other} at full speed: check its card, cable and switch port",
-            )
+def _findings(slow: SlowLinks[int], names: RankNames, kind: str, *, late: bool = False) -> list[Finding]:
+    """Return the slow nodes, ranks and pairs, or those of high latency, with their factors."""
 
+    def compared(name: str, verb: str, speed: float, more: str = "") -> str:
+        factor = times(slow.usual / speed)
+        if late:
+            span = f"({seconds(1 / speed)}, median {seconds(1 / slow.usual)})"
+            return f"{name} has {factor} the latency of the median pair{kind} {span} at full bandwidth"
+        span = f"({rate(speed)}, median {rate(slow.usual)})"
+        return f"{name} {verb} {factor} slower than the median pair{kind}{more} {span}"
 
-def _late_ends(slow: SlowLinks[int], names: RankNames, kind: str) -> Iterator[Finding]:
-    for name, factor, speed, _ in _ends(slow, names):
-        yield (
-            factor,
-            (
-                f"{name} has {times(factor)} the latency of the median pair{kind}"
-                f" ({seconds(1 / speed)}, median {seconds(1 / slow.usual)}) at full bandwidth: check for a busy"
-                " processor, power saving and interrupt coalescing"
-            ),
-        )
-
-
-def _ends(slow: SlowLinks[int], names: RankNames) -> Iterator[tuple[str, float, float, str]]:
-    """Yield name, factor, speed and direction of nodes and ranks that are slow with all partners."""
-    for ranks, way in (
-        (slow.sends & slow.receives, "both"),
-        (slow.sends - slow.receives, "sends"),
-        (slow.receives - slow.sends, "receives"),
+    both = " in both directions"
+    found = []
+    for ranks, verb, more, advice in (
+        (slow.sends & slow.receives, "is", both, ": check its link and network card"),
+        (
+            slow.sends - slow.receives,
+            "sends",
+            "",
+            ", and receives at full speed: check its card, cable and switch port",
+        ),
+        (
+            slow.receives - slow.sends,
+            "receives",
+            "",
+            ", and sends at full speed: check its card, cable and switch port",
+        ),
     ):
+        if late:
+            advice = ": check for a busy processor, power saving and interrupt coalescing"
         for name, members in names.group(ranks, slow.links):
             speed = slow.of_ends(members)
-            yield name, slow.usual / speed, speed, way
-
-
-def _slow_pairs(slow: SlowLinks[int], names: RankNames, kind: str) -> list[Finding]:
-    def describe(name: str, back: str, speed: float, *, both: bool) -> str:
-        much = f"{name} is {times(slow.usual / speed)} slower than the median pair{kind}"
-        against = f"({rate(speed)}, median {rate(slow.usual)})"
-        if both:
-            return f"{much} in both directions {against}, and both ends are faster with others: check the path between"
-        return f"{much} {against}, but {back} is not: check the route in this direction"
-
-    return _pairs(slow, names, describe)
-
-
-def _late_pairs(slow: SlowLinks[int], names: RankNames, kind: str) -> list[Finding]:
-    def describe(name: str, back: str, speed: float, *, both: bool) -> str:
-        return (
-            f"{name} has {times(slow.usual / speed)} the latency of the median pair{kind}"
-            f" ({seconds(1 / speed)}, median {seconds(1 / slow.usual)}) at full bandwidth: a longer route"
-        )
-
-    return _pairs(slow, names, describe)
-
-
-def _pairs(slow: SlowLinks[int], names: RankNames, describe: Callable[..., str]) -> list[Finding]:
-    """Return one finding for both directions of a pair; of more than `MAX_PAIRS` only the worst and the number."""
+            found.append((slow.usual / speed, compared(name, verb, speed, more) + advice))
+    pairs: list[Finding] = []
     by_name = names.group_links(slow.pairs, slow.links)
-    found = []
     for (here, there), speed in by_name.items():
         if (back := by_name.get((there, here))) is None:
-            found.append((slow.usual / speed, describe(f"{here} → {there}", f"{there} → {here}", speed, both=False)))
+            advice = f", but {there} → {here} is not: check the route in this direction"
+            text = compared(f"{here} → {there}", "is", speed)
         elif here < there:
-            slower = min(speed, back)
-            found.append((slow.usual / slower, describe(f"{here} ↔ {there}", "", slower, both=True)))
-    found.sort(key=lambda finding: -finding[0])
-    if len(found) > MAX_PAIRS:
-        factor, sentence = found[0]
-        found = [(factor, f"{len(slow.pairs)} of {len(slow.links)} pairs are slow. The slowest: {sentence}")]
-    return found
+            speed = min(speed, back)
+            advice = ", and both ends are faster with others: check the path between"
+            text = compared(f"{here} ↔ {there}", "is", speed, both)
+        else:
+            continue
+        pairs.append((slow.usual / speed, text + (": a longer route" if late else advice)))
+    if len(pairs) > MAX_PAIRS:
+        factor, sentence = max(pairs)
+        pairs = [(factor, f"{len(slow.pairs)} of {len(slow.links)} pairs are slow. The slowest: {sentence}")]
+    return found + pairs
 
 
 def _range(links: Mapping[Link, float], names: RankNames, kind: str) -> str:

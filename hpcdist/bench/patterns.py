@@ -7,6 +7,7 @@ without a tolerance.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +17,12 @@ from hpcdist.rank.collective_check import largest_exact
 
 Reduction = Literal["sum", "product", "max", "min"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "product", "max", "min")
+COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 DTYPES = {
     "uint8": torch.uint8,
     "int8": torch.int8,
@@ -54,18 +61,8 @@ def contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dt
 @functools.lru_cache(maxsize=128)
 def reduced(reduction: Reduction, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the result of a reduction; cached, because it is slow for a thousand ranks and used by many operations."""
-    total = _contribution(reduction, 0, num_ranks, count, dtype)
-    for rank in range(1, num_ranks):
-        one = _contribution(reduction, rank, num_ranks, count, dtype)
-        if reduction == "sum":
-            total += one
-        elif reduction == "product":
-            total *= one
-        elif reduction == "max":
-            total = torch.maximum(total, one)
-        else:
-            total = torch.minimum(total, one)
-    return total.to(dtype)
+    given = (_contribution(reduction, rank, num_ranks, count, dtype) for rank in range(num_ranks))
+    return functools.reduce(COMBINE[reduction], given).to(dtype)
 
 
 def _contribution(reduction: Reduction, rank: int, num_ranks: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -35,20 +35,12 @@ def draw(results: Results, folder: Path) -> None:
     rows = [row for row in main_rows(results) if row.group == "world"]
     rows = [row for row in rows if row.busbw is not None and row.size > 0]
     if rows:
-        write_atomic(folder / "bandwidth.png", bandwidth_over_size(results, rows))
-        write_atomic(folder / "latency.png", time_over_size(results, rows))
+        bandwidths = _over_size(results, rows, lambda row: row.busbw or math.nan, "bus bandwidth", rate)
+        latencies = _over_size(results, rows, lambda row: row.median_s, "time of one operation (median)", seconds)
+        write_atomic(folder / "bandwidth.png", bandwidths)
+        write_atomic(folder / "latency.png", latencies)
     if link_speeds(results):
         write_atomic(folder / "pairs.png", pair_map(results))
-
-
-def bandwidth_over_size(results: Results, rows: list[Row]) -> bytes:
-    """Return a PNG of the bus bandwidth (defined as in nccl-tests)."""
-    return _over_size(results, rows, lambda row: row.busbw or math.nan, "bus bandwidth", rate)
-
-
-def time_over_size(results: Results, rows: list[Row]) -> bytes:
-    """Return a PNG of the median time of one operation."""
-    return _over_size(results, rows, lambda row: row.median_s, "time of one operation (median)", seconds)
 
 
 def _over_size(

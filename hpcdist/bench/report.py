@@ -109,15 +109,13 @@ def main_rows(results: Results) -> list[Row]:
     types: dict[str, str] = {}
     sums = [row for row in results.rows if row.variant in ("", "sum")]
     rows = [row for row in sums if types.setdefault(row.operation, row.dtype) == row.dtype]
-    rings = [row for row in rows if is_ring(row)]
-    found: list[Row] = []
-    for row in (row for row in rows if not is_ring(row)):
-        if found and _is_all_reduce(found[-1]) and label(found[-1]) != label(row):
-            found += [ring for ring in rings if _same_way(ring, found[-1])]
-        found.append(row)
-    if found and _is_all_reduce(found[-1]):
-        found += [ring for ring in rings if _same_way(ring, found[-1])]
-    return found + [ring for ring in rings if ring not in found]
+    order = {name: index for index, name in enumerate(dict.fromkeys(label(row) for row in rows if not is_ring(row)))}
+
+    def position(row: Row) -> tuple[int, bool]:
+        name = label(replace(row, operation="all_reduce", variant="sum") if is_ring(row) else row)
+        return order.get(name, len(order)), is_ring(row)
+
+    return sorted(rows, key=position)
 
 
 def is_ring(row: Row) -> bool:
@@ -127,10 +125,6 @@ def is_ring(row: Row) -> bool:
 
 def _is_all_reduce(row: Row) -> bool:
     return row.operation == "all_reduce" and row.variant == "sum"
-
-
-def _same_way(left: Row, right: Row) -> bool:
-    return (left.mode, left.group) == (right.mode, right.group)
 
 
 def _checks(results: Results) -> Iterator[str]:
@@ -164,7 +158,7 @@ def _by_size(title: str, rows: Sequence[Row], sizes: Sequence[int], cell: Cell) 
         table.add_row(escape(name), *(cell(by_size[size]) if size in by_size else "" for size in sizes))
         if _is_all_reduce(first):
             reference = by_size
-        elif is_ring(first) and reference and _same_way(first, next(iter(reference.values()))):
+        elif is_ring(first) and reference and first.mode == next(iter(reference.values())).mode:
             both = [size for size in sizes if size in by_size and size in reference]
             gains = {size: by_size[size].median_s / reference[size].median_s for size in both}
             cells = (times(gains[size]) if size in gains else "" for size in sizes)

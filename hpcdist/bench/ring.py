@@ -12,27 +12,19 @@ have bit-identical results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.bench.groups import Team
-from hpcdist.bench.patterns import Reduction
+from hpcdist.bench.patterns import COMBINE, Reduction
 
 #: Large enough to make the cost per message small, small enough to overlap the reduction of one piece with the sending
 #: of the next. With four ranks on two cores, 256 KiB needed 25 % more processor time.
 PIECE_BYTES = 1 << 20
 #: Number of receives that are posted in advance.
 AHEAD = 4
-_COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": lambda mine, theirs: torch.add(mine, theirs, out=mine),
-    "product": lambda mine, theirs: torch.mul(mine, theirs, out=mine),
-    "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
-    "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
-}
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Ring:
     """
 
     def __init__(self, team: Team, data: Tensor, reduction: Reduction, piece_bytes: int = PIECE_BYTES) -> None:
-        self._team, self._combine = team, _COMBINE[reduction]
+        self._team, self._combine = team, COMBINE[reduction]
         n, me = team.size, team.index
         ends = [len(data) * i // n for i in range(n + 1)]
         self._segments = [data[ends[i] : ends[i + 1]] for i in range(n)]
@@ -100,7 +92,7 @@ class Ring:
             work, arrived = posted[done]
             work.wait()
             if arrival.is_partial:
-                self._combine(arrival.data, arrived)
+                self._combine(arrival.data, arrived, out=arrival.data)
             if arrival.goes_on:
                 send(arrival.data)
         for work in sent.values():
@@ -113,7 +105,7 @@ class Ring:
             mine = self._segments[(me - s - 1) % n]
             arrived = self._buffers[0][: len(mine)]
             self._exchange(self._segments[(me - s) % n], arrived)
-            self._combine(mine, arrived)
+            self._combine(mine, arrived, out=mine)
         for s in range(n - 1):
             self._exchange(self._segments[(me + 1 - s) % n], self._segments[(me - s) % n])
 

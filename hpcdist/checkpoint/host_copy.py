@@ -1,7 +1,9 @@
 """Copy a nested state into host memory that is allocated once and reused for every save.
 
-Written by hand because the training thread waits for this copy at each save: it must be a single memcpy without
-allocations, page faults or a wait for the GPU, and `copy.deepcopy` or torch's staging allocates at each call.
+The training thread waits for this copy at each save: for 200 MB on a CPU it takes 18 ms, a memcpy 13 ms and
+`torch.save` 157 ms (`benchmarks/checkpoint_stall.py`). `DefaultStager` of `torch.distributed.checkpoint` (torch 2.15)
+is not used: it copies the whole storage of a view, and on CUDA the training thread must wait for the copies before it
+changes the weights; here they are queued on the stream of the training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asynchronous saving: the training thread only copies the state to host memory, a second thread writes the files.
 
-Written by hand because `torch.distributed.checkpoint.async_save` allocates a new host copy for each save and reports
-an error only to the caller that waits for it; here the host copy is reused and the next call raises the error.
+`torch.distributed.checkpoint.async_save` (torch 2.15) is not used: it reports an error only to a caller that asks the
+returned future, and reuses its host copy only if the caller keeps a stager (see `host_copy.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from hpcdist.checkpoint.checkpoint_folder import CollectShards, Snapshot
 from hpcdist.checkpoint.host_copy import HostBuffers
-from hpcdist.checkpoint.store import CheckpointStore, CollectShards, Snapshot
+from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.files import retry
 
@@ -105,9 +106,8 @@ class BackgroundWriter:
 class AsyncSaver:
     """Saves checkpoints in the background. As a context manager it closes itself.
 
-    The next `save()`, `wait()` or `close()` raises an error of the background thread and does nothing else. If the file
-    system was unreachable, only `wait()` and `close()` raise. The thread starts at the first `save()`. The caller must
-    restore before the first save.
+    An error of the background thread is raised as by `BackgroundWriter`; if the file system was unreachable, only
+    `wait()` and `close()` raise it. The caller must restore before the first save.
 
     Args:
         store: destination of the checkpoints; it is pruned after each of them.
@@ -134,16 +134,9 @@ class AsyncSaver:
     ) -> None:
         """Copy the state to host memory and write it in the background; later changes of the state are not saved.
 
-        Waits for the previous save first. If the step is saved already, the call only adds the metrics.
-
-        Args:
-            step: number of steps done; not less than the step of the newest checkpoint.
-            model: state dict of the bare model.
-            trainer: the trainer's state, equal on all ranks.
-            rank_states: one state for each rank, by rank.
-            metrics: metrics of this checkpoint.
-            collect_shards: moves the shards of other ranks into the checkpoint folder; see `shards.py`.
-            block: return only after the checkpoint is on disk.
+        Waits for the previous save first. If the step is saved already, the call only adds the metrics. With `block`
+        it returns only after the checkpoint is on disk. The other arguments are the fields of `Snapshot`; `step` must
+        not be less than the step of the newest checkpoint.
 
         Raises CheckpointError if the previous save has failed, for a step older than the newest checkpoint, for a value
         that a checkpoint cannot contain, and with `block` if this save fails.

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-from hpcdist.errors import CheckpointError
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
@@ -18,19 +14,6 @@ def clean_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     prefixes = _wrapper_prefixes(module)
     return {_clean(key, prefixes): value for key, value in module.state_dict().items()}
-
-
-def load_clean_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a result of `clean_state_dict` into the same architecture with any wrappers or none.
-
-    Raises CheckpointError if names or shapes differ.
-    """
-    prefixes = _wrapper_prefixes(module)
-    names = {_clean(key, prefixes): key for key in module.state_dict()}
-    try:
-        module.load_state_dict({names.get(key, key): value for key, value in state.items()})
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[tuple[str, str]]:

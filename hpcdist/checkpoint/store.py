@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hpcdist.checkpoint import checkpoint_folder
+from hpcdist.checkpoint.checkpoint_folder import Snapshot
 from hpcdist.errors import CheckpointError
 from hpcdist.files import retry as file_retry
 from hpcdist.files.atomic import fsync_folder
@@ -27,20 +28,6 @@ from hpcdist.files.retry import retry
 log = logging.getLogger(__name__)
 
 _TEMP_PREFIX = ".tmp-"
-#: Moves the shards of other ranks into a folder, and returns their records by file name.
-CollectShards = Callable[[Path], Mapping[str, checkpoint_folder.FileRecord]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The state to write as one checkpoint, in host memory; `rank_states` has one entry for each rank."""
-
-    step: int
-    model: Mapping[str, Any]
-    trainer: Any
-    rank_states: list[Any]
-    metrics: Mapping[str, float]
-    collect_shards: CollectShards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +119,25 @@ class CheckpointStore:
         return None if self._newest is None else self._newest.step
 
     def load(self, path: Path | str, *, verify: bool = True) -> Checkpoint:
-        """Load one checkpoint folder into host memory.
-
-        Args:
-            path: the checkpoint folder.
-            verify: check the hashes first; not needed if `latest()` has just checked them.
+        """Load one checkpoint folder into host memory. `verify` checks the hashes, unless `latest()` has just done so.
 
         Raises CheckpointError if it is incomplete, has changed, or contains anything other than plain data.
         """
-        return _load(Path(path), verify=verify)
+        folder = Path(path)
+        manifest = checkpoint_folder.read_manifest(folder)
+        if verify:
+            checkpoint_folder.verify_hashes(folder, manifest)
+        trainer_file = folder / checkpoint_folder.TRAINER_FILE
+        rest = checkpoint_folder.load_file(trainer_file)
+        if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
+            raise CheckpointError(f"{trainer_file} does not contain `trainer` and `rank_states`")
+        return Checkpoint(
+            step=manifest.step,
+            model=checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE),
+            metrics=manifest.metrics,
+            world_size=manifest.world_size,
+            **rest,
+        )
 
     def _folders(self) -> list[Path]:
         """Return the folders named like a checkpoint, newest first."""
@@ -173,10 +170,7 @@ class CheckpointStore:
         """Write a checkpoint with fsync and return its folder.
 
         A valid checkpoint of the same step is kept and the new one is dropped, because both contain the same state.
-
-        Args:
-            snapshot: the state to write.
-            before_publish: called directly before the rename to the final name.
+        `before_publish` is called directly before the rename to the final name.
 
         Raises CheckpointError if the files cannot be written, for example on a full disk. Then the temporary folder is
         removed and older checkpoints are unchanged.
@@ -203,15 +197,7 @@ class CheckpointStore:
         temp = self._temp_name(final)
         try:
             retry(lambda: temp.mkdir(exist_ok=True), temp)
-            checkpoint_folder.write_checkpoint(
-                temp,
-                step=snapshot.step,
-                model=snapshot.model,
-                trainer=snapshot.trainer,
-                rank_states=snapshot.rank_states,
-                metrics=snapshot.metrics,
-                collect_shards=snapshot.collect_shards,
-            )
+            checkpoint_folder.write_checkpoint(temp, snapshot)
             if before_publish is not None:
                 before_publish()
             if file_retry.exists(final):  # an invalid checkpoint
@@ -289,23 +275,6 @@ class CheckpointStore:
 
     def _temp_name(self, final: Path) -> Path:
         return self.folder / f"{_TEMP_PREFIX}{final.name}-{secrets.token_hex(4)}"
-
-
-def _load(folder: Path, *, verify: bool) -> Checkpoint:
-    manifest = checkpoint_folder.read_manifest(folder)
-    if verify:
-        checkpoint_folder.verify_hashes(folder, manifest)
-    rest = checkpoint_folder.load_file(folder / checkpoint_folder.TRAINER_FILE)
-    if rest.keys() != {"trainer", "rank_states"} or not isinstance(rest["rank_states"], list):
-        raise CheckpointError(f"{folder / checkpoint_folder.TRAINER_FILE} does not contain `trainer` and `rank_states`")
-    return Checkpoint(
-        step=manifest.step,
-        model=checkpoint_folder.load_file(folder / checkpoint_folder.MODEL_FILE),
-        trainer=rest["trainer"],
-        rank_states=rest["rank_states"],
-        metrics=manifest.metrics,
-        world_size=manifest.world_size,
-    )
 
 
 def _verified(folder: Path) -> Found:

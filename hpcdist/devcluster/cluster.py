@@ -190,7 +190,8 @@ def status(layout: Layout) -> Status:
     settings = recorded_settings(layout)
     if settings is None:
         return Status(None)
-    dead = tuple(processes.dead_daemons(layout, argv.daemons(settings, layout)))
+    daemons = argv.daemons(settings, layout)
+    dead = tuple(daemon.name for daemon in daemons if not processes.is_running(layout, daemon))
     answers = succeeds(["scontrol", "ping"], env=client_env(layout))
     return Status(settings, _nodes(settings, layout) if answers else (), dead, answers)
 

@@ -56,21 +56,16 @@ def slow_node(layout: Layout, node: str, *, rate_mbit: float | None = None, dela
         if rate_mbit is None and delay_ms is None:
             _full_speed(layout, node)
             return
-        for name, device in _ends(node):
-            command = ["tc", "qdisc", "replace", "dev", device, "root", *argv.slow_link(rate_mbit, delay_ms)]
-            _shape(argv.inside(layout, name, command))
-
-
-def _shape(command: list[str]) -> None:
-    try:
-        run(command)
-    except DevClusterError as error:
-        if "qdisc kind is unknown" in str(error):
-            kind = command[command.index("root") + 1]
+        shape = argv.slow_link(rate_mbit, delay_ms)
+        try:
+            for name, device in _ends(node):
+                run(argv.inside(layout, name, ["tc", "qdisc", "replace", "dev", device, "root", *shape]))
+        except DevClusterError as error:
+            if "qdisc kind is unknown" not in str(error):
+                raise
             raise DevClusterError(
-                f"the kernel has no {kind} (module sch_{kind}): --delay-ms needs netem, --rate-mbit alone tbf"
+                f"the kernel has no {shape[0]} (module sch_{shape[0]}): --delay-ms needs netem, --rate-mbit alone tbf"
             ) from None
-        raise
 
 
 def _full_speed(layout: Layout, node: str) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from hpcdist.devcluster.argv import Daemon
 from hpcdist.devcluster.settings import Layout, Settings
@@ -27,7 +30,7 @@ def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
     folder = layout.namespaces
     found = {path.name: _identity(path) for path in folder.iterdir()} if folder.is_dir() else {}
     kind = os.stat("/proc/self/ns/net").st_dev
-    return {name: where for name, where in found.items() if where is not None and where[0] == kind}
+    return {name: identity for name, identity in found.items() if identity is not None and identity[0] == kind}
 
 
 def _identity(path: Path) -> Namespace | None:
@@ -41,11 +44,7 @@ def _identity(path: Path) -> Namespace | None:
 def members(namespaces: Iterable[Namespace]) -> list[int]:
     """Return the ids of processes in the namespaces; zombies are in none."""
     own = set(namespaces)
-    return [pid for pid in _all() if _identity(Path(f"/proc/{pid}/ns/net")) in own]
-
-
-def _all() -> Iterator[int]:
-    return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+    return [pid for pid in psutil.pids() if _identity(Path(f"/proc/{pid}/ns/net")) in own]
 
 
 def kill_members(namespaces: Iterable[Namespace]) -> int:
@@ -62,45 +61,38 @@ def kill_members(namespaces: Iterable[Namespace]) -> int:
         if time.monotonic() > deadline:
             raise DevClusterError(f"processes {', '.join(map(str, found))} do not end after SIGKILL: see `ps -p`")
         for pid in found:
-            _kill(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         killed.update(found)
         time.sleep(0.02)
     return len(killed)
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def foreign_slurm(layout: Layout) -> list[tuple[int, str]]:
     """Return process id and name of Slurm daemons outside the cluster in `layout`."""
     own = set(members(mounted_namespaces(layout).values()))
-    named = ((pid, _name(pid)) for pid in _all() if pid not in own)
+    named = ((pid, _name(pid)) for pid in psutil.pids() if pid not in own)
     return [(pid, name) for pid, name in named if name in SLURM_DAEMONS]
 
 
 def _name(pid: int) -> str:
     """Return the name of a running process, else an empty string."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        process = psutil.Process(pid)
+        return "" if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else process.name()
+    except psutil.Error:
         return ""
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    return "" if rest.split()[0] in "ZX" else name
 
 
 def is_running(layout: Layout, daemon: Daemon) -> bool:
     """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
     pid = _read_pid(layout.pid_file(daemon.name))
-    where = mounted_namespaces(layout).get(daemon.node)
-    if pid is None or where is None:
+    namespace = mounted_namespaces(layout).get(daemon.node)
+    if pid is None or namespace is None:
         return False
     if os.geteuid() != 0:  # namespaces of root's processes cannot be read
         return _name(pid) != ""
-    return _identity(Path(f"/proc/{pid}/ns/net")) == where
+    return _identity(Path(f"/proc/{pid}/ns/net")) == namespace
 
 
 def has_ended(layout: Layout, daemon: Daemon) -> bool:
@@ -118,10 +110,6 @@ def _read_pid(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def dead_daemons(layout: Layout, daemons: Iterable[Daemon]) -> list[str]:
-    return [daemon.name for daemon in daemons if not is_running(layout, daemon)]
 
 
 def node_members(layout: Layout, settings: Settings) -> dict[str, list[int]]:

@@ -128,7 +128,7 @@ def without_hosts_block(text: str) -> str:
 
 
 def taken_names(text: str, settings: Settings) -> list[str]:
-    """The cluster's names that /etc/hosts gives to somebody else already."""
+    """Return the cluster's names that /etc/hosts already contains outside the block."""
     words = (line.partition("#")[0].split()[1:] for line in without_hosts_block(text).splitlines())
     taken = {name for names in words for name in names}
     return [name for name in settings.addresses if name in taken]

@@ -1,4 +1,4 @@
-"""What a dev cluster is made of, and where on this machine it lives: values alone, nothing is touched here."""
+"""Settings and paths of a dev cluster: values without side effects."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from hpcdist.errors import DevClusterError
 
 DEFAULT_STATE = Path("/var/lib/hpcdist-devcluster")
 HEAD = "devcluster-head"
-"""Host name of the namespace in which the controller, the accounting and the bridge stand."""
+"""Host name of the namespace with the controller, the accounting daemon and the bridge."""
 HOST = "devcluster-host"
-"""What the nodes call the machine that carries the cluster: a tracking server on it is reached by this name."""
+"""Name of this machine on the nodes, for example for a tracking server."""
 LINK = "hpcdist0"
-"""The one interface that the cluster adds to the machine's own."""
+"""The only network interface that the cluster adds to this machine."""
 ACCOUNT = "devcluster"
 CONTROLLER_PORT, NODE_PORT, ACCOUNTING_PORT = 16817, 16818, 16819
-RESERVED_ADDRESSES = 4  # the network itself, broadcast, head and host
-#: Sockets of Slurm, munge and MariaDB lie below the state folder, and a socket's path has at most 107 characters.
+RESERVED_ADDRESSES = 4  # network, broadcast, head and host
+#: The state folder contains sockets of Slurm, munge and MariaDB; the path of a socket has at most 107 characters.
 MAX_STATE_LENGTH = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Shape of a cluster. Raises DevClusterError for a shape that cannot be."""
+    """Settings of a cluster. Raises DevClusterError for invalid values."""
 
     num_nodes: int = 4
     cpus_per_node: int = 8
-    """What a node claims to have; may be more than the machine has."""
+    """Number that Slurm assumes; may exceed that of the machine."""
     gpus_per_node: int = 2
-    """Fake ones: Slurm counts and assigns them, and nothing computes on them."""
+    """Number of fake GPUs, which Slurm counts and assigns."""
     memory_mb: int = 32768
-    """What a node claims to have, in MiB; nothing enforces it."""
+    """Memory that Slurm assumes, in MiB; not enforced."""
     grace_time_s: int = 0
     """Seconds between the SIGTERM and the SIGKILL of a job of `main` that `high` preempts."""
     subnet: str = "10.213.77.0/24"
-    """Private IPv4 network of the nodes, one that nothing else on this machine uses."""
+    """Private IPv4 network of the nodes; must not overlap other networks of this machine."""
 
     def __post_init__(self) -> None:
         for name, least in {"num_nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "memory_mb": 1}.items():
             if getattr(self, name) < least:
                 raise DevClusterError(f"{option(name)} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.grace_time_s < 65534:  # Slurm's own limit
+        if not 0 <= self.grace_time_s < 65534:  # limit of Slurm
             raise DevClusterError(f"--grace-time-s must be from 0 to 65533, got {self.grace_time_s}")
         try:
             network = ipaddress.IPv4Network(self.subnet)
@@ -62,8 +62,8 @@ class Settings:
 
     @cached_property
     def addresses(self) -> dict[str, str]:
-        """Address of every name, nodes first: n1 … nN, then the head and the host, at the network's end."""
-        named = {f"n{number}": str(self.network[number]) for number in range(1, self.num_nodes + 1)}
+        """Address of every name: nodes from the start of the network, head and host at its end."""
+        named = {name: str(self.network[number]) for number, name in enumerate(self.nodes, 1)}
         return {**named, HEAD: str(self.network[-2]), HOST: str(self.network[-3])}
 
     @property
@@ -71,7 +71,7 @@ class Settings:
         return [f"n{number}" for number in range(1, self.num_nodes + 1)]
 
     def with_prefix(self, name: str) -> str:
-        """Return a name's address with the network's prefix length, as `ip` wants it."""
+        """Return the address of a name with the prefix length, in the format of `ip`."""
         return f"{self.addresses[name]}/{self.network.prefixlen}"
 
     def to_json(self) -> str:
@@ -79,7 +79,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Raises ValueError for a text that a crash has cut, or that another version has written."""
+        """Parse the settings file. Raises ValueError for a truncated file or one of another version."""
         found: Any = json.loads(text)
         if not isinstance(found, dict) or set(found) != {field.name for field in fields(cls)}:
             raise ValueError("not the settings of a dev cluster of this version")
@@ -87,101 +87,50 @@ class Settings:
 
 
 def option(name: str) -> str:
-    """The command-line option that sets a field of Settings."""
+    """Return the command-line option of a field of Settings."""
     return {"num_nodes": "--nodes", "memory_mb": "--memory-mb"}.get(name, f"--{name.replace('_', '-')}")
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Every path of a cluster, all below its state folder. Raises DevClusterError for a folder that cannot serve."""
+    """Paths of a cluster, all below its state folder. Raises DevClusterError for an invalid folder."""
 
-    state: Path = DEFAULT_STATE
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(self.state)) or ".." in self.state.parts:
-            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(self.state)!r}")
-        if len(str(self.state)) > MAX_STATE_LENGTH:
+    def __init__(self, state: Path = DEFAULT_STATE) -> None:
+        if not re.fullmatch(r"/[A-Za-z0-9_./+-]+", str(state)) or ".." in state.parts:
+            raise DevClusterError(f"--state must be an absolute path without blanks or quotes, got {str(state)!r}")
+        if len(str(state)) > MAX_STATE_LENGTH:
             raise DevClusterError(
                 f"--state must have at most {MAX_STATE_LENGTH} characters, as paths of sockets are short,"
-                f" got {len(str(self.state))}: {self.state}"
+                f" got {len(str(state))}: {state}"
             )
-
-    @property
-    def settings_file(self) -> Path:
-        """Written first and removed last: marks the folder as ours."""
-        return self.state / "devcluster.json"
-
-    @property
-    def conf(self) -> Path:
-        return self.state / "conf"
-
-    @property
-    def slurm_conf(self) -> Path:
-        return self.conf / "slurm.conf"
-
-    @property
-    def munge(self) -> Path:
-        return self.state / "munge"
-
-    @property
-    def munge_socket(self) -> Path:
-        return self.munge / "socket"
-
-    @property
-    def munge_key(self) -> Path:
-        return self.munge / "key"
-
-    @property
-    def database(self) -> Path:
-        """MariaDB's data folder."""
-        return self.state / "mariadb"
-
-    @property
-    def database_socket(self) -> Path:
-        return self.state / "mariadb-run" / "socket"
-
-    @property
-    def database_init(self) -> Path:
-        """SQL that MariaDB runs at each start."""
-        return self.state / "mariadb-run" / "init.sql"
-
-    @property
-    def gpus(self) -> Path:
-        """Folder of the fake GPUs' device files, gpu0 and so on."""
-        return self.state / "gpus"
-
-    @property
-    def spool(self) -> Path:
-        return self.state / "spool"
-
-    @property
-    def controller(self) -> Path:
-        return self.state / "slurmctld"
-
-    @property
-    def network_ready(self) -> Path:
-        """There once all namespaces and links have been made."""
-        return self.state / "network-ready"
-
-    @property
-    def namespaces(self) -> Path:
-        return self.state / "netns"
+        self.state = state
+        #: Identifies the folder: created first and removed last.
+        self.settings_file = state / "devcluster.json"
+        self.conf = state / "conf"
+        self.slurm_conf = self.conf / "slurm.conf"
+        self.munge = state / "munge"
+        self.munge_socket = self.munge / "socket"
+        self.munge_key = self.munge / "key"
+        #: MariaDB's data folder, its socket, and the SQL that it runs at each start.
+        self.database = state / "mariadb"
+        self.database_socket = state / "mariadb-run" / "socket"
+        self.database_init = state / "mariadb-run" / "init.sql"
+        #: Folder of the fake GPUs' device files, gpu0 and so on.
+        self.gpus = state / "gpus"
+        self.spool = state / "spool"
+        self.controller = state / "slurmctld"
+        #: Exists if all namespaces and links were created.
+        self.network_ready = state / "network-ready"
+        self.namespaces = state / "netns"
+        self.logs = state / "log"
+        self.run = state / "run"
 
     def namespace(self, name: str) -> Path:
-        """Where the network namespace of a node, or of the head, is mounted."""
+        """Return the mount point of the network namespace of a node or the head."""
         return self.namespaces / name
 
-    @property
-    def logs(self) -> Path:
-        return self.state / "log"
-
     def output(self, daemon: str) -> Path:
-        """What a daemon says on stdout and stderr. Slurm's daemons also write a .log beside it, with times."""
+        """Return the file with a daemon's output. Slurm's daemons also write a .log file with timestamps."""
         return self.logs / f"{daemon}.out"
-
-    @property
-    def run(self) -> Path:
-        return self.state / "run"
 
     def pid_file(self, daemon: str) -> Path:
         return self.run / f"{daemon}.pid"

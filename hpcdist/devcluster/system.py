@@ -1,4 +1,4 @@
-"""Running commands, and waiting for what they start."""
+"""Run commands, start daemons and wait for them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hpcdist.devcluster import argv, processes
 from hpcdist.devcluster.settings import Layout
 from hpcdist.errors import DevClusterError
 
-LOOK_EVERY_S = 0.1
-COMMAND_WITHIN_S = 120.0
-#: Name of an abstract socket: it is given up with the process, however that ends, and leaves no file.
+POLL_INTERVAL_S = 0.1
+COMMAND_TIMEOUT_S = 120.0
+#: Name of an abstract socket, which the kernel removes at the end of the process.
 LOCK = "\0hpcdist-devcluster"
 
 
 def run(command: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
-    """Run a command and return its output. Raises DevClusterError with its last line of complaint."""
+    """Run a command and return its output. Raises DevClusterError with the last line of its errors."""
     done = _call(command, env, stdin)
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise DevClusterError(f"`{shlex.join(command)}` failed: {said.strip()}")
+        error = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise DevClusterError(f"`{shlex.join(command)}` failed: {error.strip()}")
     return done.stdout
 
 
@@ -41,17 +41,17 @@ def _call(command: list[str], env: Mapping[str, str] | None, stdin: str) -> subp
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=COMMAND_WITHIN_S,
+            timeout=COMMAND_TIMEOUT_S,
             check=False,
         )
     except FileNotFoundError:
         raise DevClusterError(f"{command[0]} not found: is the package that brings it installed?") from None
     except subprocess.TimeoutExpired:
-        raise DevClusterError(f"`{shlex.join(command)}` did not end within {COMMAND_WITHIN_S:g} s") from None
+        raise DevClusterError(f"`{shlex.join(command)}` did not end within {COMMAND_TIMEOUT_S:g} s") from None
 
 
 def start(layout: Layout, daemon: argv.Daemon) -> None:
-    """Leave a daemon behind, unless it runs."""
+    """Start a daemon that outlives this process, unless it is running."""
     if processes.is_running(layout, daemon):
         return
     layout.pid_file(daemon.name).unlink(missing_ok=True)
@@ -66,25 +66,28 @@ def start(layout: Layout, daemon: argv.Daemon) -> None:
         )
 
 
-def wait_until(condition: Callable[[], bool], what: str, layout: Layout, daemon: argv.Daemon, within_s: float) -> None:
-    """Look until a condition holds.
+def wait_until(
+    condition: Callable[[], bool], problem: str, layout: Layout, daemon: argv.Daemon, timeout_s: float
+) -> None:
+    """Wait until a condition is true.
 
-    Raises DevClusterError, with the last line of the daemon's log, when the daemon ends first or time is up.
+    Raises:
+        DevClusterError: `problem` after a timeout, or the daemon has ended; with the last line of the daemon's output.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + timeout_s
     while not condition():
         ended = processes.has_ended(layout, daemon)
         if ended or time.monotonic() > deadline:
-            how = f"{daemon.name} ended at once" if ended else f"{what} within {within_s:g} s"
+            reason = f"{daemon.name} ended at once" if ended else f"{problem} within {timeout_s:g} s"
             log = layout.output(daemon.name)
             last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-            raise DevClusterError(f"{how}; {log} ends with: {last}")
-        time.sleep(LOOK_EVERY_S)
+            raise DevClusterError(f"{reason}; {log} ends with: {last}")
+        time.sleep(POLL_INTERVAL_S)
 
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold what only one `up`, `down` or `node` may hold at a time. Raises DevClusterError when another does."""
+    """Hold the lock of `up`, `down` and `node`. Raises DevClusterError if another process holds it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         try:
             lock.bind(LOCK)

@@ -1,4 +1,4 @@
-"""A dev cluster's state in words."""
+"""The output of `hpcdist devcluster status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcdist.devcluster.settings import HOST, Layout
 
 
 def describe(status: Status, layout: Layout) -> Iterator[str]:
-    """Lines of `hpcdist devcluster status`."""
+    """Return the lines of the output."""
     settings = status.settings
     if settings is None:
         yield f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one"

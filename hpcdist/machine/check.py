@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "failure"]
@@ -35,17 +36,11 @@ class Check:
         return f"{where}{self.name}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
-    return Check(name=name, level="ok", text=text, fix=fix, node=node)
+def _check(level: Level, name: str, text: str, fix: str = "", *, node: str = "") -> Check:
+    return Check(name=name, level=level, text=text, fix=fix, node=node)
 
 
-def note(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
-    return Check(name=name, level="note", text=text, fix=fix, node=node)
-
-
-def warning(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
-    return Check(name=name, level="warning", text=text, fix=fix, node=node)
-
-
-def failure(name: str, text: str, fix: str = "", *, node: str = "") -> Check:
-    return Check(name=name, level="failure", text=text, fix=fix, node=node)
+ok = partial(_check, "ok")
+note = partial(_check, "note")
+warning = partial(_check, "warning")
+failure = partial(_check, "failure")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -27,36 +26,23 @@ _CHUNK = 2**20
 _RENAMES = 200
 
 
-def file_system(path: Path, mounts: str | None = None) -> str:
-    """Return the type of the file system of a path, which may not exist yet; empty if unknown.
-
-    Args:
-        mounts: text of `/proc/self/mountinfo`; None to read it.
-    """
-    return mount_of(path, mounts)[0]
+def file_system(path: Path) -> str:
+    """Return the type of the file system of a path, which may not exist yet; empty if unknown."""
+    return mount_of(path)[0]
 
 
-def mount_of(path: Path, mounts: str | None = None) -> tuple[str, str]:
+def mount_of(path: Path) -> tuple[str, str]:
     """Return type and source (`server:/home`, `/dev/sda1`) of the file system of a path, both empty if unknown."""
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            return "", ""
+    import psutil
+
     path = path.resolve()
     found, depth = ("", ""), -1
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        point = Path(_unescaped(before.split()[4]))
+    for mount in psutil.disk_partitions(all=True):
+        point = Path(mount.mountpoint)
         # The last mount on a folder hides earlier ones.
         if path.is_relative_to(point) and len(point.parts) >= depth:
-            kind, source = after.split()[:2]
-            found, depth = (kind, _unescaped(source)), len(point.parts)
+            found, depth = (mount.fstype, mount.device), len(point.parts)
     return found
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def existing(path: Path) -> Path:

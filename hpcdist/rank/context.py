@@ -17,7 +17,7 @@ from hpcdist.config.schema import Config
 from hpcdist.errors import CheckpointError
 from hpcdist.rank.checkpointing import RankCheckpoints, Restored
 from hpcdist.rank.network.process_group import Groups
-from hpcdist.rank.roles import Roles
+from hpcdist.rank.rank_info import RankInfo
 from hpcdist.rank.seeding import seed_everything
 from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
@@ -28,7 +28,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
 
-class Context:
+class Context(RankInfo):
     """One rank's interface to the run. The worker creates it and passes it to the trainer.
 
     A trainer is a function `train(ctx, config)` that every rank calls:
@@ -59,10 +59,8 @@ class Context:
         topology: rank, world size, local rank and host names.
         roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
         device: the device of this rank.
-        timer: step timing of this rank. `wrap` and `should_stop` feed it; use `with ctx.timer.waiting():` around code
-            that waits for other ranks.
-        end_reason: one sentence that explains why the trainer returned. Set it at the end of `train`; the status of the
-            run shows it.
+        timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
+        end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
     """
 
     def __init__(
@@ -78,11 +76,10 @@ class Context:
         journal: JournalWriter,
         heartbeat: Heartbeat,
     ) -> None:
+        super().__init__(topology, config.roles)
         self.config = config
         self.run = run
         self.attempt = attempt
-        self.topology = topology
-        self.roles = Roles.of(config.roles, topology.world_size)
         self.device = device
         self.timer = StepTimer(clock_of(device))
         self.end_reason = ""
@@ -93,76 +90,23 @@ class Context:
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
         heartbeat.timing = self.timer.report
         self._checkpoints = RankCheckpoints(
-            config=config,
-            run=run,
-            attempt=attempt,
-            topology=topology,
-            device=device,
-            groups=groups,
-            journal=journal,
+            config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
-
-    # --- ranks and roles
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process, 0 to `world_size` - 1."""
-        return self.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the run."""
-        return self.topology.world_size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which logs metrics and writes checkpoints."""
-        return self.topology.rank == 0
-
-    @property
-    def role(self) -> str:
-        """Role of this rank: a key of the config's `roles`, or `trainer` in a run without roles."""
-        return self.roles.of_rank(self.rank)[0]
-
-    @property
-    def role_index(self) -> int:
-        """Index of this rank within its role, 0 to the number of ranks in the role - 1."""
-        return self.roles.of_rank(self.rank)[1]
-
-    @property
-    def rpc_name(self) -> str:
-        """Name of this rank in RPC, `role:index`."""
-        return self.roles.name_of(self.rank)
-
-    def ranks_of(self, role: str) -> range:
-        """Return the ranks of a role, ordered by their index.
-
-        Args:
-            role: a key of the config's `roles`, or `trainer` in a run without roles.
-
-        Raises:
-            ConfigError: no rank has this role.
-        """
-        return self.roles.ranks_of(role)
 
     # --- progress and stopping
 
     def should_stop(self, step: int, total_steps: int | None = None) -> bool:
         """Report progress, and return whether the trainer must save a checkpoint and return.
 
-        Call it on every rank after every step. All ranks receive the same answer at the same step. The call also
-        updates the heartbeat: a rank that does not call it (or `alive`) within `launch.hang_timeout_s` counts as hung.
+        Call it on every rank after every step. All ranks receive the same answer at the same step: True once they have
+        agreed to stop, after a stop signal or `hpcdist stop`. The call also updates the heartbeat: a rank that does not
+        call it (or `alive`) within `launch.hang_timeout_s` counts as hung.
 
         Args:
             step: number of steps done.
             total_steps: number of steps of the whole training, for the progress display; None if unknown.
 
-        Returns:
-            True once the ranks have agreed to stop, after a stop signal or `hpcdist stop`; it stays True.
-
-        Raises:
-            CheckpointError: a save has failed in the background since the last call.
-            RuntimeError: another rank has died.
+        Raises CheckpointError if a save in the background has failed, and RuntimeError if another rank has died.
         """
         self._checkpoints.check()
         self._heartbeat.step = step
@@ -182,19 +126,16 @@ class Context:
     @property
     def stop_signalled(self) -> bool:
         """Whether this rank alone has received a stop signal. Use `should_stop` for the decision of all ranks."""
-        return self._stop.signalled
+        return self._stop.flag.is_set
 
     def request_stop(self) -> None:
         """Request a stop of all ranks, as a stop signal to this rank does; `should_stop` then returns True."""
-        self._stop.request_stop()
+        self._stop.flag.is_set = True
 
     def agree_among(self, ranks: Sequence[int]) -> None:
-        """Let only some ranks take part in the agreement of `should_stop`, because the others do not count steps.
+        """Let only `ranks` take part in the agreement of `should_stop`, because the others do not count steps.
 
         Call it on every rank, before the first step. The other ranks must not call `should_stop` afterwards.
-
-        Args:
-            ranks: the ranks that call `should_stop`.
         """
         self._times.leave_to(ranks)
         group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
@@ -214,11 +155,7 @@ class Context:
 
         The call writes to the run's journal and takes microseconds; a separate process sends the journal to MLflow.
         Values must be numbers in host memory: `float(tensor)` of a CUDA tensor waits for the GPU, so log only every
-        few steps.
-
-        Args:
-            metrics: values by metric name, such as `{"train/loss": 0.3}`.
-            step: number of steps done, the x-axis in MLflow.
+        few steps. `step` is the x-axis in MLflow.
         """
         if self.is_main:
             self._journal.log(metrics, step)
@@ -226,15 +163,9 @@ class Context:
             self._heartbeat.step = max(self._heartbeat.step, step)
 
     def artifact(self, name: str) -> Path:
-        """Return the path at which to write an artifact of the MLflow run.
+        """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.
 
         Write the file on one rank. It is uploaded while the run continues, and again after each change.
-
-        Args:
-            name: path relative to the artifacts, such as `returns.png` or `samples/step-100.txt`.
-
-        Returns:
-            The path; its parent folder exists.
         """
         path = self.run.artifacts / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,9 +174,8 @@ class Context:
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.
 
-        Args:
-            module: the bare model (`wrapped.module`). It is moved to the CPU and set to evaluation mode.
-            example: one input batch of at least two samples, from which MLflow infers the model's signature.
+        `module` is the bare model (`wrapped.module`); it is moved to the CPU and set to evaluation mode. `example` is
+        one input batch of at least two samples, from which MLflow infers the model's signature.
         """
         if self.is_main:
             from hpcdist.checkpoint.export import export_model
@@ -255,10 +185,9 @@ class Context:
     # --- collectives
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each value over all ranks, in double precision. Call it on every rank.
+        """Return the sum of each value over all ranks, in double precision.
 
-        Args:
-            values: numbers in host memory, the same number of them on each rank.
+        Call it on every rank, with the same number of values in host memory.
         """
         with self.timer.waiting():
             return self.groups.sum(values)
@@ -282,9 +211,6 @@ class Context:
             module: the model, equal on all ranks. It remains accessible as `.module` of the result.
             **options: arguments of DistributedDataParallel, such as `static_graph=True` for a model without
                 data-dependent branches.
-
-        Returns:
-            The wrapped model; its backward pass averages gradients over all ranks.
         """
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
         from hpcdist.rank.telemetry.timed_ddp import TimedDDP
@@ -307,14 +233,7 @@ class Context:
     # --- checkpoints
 
     def should_save(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step` steps.
-
-        A checkpoint is due every `checkpoint.every_steps` steps and when the ranks have agreed to stop, unless this
-        step is saved already.
-
-        Args:
-            step: number of steps done.
-        """
+        """Return whether to save now: every `checkpoint.every_steps` steps, and when the ranks have agreed to stop."""
         every = self.config.checkpoint.every_steps
         is_regular = every is not None and step % every == 0
         return self._checkpoints.saved_step != step and (self._stop.agreed or is_regular)
@@ -345,8 +264,7 @@ class Context:
             shard: the part of the model that this rank owns, for a model that is distributed over several ranks. Then
                 every rank must pass a `Shard`, possibly an empty one.
 
-        Raises:
-            CheckpointError: the save cannot start, or an earlier one has failed.
+        Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
         self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
         if shard is not None:
@@ -356,13 +274,8 @@ class Context:
     def restore(self) -> Restored | None:
         """Load the newest valid checkpoint. Call it on every rank, directly before the training loop.
 
-        The call restores the random number generators. The trainer itself loads model and optimizer from the result.
-
-        Returns:
-            The checkpoint, or None at the first start of the run.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read.
+        The call restores the random number generators. The trainer itself loads model and optimizer from the result,
+        which is None at the first start of the run. Raises CheckpointError if the checkpoint cannot be read.
         """
         restored = self._checkpoints.restore()
         if restored is not None:
@@ -372,8 +285,7 @@ class Context:
     def close(self) -> None:
         """Wait until checkpoints and metrics are on disk. The worker calls it after `train`.
 
-        Raises:
-            CheckpointError: a save has failed, or the trainer stopped without saving its last step.
+        Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
         self._stop.close()
         self._checkpoints.close()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from hpcdist.config.schema import Config, role_device
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, TopologyError, shortened
 from hpcdist.machine.compiler import require_compiler
 from hpcdist.rank.roles import Roles
-from hpcdist.rank.topology import Topology, cuda_index, ranks_on_node
+from hpcdist.rank.topology import SLURM_FIX, Topology
+from hpcdist.rank.variables import Variables
 
 
 def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[torch.device, str]:
@@ -51,3 +53,57 @@ def place(config: Config, topology: Topology, env: Mapping[str, str]) -> tuple[t
     if backend == "nccl" and device.type == "cpu":
         raise ConfigError(["launch.backend=nccl needs GPUs, and none is visible here: use gloo"])
     return device, backend
+
+
+def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
+    """Return the ranks on this rank's node, ordered by local rank. Raises TopologyError as `from_env` does."""
+    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
+        # Correct for every --distribution and for heterogeneous steps.
+        return Variables(env, SLURM_FIX).parsed("SLURM_GTIDS", _numbers)
+    first = topology.rank - topology.local_rank
+    return list(range(first, first + topology.local_world_size))
+
+
+def cuda_index(
+    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
+) -> int | None:
+    """Return the CUDA device index of this rank; None if the process sees no GPU.
+
+    If at least as many GPUs are visible as the node has ranks, the index is the local rank. Otherwise the index is 0,
+    provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this, which counts the GPUs of all tasks of
+    the step on this node; if it is not set, CUDA_VISIBLE_DEVICES must name a single device.
+
+    Args:
+        topology: the topology of this rank.
+        num_visible: number of GPUs that this process sees.
+        env: environment variables.
+        sharers: the ranks on this node that use GPUs, if not all ranks do.
+
+    Raises TopologyError in all other cases, because two ranks on one GPU fail with NCCL's "Duplicate GPU detected".
+    """
+    num_local = topology.local_world_size if sharers is None else len(sharers)
+    if num_visible == 0:
+        return None
+    if num_visible >= num_local:
+        return topology.local_rank if sharers is None else sharers.index(topology.rank)
+    variables = Variables(
+        env,
+        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
+        f"or start fewer ranks here (launch.num_ranks={num_visible})",
+    )
+    if variables.has("SLURM_GPUS_ON_NODE"):
+        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
+            return 0
+    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
+        return 0
+    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
+    raise variables.error(
+        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
+        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    if re.fullmatch(r"[0-9]{1,10}(,[0-9]{1,10})*", text) is None:
+        raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
+    return [int(part) for part in text.split(",")]

@@ -57,13 +57,6 @@ class Roles:
             first += count
         raise ConfigError([f"no rank has the role {role!r}: the roles are {self}"])
 
-    def rank_of(self, role: str, index: int = 0) -> int:
-        """Return the rank of `role:index`. Raises ConfigError if it does not exist."""
-        ranks = self.ranks_of(role)
-        if not 0 <= index < len(ranks):
-            raise ConfigError([f"no rank is {role}:{index}: the roles are {self}"])
-        return ranks[index]
-
     def of_rank(self, rank: int) -> tuple[str, int]:
         """Return the role of a rank and its index within the role."""
         first = 0

@@ -36,7 +36,7 @@ class StopAgreement:
 
     def __init__(self, group: dist.ProcessGroup | None, flag: StopFlag, request: Path, *, watch_request: bool) -> None:
         self._group = group
-        self._flag = flag
+        self.flag = flag
         self._request = request
         self._watch_request = watch_request
         self._next_check = 0.0
@@ -47,15 +47,6 @@ class StopAgreement:
         self._boundaries = 0
         self._round_began = time.monotonic()
         self.agreed = False
-
-    @property
-    def signalled(self) -> bool:
-        """Whether the flag of this rank is set."""
-        return self._flag.is_set
-
-    def request_stop(self) -> None:
-        """Set the flag of this rank, as a stop signal does."""
-        self._flag.is_set = True
 
     def agree_in(self, group: dist.ProcessGroup | None) -> None:
         """Use another group from the next boundary on; None if this rank decides alone."""
@@ -75,7 +66,7 @@ class StopAgreement:
             self._work = None
             wanted, step_s = self._message.tolist()
             self.agreed = wanted > 0
-            self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
+            self._skip_for(step_s)
         elif self._skip > 0:
             self._skip -= 1
         else:
@@ -89,20 +80,20 @@ class StopAgreement:
         wanted = self._wanted(now)
         if self._group is None:
             self.agreed = wanted
-            self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
+            self._skip_for(step_s)
             return
         self._message[0], self._message[1] = float(wanted), step_s
         self._work = dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _wanted(self, now: float) -> bool:
-        if self._flag.is_set:
-            return True
-        if self._watch_request and now >= self._next_check:
-            self._next_check = now + REQUEST_INTERVAL_S
-            return self._is_requested()
-        return False
+    def _skip_for(self, step_s: float) -> None:
+        self._skip = min(int(AGREEMENT_INTERVAL_S / max(step_s, 1e-6)), 10_000)
 
-    def _is_requested(self) -> bool:
+    def _wanted(self, now: float) -> bool:
+        if self.flag.is_set:
+            return True
+        if not self._watch_request or now < self._next_check:
+            return False
+        self._next_check = now + REQUEST_INTERVAL_S
         try:
             found = self._request.exists()
         except OSError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch, extern and interactive steps of S
 
 _OWN_FIX = "let `hpcdist run` or `hpcdist submit` start the ranks, or unset these variables"
 _TORCHRUN_FIX = "start the ranks with torchrun, set the variables for every rank, or unset them all"
-_SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
+SLURM_FIX = "start the ranks with srun and pass its SLURM_ variables on unchanged, also into containers"
 _NO_STEP_FIX = "put srun before the command or use `hpcdist submit`; pass srun's variables on into containers"
 
 
@@ -110,7 +110,7 @@ class Topology:
         if env.get("TORCHELASTIC_RUN_ID") or all(env.get(name) for name in TORCHRUN_CORE):
             return _from_torchrun(Variables(env, _TORCHRUN_FIX))
         if _in_slurm_step(env):
-            return _from_slurm(Variables(env, _SLURM_FIX))
+            return _from_slurm(Variables(env, SLURM_FIX))
         return _from_nothing(env)
 
 
@@ -126,61 +126,6 @@ def port_for(job_id: str, attempt: int) -> int:
     digest = hashlib.sha256(match[1].encode(errors="surrogateescape")).digest()
     job = int.from_bytes(digest[:8]) + int(match[2] or 0)
     return _PORTS_START + (job * _PORTS_PER_JOB + attempt) % _NUM_PORTS
-
-
-def ranks_on_node(topology: Topology, env: Mapping[str, str]) -> list[int]:
-    """Return the ranks on this rank's node, ordered by local rank. Raises TopologyError as `from_env` does."""
-    if topology.launcher == "slurm" and env.get("SLURM_GTIDS"):
-        # Correct for every --distribution and for heterogeneous steps.
-        return [int(rank) for rank in Variables(env, _SLURM_FIX).parsed("SLURM_GTIDS", _numbers)]
-    first = topology.rank - topology.local_rank
-    return list(range(first, first + topology.local_world_size))
-
-
-def _numbers(text: str) -> list[str]:
-    parts = text.split(",")
-    if not all(re.fullmatch(r"[0-9]{1,10}", part) for part in parts):
-        raise TopologyError(f"must be whole numbers separated by commas, got {shortened(text)!r}")
-    return parts
-
-
-def cuda_index(
-    topology: Topology, num_visible: int, env: Mapping[str, str], sharers: Sequence[int] | None = None
-) -> int | None:
-    """Return the CUDA device index of this rank; None if the process sees no GPU.
-
-    If at least as many GPUs are visible as the node has ranks, the index is the local rank. Otherwise the index is 0,
-    provided that each rank sees GPUs of its own. SLURM_GPUS_ON_NODE shows this, which counts the GPUs of all tasks of
-    the step on this node; if it is not set, CUDA_VISIBLE_DEVICES must name a single device.
-
-    Args:
-        topology: the topology of this rank.
-        num_visible: number of GPUs that this process sees.
-        env: environment variables.
-        sharers: the ranks on this node that use GPUs, if not all ranks do.
-
-    Raises TopologyError in all other cases, because two ranks on one GPU fail with NCCL's "Duplicate GPU detected".
-    """
-    num_local = topology.local_world_size if sharers is None else len(sharers)
-    if num_visible == 0:
-        return None
-    if num_visible >= num_local:
-        return topology.local_rank if sharers is None else sharers.index(topology.rank)
-    variables = Variables(
-        env,
-        f"request a GPU for each rank (Slurm: --gpus-per-node={num_local} --gpu-bind=none), "
-        f"or start fewer ranks here (launch.num_ranks={num_visible})",
-    )
-    if variables.has("SLURM_GPUS_ON_NODE"):
-        if num_visible * num_local <= variables.number("SLURM_GPUS_ON_NODE"):
-            return 0
-    elif num_visible == 1 and "," not in variables.text("CUDA_VISIBLE_DEVICES", ","):
-        return 0
-    known = variables.shown(("SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")) or "CUDA_VISIBLE_DEVICES not set"
-    raise variables.error(
-        f"rank {topology.rank} sees {num_visible} GPU(s) ({known}), but {num_local} ranks "
-        f"{'run' if sharers is None else 'use GPUs'} on its node, so two ranks would use the same GPU"
-    )
 
 
 def _build(variables: Variables, names: Iterable[str], **fields: Any) -> Topology:
@@ -308,12 +253,5 @@ def _from_nothing(env: Mapping[str, str]) -> Topology:
     if given and not (all_zero and torchrun.number("WORLD_SIZE", 0) == 1):
         raise torchrun.error(f"{given} set, but {torchrun.missing(TORCHRUN_CORE)} not")
     job_id, attempt = slurm.text("SLURM_JOB_ID", "single"), slurm.number("SLURM_RESTART_COUNT", 0)
-    place = {
-        "rank": 0,
-        "world_size": 1,
-        "local_rank": 0,
-        "local_world_size": 1,
-        "node_rank": 0,
-        "num_nodes": 1,
-    }
+    place = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
     return _build(slurm, ("SLURM_JOB_ID",), **place, **_meeting(slurm, _LOOPBACK, job_id, attempt), launcher="single")

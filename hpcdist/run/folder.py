@@ -94,6 +94,8 @@ class State:
 class RunDir:
     """One run's folder. Open an existing one with `RunDir.open`, make a new one with `RunDir.create`."""
 
+    kind = "run"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name

@@ -89,11 +89,6 @@ def verdict(state: State, *, held: bool, job: JobSnapshot | None) -> tuple[bool,
 def hold_sweep(sweep: Sweep) -> Iterator[SweepDir]:
     """Create the sweep's folder and hold its lease. Raises RunFolderError if another process holds it."""
     folder = write_sweep(sweep)
-    if (other := holder(folder)) is not None:
-        raise RunFolderError(
-            f"sweep {sweep.name} is held by process {other['pid']} of {other['user']} on {other['host']}:"
-            " wait until it ends"
-        )
     with hold(folder):
         yield folder
 

@@ -43,6 +43,8 @@ class _Saved:
 class SweepDir(RunDir):
     """The folder of a sweep: like a run's folder, but without a config and a state file."""
 
+    kind = "sweep"
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.file = path / "sweep.json"

@@ -18,6 +18,8 @@ from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.rank.roles import Roles, rank_table
 from hpcdist.slurm.command_output import parse_memory_mb
 
+#: Settings that a role inherits from the section `cluster`.
+_INHERITED = ("gpus_per_node", "cpus_per_task", "mem", "partition", "constraint")
 #: With more nodes than this the rank table shows the first and the last node of a component only.
 NODES_IN_TABLE = 16
 
@@ -43,8 +45,7 @@ class JobComponent:
     @property
     def hardware(self) -> tuple[Any, ...]:
         """The request, without the numbers of nodes and tasks; one allocation has the same for all of its nodes."""
-        flags = tuple(sorted(self.sbatch.items()))
-        return self.gpus_per_node, self.cpus_per_task, self.mem, self.partition, self.constraint, flags
+        return (*(getattr(self, name) for name in _INHERITED), tuple(sorted(self.sbatch.items())))
 
     def __str__(self) -> str:
         ranks = f"{self.nodes} node{'s' * (self.nodes > 1)} × {self.tasks_per_node}"
@@ -84,21 +85,9 @@ def components(config: Config) -> tuple[JobComponent, ...]:
 def _component(
     cluster: ClusterConfig, roles: tuple[str, ...], request: RoleRequest, nodes: int, tasks_per_node: int
 ) -> JobComponent:
-    def own(name: str) -> Any:
-        value = getattr(request, name)
-        return getattr(cluster, name) if value is None else value
-
-    return JobComponent(
-        roles=roles,
-        nodes=nodes,
-        tasks_per_node=tasks_per_node,
-        gpus_per_node=own("gpus_per_node"),
-        cpus_per_task=own("cpus_per_task"),
-        mem=own("mem"),
-        partition=own("partition"),
-        constraint=own("constraint"),
-        sbatch=request.sbatch,
-    )
+    own = {name: getattr(request, name) for name in _INHERITED}
+    values = {name: getattr(cluster, name) if value is None else value for name, value in own.items()}
+    return JobComponent(roles=roles, nodes=nodes, tasks_per_node=tasks_per_node, sbatch=request.sbatch, **values)
 
 
 def _shape(cluster: ClusterConfig, request: RoleRequest, roles: Sequence[str], count: int) -> tuple[int, int]:
@@ -251,14 +240,5 @@ def rank_table_lines(config: Config, nodes: Sequence[Sequence[str]] | None = Non
 
 def component_cluster(cluster: ClusterConfig, part: JobComponent) -> ClusterConfig:
     """Return the section `cluster` with the request of one component."""
-    return replace(
-        cluster,
-        nodes=part.nodes,
-        tasks_per_node=part.tasks_per_node,
-        gpus_per_node=part.gpus_per_node,
-        cpus_per_task=part.cpus_per_task,
-        mem=part.mem,
-        partition=part.partition,
-        constraint=part.constraint,
-        sbatch={**cluster.sbatch, **part.sbatch},
-    )
+    values = {name: getattr(part, name) for name in ("nodes", "tasks_per_node", *_INHERITED)}
+    return replace(cluster, sbatch={**cluster.sbatch, **part.sbatch}, **values)

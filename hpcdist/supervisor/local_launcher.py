@@ -52,10 +52,10 @@ class LocalLauncher:
         job_id = f"{self._run.experiment}/{self._run.name}"
         port = free_port(job_id, attempt.number)
         ranks = range(self.num_ranks)
-        places = [self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=port) for rank in ranks]
+        envs = [self._plan.rank_env(rank, job_id=job_id, attempt=attempt.number, master_port=port) for rank in ranks]
         return LocalRanks(
             rank_command(self._run.path),
-            [self._env | place | self._code for place in places],
+            [self._env | env | self._code for env in envs],
             [attempt.log(rank) for rank in ranks],
             self._guard,
             cwd=self._cwd,

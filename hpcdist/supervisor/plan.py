@@ -56,7 +56,7 @@ class Plan:
 
     def rank_env(self, rank: int, *, job_id: str, attempt: int, master_port: int) -> dict[str, str]:
         """Return `env` and the variables that define the rank's topology (`rank/topology.py`)."""
-        place = {
+        topology = {
             "RANK": rank,
             "WORLD_SIZE": self.num_ranks,
             "LOCAL_RANK": rank,
@@ -70,7 +70,7 @@ class Plan:
         }
         mixed = self.device_of(rank) == "cpu" and self.device != "cpu"
         own = processor_env(self.threads, use_gpus=False) if mixed else {}
-        return {**own, **self.env, **{f"HPCDIST_{key}": str(value) for key, value in place.items()}}
+        return {**own, **self.env, **{f"HPCDIST_{key}": str(value) for key, value in topology.items()}}
 
 
 def make_plan(config: Config, machine: Machine) -> Plan:

@@ -29,7 +29,7 @@ for group in groups:
 #: A child registers its own group with the guard, through its standard input, before it executes the command. If the
 #: supervisor did this after the start, a supervisor killed in between would leave an orphan. The child then closes the
 #: pipe. The write is in a subshell, because SIGPIPE kills the writer if the guard is dead.
-_NAME_YOURSELF = '(echo "+$$" >&0); exec "$@" </dev/null'
+_REGISTER_AND_EXEC = '(echo "+$$" >&0); exec "$@" </dev/null'
 
 _POLL_S = 0.1
 _LEAVE_S = 1.0
@@ -54,7 +54,7 @@ class Guard:
         """Start a child in a new session; standard output and error are appended to `output`."""
         with open(output, "ab") as file:
             return subprocess.Popen(
-                ["/bin/sh", "-c", _NAME_YOURSELF, "sh", *command],
+                ["/bin/sh", "-c", _REGISTER_AND_EXEC, "sh", *command],
                 env=env,
                 cwd=cwd,
                 stdin=self._process.stdin,

@@ -92,7 +92,7 @@ class ProgressMonitor:
         count = num_due_ranks(self._num_ranks, now - self._last_check, self._timeout_s)
         self._last_check = now
         first, self._next_rank = self._next_rank, (self._next_rank + count) % self._num_ranks
-        ranks = ((first + place) % self._num_ranks for place in range(count))
+        ranks = ((first + offset) % self._num_ranks for offset in range(count))
         return [rank for rank in ranks if rank not in self._ranks.exits]
 
     def _is_overdue(self, rank: int, now: float) -> bool:

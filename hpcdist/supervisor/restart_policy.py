@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+Kind = Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started"]
 #: Most real-time signals have no name.
 _NAMES = {int(number): number.name for number in signal.Signals}
 
@@ -15,7 +16,7 @@ _NAMES = {int(number): number.name for number in signal.Signals}
 class Failure:
     """The first failure of an attempt."""
 
-    kind: Literal["error", "killed", "hung", "rejected", "unfit", "vanished", "not_started"]
+    kind: Kind
     rank: int
     host: str  #: empty for a failure before any rank was started
     step: int | None
@@ -75,20 +76,12 @@ def first_failure(
                 traceback=tuple(outcome["traceback"]),
             )
             (consequences if outcome["peer_lost"] else causes).append(failure)
-        elif code < 0:
-            name = _NAMES.get(-code, f"signal {-code}")
-            error = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-            causes.append(Failure(kind="killed", rank=rank, host=host_of(rank), step=last_step(rank), error=error))
         elif code != 0:
-            causes.append(
-                Failure(
-                    kind="vanished",
-                    rank=rank,
-                    host=host_of(rank),
-                    step=last_step(rank),
-                    error=f"exited with code {code} without a report",
-                )
-            )
+            name = _NAMES.get(-code, f"signal {-code}")
+            killed = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+            error = killed if code < 0 else f"exited with code {code} without a report"
+            kind: Kind = "killed" if code < 0 else "vanished"
+            causes.append(Failure(kind=kind, rank=rank, host=host_of(rank), step=last_step(rank), error=error))
     first = next(iter(causes + consequences), None)
     if first is None:
         return None
@@ -121,16 +114,18 @@ def decide(failures: Sequence[Failure], max_restarts: int, *, stop_requested: bo
         failures: all failures since the start of the supervisor, oldest first.
     """
     last = failures[-1]
+    restart, reason = False, last.sentence()
     if stop_requested:
-        return Decision(restart=False, reason=f"{last.sentence()}, while it was asked to stop")
-    if last.kind in ("rejected", "unfit"):
-        return Decision(restart=False, reason=last.sentence())
-    if len(failures) > 1 and last.same_as(failures[-2]):
-        return Decision(restart=False, reason=f"{last.sentence()}, twice in a row: another restart would not help")
-    if len(failures) > max_restarts:
-        reason = f"{last.sentence()}; all launch.max_restarts={max_restarts} restarts are used up"
-        return Decision(restart=False, reason=reason if max_restarts else last.sentence())
-    return Decision(restart=True, reason=last.sentence())
+        reason += ", while it was asked to stop"
+    elif last.kind in ("rejected", "unfit"):
+        pass
+    elif len(failures) > 1 and last.same_as(failures[-2]):
+        reason += ", twice in a row: another restart would not help"
+    elif len(failures) > max_restarts:
+        reason += f"; all launch.max_restarts={max_restarts} restarts are used up" if max_restarts else ""
+    else:
+        restart = True
+    return Decision(restart=restart, reason=reason)
 
 
 def suspect(history: Sequence[Failure | None]) -> str | None:

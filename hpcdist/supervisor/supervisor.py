@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from hpcdist.config.schema import Config
 from hpcdist.errors import HpcdistError, LeaseLostError, PreflightError, UserMistake
@@ -26,7 +25,7 @@ from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, Ranks
 from hpcdist.supervisor.reporter import AdoptingReporter, Reporter
-from hpcdist.supervisor.restart_policy import Failure, decide, first_failure, not_started
+from hpcdist.supervisor.restart_policy import Failure, Kind, decide, first_failure, not_started
 from hpcdist.supervisor.shipper_process import ShipperProcess
 from hpcdist.supervisor.signal_requests import SignalRequests
 from hpcdist.supervisor.watch import Allocation, Watch
@@ -216,7 +215,7 @@ class Supervisor:
             # A launcher that raises has already ended the ranks that it had started.
             ranks = retry.retry(lambda: self._launcher.start(attempt), attempt.path)
         except (HpcdistError, OSError) as error:
-            kind: Literal["rejected", "unfit", "error"] = "rejected" if isinstance(error, UserMistake) else "error"
+            kind: Kind = "rejected" if isinstance(error, UserMistake) else "error"
             if isinstance(error, PreflightError):
                 kind = "unfit"
             return "failed", Failure(kind=kind, rank=0, host="", step=None, error=_error_text(error))

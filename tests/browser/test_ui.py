@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HPCDIST, Runs, closed_port, finish, wait_for
+from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.files.atomic import read_json
@@ -121,7 +121,7 @@ def commit(project: Path) -> None:
 @contextmanager
 def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
     """Start `hpcdist ui`. Yields a function that waits for the server and returns its link."""
-    port = closed_port()
+    port = unused_port()
     log = state / "ui.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the tests of images share."""
+"""Fixtures of the tests of images."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from containers import STRANGER
+from containers import UNKNOWN_UID
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder for runs that belongs to somebody whom the image does not know."""
+    """Return a folder for runs of a user that the image does not contain."""
     folder = tmp_path / "runs"
     folder.mkdir()
-    os.chown(folder, STRANGER, STRANGER)
+    os.chown(folder, UNKNOWN_UID, UNKNOWN_UID)
     return folder

@@ -1,4 +1,4 @@
-"""docker/compose.yaml: what podman-compose makes of it, and that it opens nothing to other machines."""
+"""Tests of docker/compose.yaml as podman-compose reads it: ports, secrets and dependencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICES = ("db", "mlflow", "mlflow-users", "train", "train-cpu")
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """docker/ as compose-init.sh leaves it."""
+    """Return a copy of docker/ after compose-init.sh."""
     folder = tmp_path_factory.mktemp("compose")
     shutil.copytree(CHECKOUT / "docker", folder / "docker", ignore=shutil.ignore_patterns("secrets", ".env"))
     subprocess.run(["bash", folder / "docker" / "compose-init.sh"], check=True, capture_output=True, umask=0o022)
@@ -28,7 +28,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def services(checkout: Path) -> dict[str, Any]:
-    """The services as podman-compose reads them, variables filled in."""
+    """Return the services with substituted variables."""
     command = [sys.executable, "-m", "podman_compose", "--file", str(checkout / "docker" / "compose.yaml")]
     profiles = ["--profile", "train", "--profile", "train-cpu"]
     done = subprocess.run([*command, *profiles, "config"], capture_output=True, text=True, check=False)
@@ -37,28 +37,28 @@ def services(checkout: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_service_is_there(services: dict[str, Any]) -> None:
+def test_all_services_are_defined(services: dict[str, Any]) -> None:
     assert sorted(services) == sorted(SERVICES)
 
 
-def test_nothing_listens_to_other_machines(services: dict[str, Any]) -> None:
+def test_ports_are_published_on_this_machine_alone(services: dict[str, Any]) -> None:
     published = [str(port) for service in services.values() for port in service.get("ports", [])]
     assert published == ["127.0.0.1:5000:5000"]
     assert not [name for name, service in services.items() if service.get("network_mode") == "host"]
 
 
-def test_secrets_are_files_that_are_the_owners_alone(services: dict[str, Any], checkout: Path) -> None:
-    kept = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
-    assert sorted(kept) == ["admin_password", "db_password", "flask_key", "mlflow_credentials", "train_password"]
-    assert {stat.S_IMODE(path.stat().st_mode) for path in kept.values()} == {0o600}
-    assert len({path.read_text() for path in kept.values()}) == 5
-    told = yaml.safe_dump(services)
-    assert not [path for path in kept.values() if path.read_text() in told]
+def test_secrets_are_private_files_and_not_in_the_configuration(services: dict[str, Any], checkout: Path) -> None:
+    files = {path.name: path for path in (checkout / "docker" / "secrets").iterdir()}
+    assert sorted(files) == ["admin_password", "db_password", "flask_key", "mlflow_credentials", "train_password"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
+    assert len({path.read_text() for path in files.values()}) == 5
+    configuration = yaml.safe_dump(services)
+    assert not [path for path in files.values() if path.read_text() in configuration]
     for name in ("mlflow", "mlflow-users", "train", "train-cpu"):
         assert services[name]["user"] == f"{os.getuid()}:{os.getgid()}"
 
 
-def test_training_gets_a_user_of_its_own_and_no_password_of_another(services: dict[str, Any], checkout: Path) -> None:
+def test_training_receives_the_password_of_its_user_alone(services: dict[str, Any], checkout: Path) -> None:
     secrets = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
     for name in ("train", "train-cpu"):
         (secret,) = services[name]["secrets"]
@@ -71,13 +71,13 @@ def test_training_gets_a_user_of_its_own_and_no_password_of_another(services: di
     assert services["mlflow-users"]["depends_on"]["mlflow"]["condition"] == "service_healthy"
 
 
-def test_secrets_outlive_a_second_start(checkout: Path) -> None:
+def test_second_init_keeps_the_secrets(checkout: Path) -> None:
     before = {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
     subprocess.run(["bash", checkout / "docker" / "compose-init.sh"], check=True, capture_output=True)
     assert before == {path.name: path.read_text() for path in (checkout / "docker" / "secrets").iterdir()}
 
 
-def test_training_waits_for_a_healthy_server_and_may_save_when_stopped(services: dict[str, Any]) -> None:
+def test_training_waits_for_a_healthy_server_and_has_time_to_save(services: dict[str, Any]) -> None:
     assert services["mlflow"]["depends_on"]["db"]["condition"] == "service_healthy"
     assert services["db"]["healthcheck"]["test"][1] == "pg_isready"
     for name in ("train", "train-cpu"):

@@ -1,4 +1,4 @@
-"""Our images as a person uses them on one machine: train, stop, go on; who owns the files; what is in the layers."""
+"""Tests of the images on one machine: training, stop and resume, owners of files, contents of layers."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import hashlib
 import json
 import os
 import re
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from containers import BASE, CHECKOUT, STRANGER, Containers, last_lines, runs_of_strangers
+from containers import BASE, CHECKOUT, UNKNOWN_UID, Containers, last_lines, runs_of_other_users
 from hpcdist_runs import wait_for
 
+import hpcdist
 from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import RunDir
 
-#: The first test to ask for an image builds it.
+#: The first test that needs an image builds it.
 pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
-#: The flags of README's line that need no GPU and no right to raise limits.
-LINE = ("--ipc=host", "--user", f"{STRANGER}:{STRANGER}")
+#: The flags of the README's command that need neither a GPU nor the permission to raise limits.
+FLAGS = ("--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}")
 TRAIN = ("run", "ddp_digits", "launch.num_ranks=2", "tracking.system_interval_s=0")
 
 
 def only_run(runs: Path) -> RunDir:
-    (found,) = runs_of_strangers(runs)
+    (found,) = runs_of_other_users(runs)
     return found
 
 
 def weights_hash(run: RunDir) -> str:
-    """Of the newest checkpoint's model, as its manifest has it and the file is."""
+    """Return the step and the hash of the newest checkpoint's model."""
     newest = max((run.path / "checkpoints").glob("step-*"))
     return f"{newest.name} {hashlib.sha256((newest / 'model.pt').read_bytes()).hexdigest()}"
 
 
-def test_check_finds_everything_in_place(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
+def test_image_check_passes(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     done = containers.hpcdist("image", "check", image("default"), "--engine", "podman", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = dict(re.findall(r"^ok +([^:]+): (.+)$", done.stdout, re.MULTILINE))
@@ -50,49 +52,47 @@ def test_check_finds_everything_in_place(containers: Containers, image: BuildIma
     assert found["digest"] == f"sha256:{containers.inspect(image('default'))['Id']}"
 
 
-def test_the_image_says_what_it_is(containers: Containers, image: BuildImage) -> None:
-    import hpcdist
-
+def test_image_has_labels_and_an_unprivileged_user(containers: Containers, image: BuildImage) -> None:
     config = containers.inspect(image("default"))["Config"]
     labels = {key.removeprefix("org.opencontainers.image."): value for key, value in config["Labels"].items()}
     assert labels["title"] == "hpcdist"
     assert labels["version"] == hpcdist.__version__
     assert labels["base.name"] == BASE
-    assert labels["base.digest"] == "", "a local image has none"
+    assert labels["base.digest"] == "", "a local image has no registry digest"
     assert labels["hpcdist.base.id"] == f"sha256:{containers.inspect(BASE)['Id']}"
     assert labels["licenses"] == "Apache-2.0"
     assert config["User"] == "1000:1000"
 
 
 @pytest.mark.parametrize(("target", "package"), [("default", "torch"), ("mlflow", "mlflow")])
-def test_the_bill_of_materials_lists_what_is_installed(
+def test_bill_of_materials_lists_all_installed_packages(
     containers: Containers, image: BuildImage, tmp_path: Path, target: str, package: str
 ) -> None:
     name = image(target)
     done = containers.hpcdist("image", "sbom", name, "--engine", "podman", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     components = json.loads(done.stdout)["components"]
-    # hpcdist itself, installed from a file, has no address in an index.
+    # hpcdist is installed from a file and has no package URL.
     listed = [item.get("purl", item["name"]).partition("?")[0] for item in components]
-    look = ("run", "--rm", "--entrypoint", "sh", name, "-c")
+    shell = ("run", "--rm", "--entrypoint", "sh", name, "-c")
     version = f"import importlib.metadata as m; print(m.version('{package}'), len(list(m.distributions())))"
     libc = "dpkg-query --show --showformat '${Version} ' libc6; dpkg-query --show | wc -l"
     python, num_python, libc, num_debian, *opt = containers.podman(
-        *look, f'python3 -c "{version}"; {libc}; ls /opt'
+        *shell, f'python3 -c "{version}"; {libc}; ls /opt'
     ).split()
     assert f"pkg:pypi/{package}@{python.replace('+', '%2B')}" in listed
     assert f"pkg:deb/debian/libc6@{libc.replace('+', '%2B')}" in listed
     assert len([entry for entry in listed if not entry.startswith("pkg:deb/")]) == int(num_python)
-    # Besides those that are installed, it names the source packages that they are built from.
+    # The bill also contains the source packages.
     assert len([entry for entry in listed if entry.startswith("pkg:deb/")]) >= int(num_debian)
-    assert opt == ["hpcdist" if target == "default" else "mlflow"], "the tools stay out of the image"
+    assert opt == ["hpcdist" if target == "default" else "mlflow"], "the image does not contain the tools"
 
 
-def test_run_in_podman_trains_and_tells_mlflow_the_digest(
+def test_run_in_podman_trains_and_records_the_image_digest(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
     name = image("default")
-    words = (*TRAIN, "stop.max_epochs=1", "name=boxed", "--in", "podman", "--image", name)
+    words = (*TRAIN, "stop.max_epochs=1", "name=first", "--in", "podman", "--image", name)
     done = containers.hpcdist(*words, cwd=tmp_path, env={"HPCDIST_RUNS_DIR": str(tmp_path / "runs")})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no GPU is visible: training on CPUs" in done.stdout
@@ -104,8 +104,6 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
     facts = read_json(run.environment) or {}
     digest = f"sha256:{containers.inspect(name)['Id']}"
     assert (facts["image"], facts["image_digest"]) == (name, digest)
-    import sqlite3
-
     with sqlite3.connect(tmp_path / "runs" / "mlflow.db") as database:
         tags = dict(database.execute("select key, value from tags"))
     assert tags["hpcdist.image_digest"] == digest
@@ -113,15 +111,15 @@ def test_run_in_podman_trains_and_tells_mlflow_the_digest(
     assert tags["hpcdist.image_base"] == f"sha256:{containers.inspect(BASE)['Id']}"
 
 
-def test_a_stopped_container_goes_on_when_it_is_started_again(
+def test_restarted_container_resumes_the_stopped_run(
     containers: Containers, image: BuildImage, runs: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM as `docker stop` sends it, at step 30; the same line again ends with an undisturbed run's weights."""
-    held = (*TRAIN, "stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
+    """The same command after SIGTERM at step 30 ends with the weights of an uninterrupted run."""
+    training = (*TRAIN, "stop.max_epochs=2", "trainer=gated:train", "params.hold_at=30")
     name = f"hpcdist-test-{os.getpid()}"
     code = ("--volume", f"{CHECKOUT}/tests/support/user_code:/work:ro")
-    line = ("run", "--rm", "--name", name, *LINE, *code, "--volume", f"{runs}:/runs", image("default"), *held)
-    with started(containers, *line) as first:
+    command = ("run", "--rm", "--name", name, *FLAGS, *code, "--volume", f"{runs}:/runs", image("default"), *training)
+    with started(containers, *command) as first:
         wait_for(lambda: list(runs.glob("*/*/attempts/001/held-0")), "rank 0 is held", timeout_s=120)
         containers.podman("stop", "--time", "60", name)
         output = first.communicate(timeout=60)[0]
@@ -131,21 +129,21 @@ def test_a_stopped_container_goes_on_when_it_is_started_again(
     assert stopped.read_state().status == "stopped"
     assert len(list((stopped.path / "checkpoints").glob("step-*"))) >= 1
 
-    again = containers.podman(*line)
-    assert f"continuing run {stopped.name}, which has the same config" in again
+    output = containers.podman(*command)
+    assert f"continuing run {stopped.name}, which has the same config" in output
     assert only_run(runs).read_state().status == "finished"
     assert only_run(runs).read_state().attempt == 2
 
     control = tmp_path / "control"
     control.mkdir()
-    os.chown(control, STRANGER, STRANGER)
+    os.chown(control, UNKNOWN_UID, UNKNOWN_UID)
     containers.podman(
-        "run", "--rm", *LINE, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.max_epochs=2"
+        "run", "--rm", *FLAGS, "--volume", f"{control}:/runs", image("default"), *TRAIN, "stop.max_epochs=2"
     )
     assert weights_hash(only_run(runs)) == weights_hash(only_run(control))
 
     owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in runs.rglob("*")}
-    assert owners == {(STRANGER, STRANGER)}
+    assert owners == {(UNKNOWN_UID, UNKNOWN_UID)}
 
 
 def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
@@ -154,12 +152,12 @@ def started(containers: Containers, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_without_a_place_to_write_it_says_how_to_start(
+def test_folder_without_write_permission_is_an_error_with_the_fix(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "roots"
+    folder = tmp_path / "runs"
     folder.mkdir(mode=0o755)
-    done = containers.try_podman("run", "--rm", *LINE, "--volume", f"{folder}:/runs", image("default"), *TRAIN)
+    done = containers.try_podman("run", "--rm", *FLAGS, "--volume", f"{folder}:/runs", image("default"), *TRAIN)
     assert done.returncode == 2
     assert "(Permission denied): set `runs_dir` to a folder that you can write" in last_lines(done)[-1]
     assert "--user $(id -u):$(id -g)" in last_lines(done)[-1]
@@ -167,15 +165,15 @@ def test_without_a_place_to_write_it_says_how_to_start(
 
 
 @pytest.mark.faults
-def test_compile_works_in_the_default_image(containers: Containers, image: BuildImage, runs: Path) -> None:
+def test_default_image_supports_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=2", "launch.num_ranks=1")
-    done = containers.podman("run", "--rm", *LINE, "--volume", f"{runs}:/runs", image("default"), *command)
+    done = containers.podman("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", image("default"), *command)
     assert "finished: trained 2 steps" in done
 
 
-def test_compile_is_refused_in_the_slim_image(containers: Containers, image: BuildImage, runs: Path) -> None:
+def test_slim_image_refuses_torch_compile(containers: Containers, image: BuildImage, runs: Path) -> None:
     command = (*TRAIN, "model.compile=true", "stop.max_steps=3")
-    done = containers.try_podman("run", "--rm", *LINE, "--volume", f"{runs}:/runs", image("slim"), *command)
+    done = containers.try_podman("run", "--rm", *FLAGS, "--volume", f"{runs}:/runs", image("slim"), *command)
     assert done.returncode == 2
     assert last_lines(done)[-1] == (
         "hpcdist: model.compile=true needs a C++ compiler (g++) and Python's headers (Python.h), not found here:"
@@ -185,16 +183,16 @@ def test_compile_is_refused_in_the_slim_image(containers: Containers, image: Bui
     assert list(runs.iterdir()) == []
 
 
-def test_an_image_of_somebody_else_is_refused(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
+def test_other_and_missing_images_are_refused(containers: Containers, image: BuildImage, tmp_path: Path) -> None:
     image("default")
-    for wanted, complaint in {
+    for name, error in {
         BASE: f"image {BASE} holds no hpcdist",
         "localhost/never-built": "podman has no image 'localhost/never-built': `hpcdist image build` makes one here",
     }.items():
-        done = containers.hpcdist("run", "ddp_digits", "--in", "podman", "--image", wanted, cwd=tmp_path)
+        done = containers.hpcdist("run", "ddp_digits", "--in", "podman", "--image", name, cwd=tmp_path)
         assert done.returncode == 2
         (line,) = last_lines(done)
-        assert line.startswith(f"hpcdist: {complaint}")
+        assert line.startswith(f"hpcdist: {error}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,7 +200,7 @@ def test_an_image_of_somebody_else_is_refused(containers: Containers, image: Bui
 
 
 def layers(containers: Containers, image: str) -> Iterator[Path]:
-    """The folders of an image's own layers, those of its base left out."""
+    """Yield the folders of an image's layers except those of its base."""
     of_base = set(containers.inspect(BASE)["RootFS"]["Layers"])
     data = containers.inspect(image)["GraphDriver"]["Data"]
     folders = [data["UpperDir"], *filter(None, data.get("LowerDir", "").split(":"))]
@@ -220,7 +218,9 @@ SMALL = 2**20
 
 
 @pytest.mark.parametrize("target", ["default", "slim", "mlflow"])
-def test_no_secret_cache_or_git_in_any_layer(containers: Containers, image: BuildImage, target: str) -> None:
+def test_layers_contain_no_secrets_caches_or_git_folders(
+    containers: Containers, image: BuildImage, target: str
+) -> None:
     name = image(target)
     canary = containers.canary.encode()
     num_files = 0
@@ -230,11 +230,11 @@ def test_no_secret_cache_or_git_in_any_layer(containers: Containers, image: Buil
                 inside = str(file.relative_to(layer))
                 status = file.lstat()
                 num_files += 1
-                # An empty file is where a secret was mounted while the layer was made.
+                # An empty file is the mount point of a secret during the build.
                 if status.st_size and os.path.isfile(file) and not file.is_symlink():
                     assert not FORBIDDEN.search(inside), inside
                     if status.st_size < SMALL:
                         assert canary not in file.read_bytes(), inside
     assert num_files > 1000
-    described = json.dumps(containers.inspect(name)) + containers.podman("history", "--no-trunc", name)
-    assert containers.canary not in described
+    metadata = json.dumps(containers.inspect(name)) + containers.podman("history", "--no-trunc", name)
+    assert containers.canary not in metadata

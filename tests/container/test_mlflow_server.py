@@ -1,4 +1,4 @@
-"""The tracking server's image on a real PostgreSQL: who may come in, and a run in a container that reports to it."""
+"""Tests of the image of the MLflow server on PostgreSQL: access, users, and a run that logs to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import STRANGER, Containers, runs_of_strangers
+from containers import UNKNOWN_UID, Containers, runs_of_other_users
 
 from hpcdist.files.atomic import read_json
 
-#: The first test to ask for an image builds it.
+#: The first test that needs an image builds it.
 pytestmark = pytest.mark.timeout(1200)
 BuildImage = Callable[[str], str]
 
@@ -35,12 +35,12 @@ def free_port() -> int:
 
 
 def postgresql() -> Path:
-    """The newest installed PostgreSQL's programs."""
+    """Return the folder with the programs of the newest installed PostgreSQL."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
     if not found:
         if os.environ.get("HPCDIST_REQUIRE_CONTAINERS") == "1":
-            pytest.fail("PostgreSQL is not installed: scripts/test_packages.sh does it")
-        pytest.skip("PostgreSQL is not installed: scripts/test_packages.sh does it")
+            pytest.fail("PostgreSQL is not installed: run scripts/test_packages.sh")
+        pytest.skip("PostgreSQL is not installed: run scripts/test_packages.sh")
     return found[-1].parent
 
 
@@ -49,7 +49,7 @@ class Server:
     uri: str
     name: str
     secrets: dict[str, str]
-    folder: Path  #: of the secrets
+    folder: Path  #: folder of the secrets
 
     @property
     def admin(self) -> tuple[str, str]:
@@ -59,10 +59,10 @@ class Server:
     def training(self) -> tuple[str, str]:
         return "hpcdist", self.secrets["train_password"]
 
-    def ask(
+    def request(
         self, path: str, user: str = "", password: str = "", body: Mapping[str, object] | None = None
     ) -> tuple[int, Any]:
-        """Status and answer of a GET, or of a POST with a body."""
+        """Send a GET, or a POST if there is a body, and return status and answer."""
         request = urllib.request.Request(self.uri + path)
         if body:
             request.data = json.dumps(body).encode()
@@ -80,10 +80,10 @@ class Server:
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory, containers: Containers) -> Iterator[tuple[int, str]]:
-    """Debian's PostgreSQL with a user that needs its password; its port and that password."""
+    """Start PostgreSQL with a user that needs a password, and yield port and password."""
     binaries = postgresql()
     user = pwd.getpwnam("postgres")
-    home = Path("/var/tmp") / f"hpcdist-pg-{secrets.token_hex(4)}"  # pytest's folders are closed to postgres
+    home = Path("/var/tmp") / f"hpcdist-pg-{secrets.token_hex(4)}"  # the user postgres cannot read pytest's folders
     home.mkdir(mode=0o700)
     os.chown(home, user.pw_uid, user.pw_gid)
     password, port = secrets.token_urlsafe(12), free_port()
@@ -137,7 +137,7 @@ def server(
     database: tuple[int, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
-    """The image as compose.yaml starts it: secrets in files of mode 0600, not as root."""
+    """Start the image like compose.yaml: not as root, with secrets in private files."""
     db_port, db_password = database
     folder = tmp_path_factory.mktemp("secrets")
     values = {
@@ -149,55 +149,55 @@ def server(
     for name, value in values.items():
         (folder / name).write_text(value)
         (folder / name).chmod(0o600)
-        os.chown(folder / name, STRANGER, STRANGER)
+        os.chown(folder / name, UNKNOWN_UID, UNKNOWN_UID)
     folder.chmod(0o711)
     port, name = free_port(), f"hpcdist-test-mlflow-{os.getpid()}"
     containers.podman(
-        "run", "--detach", "--name", name, "--user", f"{STRANGER}:{STRANGER}",
+        "run", "--detach", "--name", name, "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}",
         "--volume", f"{folder}:/run/secrets:ro",
         "--env", f"DB_URI=postgresql+psycopg2://mlflow@127.0.0.1:{db_port}/mlflow",
         "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
         image("mlflow"),
     )  # fmt: skip
-    found = Server(f"http://127.0.0.1:{port}", name, values, folder)
+    server = Server(f"http://127.0.0.1:{port}", name, values, folder)
     try:
         deadline = time.monotonic() + 300
         while True:
             try:
-                if found.ask("/health")[0] == 200:
+                if server.request("/health")[0] == 200:
                     break
             except OSError:
                 running = containers.podman("inspect", "--format", "{{.State.Running}}", name).strip()
                 assert running == "true", containers.try_podman("logs", name)
                 assert time.monotonic() < deadline, containers.try_podman("logs", name)
                 time.sleep(0.2)
-        yield found
+        yield server
     finally:
         containers.try_podman("rm", "--force", "--volumes", "--time", "5", name)
 
 
-def test_only_who_knows_the_password_comes_in(server: Server) -> None:
+def test_server_requires_the_password(server: Server) -> None:
     path = "/api/2.0/mlflow/experiments/search?max_results=5"
-    assert server.ask(path)[0] == 401
-    assert server.ask(path, "admin", "wrong")[0] == 401
-    status, answer = server.ask(path, "admin", server.secrets["admin_password"])
+    assert server.request(path)[0] == 401
+    assert server.request(path, "admin", "wrong")[0] == 401
+    status, answer = server.request(path, "admin", server.secrets["admin_password"])
     assert status == 200
     assert answer["experiments"][0]["name"] == "Default"
 
 
-def test_no_secret_in_any_command_line_and_nothing_runs_as_root(containers: Containers, server: Server) -> None:
+def test_command_lines_contain_no_secret_and_no_process_runs_as_root(containers: Containers, server: Server) -> None:
     listing = containers.podman("top", server.name, "huser", "args")
     assert "mlflow server" in listing
-    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(STRANGER)}
-    shown = listing + containers.podman("inspect", server.name)
-    assert not [value for value in server.secrets.values() if value in shown]
+    assert {line.split()[0] for line in listing.splitlines()[1:]} == {str(UNKNOWN_UID)}
+    public = listing + containers.podman("inspect", server.name)
+    assert not [value for value in server.secrets.values() if value in public]
 
 
-def test_the_health_check_is_in_the_image_and_passes(containers: Containers, server: Server) -> None:
+def test_health_check_of_the_image_passes(containers: Containers, server: Server) -> None:
     assert containers.podman("healthcheck", "run", server.name).strip() in ("", "healthy")
 
 
-def test_a_missing_secret_ends_the_server_with_one_line(containers: Containers, image: BuildImage) -> None:
+def test_missing_secret_is_an_error_of_one_line(containers: Containers, image: BuildImage) -> None:
     done = containers.try_podman("run", "--rm", image("mlflow"))
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == (
@@ -207,39 +207,39 @@ def test_a_missing_secret_ends_the_server_with_one_line(containers: Containers, 
 
 @pytest.fixture(scope="module")
 def user(containers: Containers, image: BuildImage, server: Server) -> tuple[str, str]:
-    """Name and password of training's user, created as compose.yaml's service does it: twice leaves the same."""
-    # As after a change of the secret: the user is there, with another password.
+    """Create the training user twice like the service in compose.yaml, and return name and password."""
+    # After a change of the secret, the user exists with another password.
     former = {"username": "hpcdist", "password": secrets.token_urlsafe(12)}
-    assert server.ask("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
+    assert server.request("/api/2.0/mlflow/users/create", *server.admin, former)[0] == 200
     for _ in range(2):
-        said = containers.podman(
-            "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{server.folder}:/run/secrets:ro",
+        output = containers.podman(
+            "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{server.folder}:/run/secrets:ro",
             "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
         )  # fmt: skip
-        assert said == "mlflow-users: user hpcdist has the password in train_password\n"
+        assert output == "mlflow-users: user hpcdist has the password in train_password\n"
     return server.training
 
 
-def test_the_user_of_training_is_created_where_there_is_none_and_a_failure_is_one_line(
+def test_training_user_is_created_and_failures_are_one_line(
     containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], tmp_path: Path
 ) -> None:
-    asking = (
-        "run", "--rm", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{tmp_path}:/run/secrets:ro",
+    command = (
+        "run", "--rm", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{tmp_path}:/run/secrets:ro",
         "--env", f"MLFLOW_TRACKING_URI={server.uri}", "--entrypoint", "mlflow-users", image("mlflow"),
     )  # fmt: skip
     tmp_path.chmod(0o755)
-    done = containers.try_podman(*asking)
+    done = containers.try_podman(*command)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {STRANGER}"
+        f"mlflow-users: the secret /run/secrets/train_password cannot be read by uid {UNKNOWN_UID}"
         " (No such file or directory)"
     )
     (tmp_path / "train_password").write_text("another-" + server.secrets["train_password"])
     (tmp_path / "admin_password").write_text("wrong")
-    done = containers.try_podman(*asking)
+    done = containers.try_podman(*command)
     assert done.returncode == 1
-    said = done.stderr.strip().splitlines()[-1]
-    assert said == "mlflow-users: user hpcdist cannot be created as admin: 401 Unauthorized"
+    error = done.stderr.strip().splitlines()[-1]
+    assert error == "mlflow-users: user hpcdist cannot be created as admin: 401 Unauthorized"
     deleted = urllib.request.Request(
         f"{server.uri}/api/2.0/mlflow/users/delete", b'{"username": "hpcdist"}', method="DELETE"
     )
@@ -248,58 +248,60 @@ def test_the_user_of_training_is_created_where_there_is_none_and_a_failure_is_on
     deleted.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(deleted, timeout=30) as answer:
         assert answer.status == 200
-    again = [word.replace(f"{tmp_path}:", f"{server.folder}:") for word in asking]
-    assert containers.podman(*again) == "mlflow-users: user hpcdist has the password in train_password\n"
-    assert server.ask("/api/2.0/mlflow/experiments/search?max_results=5", *user)[0] == 200
+    with_secrets = [word.replace(f"{tmp_path}:", f"{server.folder}:") for word in command]
+    assert containers.podman(*with_secrets) == "mlflow-users: user hpcdist has the password in train_password\n"
+    assert server.request("/api/2.0/mlflow/experiments/search?max_results=5", *user)[0] == 200
 
 
-def test_training_creates_its_own_experiments_and_can_neither_delete_others_nor_create_users(
+def test_training_user_can_create_experiments_but_not_change_those_of_others(
     server: Server, user: tuple[str, str]
 ) -> None:
     api = "/api/2.0/mlflow"
-    status, made = server.ask(f"{api}/experiments/create", *server.admin, {"name": "of the administrator"})
+    status, created = server.request(f"{api}/experiments/create", *server.admin, {"name": "of the administrator"})
     assert status == 200
-    number = made["experiment_id"]
-    assert server.ask(f"{api}/experiments/get?experiment_id={number}", *user)[0] == 200
-    assert server.ask(f"{api}/experiments/delete", *user, {"experiment_id": number})[0] == 403
-    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": number})[0] == 403
+    number = created["experiment_id"]
+    assert server.request(f"{api}/experiments/get?experiment_id={number}", *user)[0] == 200
+    assert server.request(f"{api}/experiments/delete", *user, {"experiment_id": number})[0] == 403
+    assert server.request(f"{api}/runs/create", *user, {"experiment_id": number})[0] == 403
     mallory = {"username": "mallory", "password": "long-enough-for-mlflow"}
-    assert server.ask(f"{api}/users/create", *user, mallory)[0] == 403
-    status, made = server.ask(f"{api}/experiments/create", *user, {"name": "of training"})
+    assert server.request(f"{api}/users/create", *user, mallory)[0] == 403
+    status, created = server.request(f"{api}/experiments/create", *user, {"name": "of training"})
     assert status == 200
-    assert server.ask(f"{api}/runs/create", *user, {"experiment_id": made["experiment_id"]})[0] == 200
+    assert server.request(f"{api}/runs/create", *user, {"experiment_id": created["experiment_id"]})[0] == 200
 
 
-def test_a_run_in_a_container_reports_to_it(
+def test_run_in_a_container_logs_to_the_server(
     containers: Containers, image: BuildImage, server: Server, user: tuple[str, str], runs: Path, tmp_path: Path
 ) -> None:
-    """User and password come from a file, as compose.yaml mounts it; of the administrator there is nothing inside."""
+    """The container reads user and password from a file, and does not contain the administrator's password."""
     credentials = tmp_path / "credentials"
     name, password = user
     credentials.write_text(f"[mlflow]\nmlflow_tracking_username = {name}\nmlflow_tracking_password = {password}\n")
     credentials.chmod(0o600)
-    os.chown(credentials, STRANGER, STRANGER)
-    box = (
-        "run", "--rm", "--ipc=host", "--user", f"{STRANGER}:{STRANGER}", "--volume", f"{runs}:/runs",
+    os.chown(credentials, UNKNOWN_UID, UNKNOWN_UID)
+    command = (
+        "run", "--rm", "--ipc=host", "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}", "--volume", f"{runs}:/runs",
         "--volume", f"{credentials}:/home/hpcdist/.mlflow/credentials:ro", "--env", f"MLFLOW_TRACKING_URI={server.uri}",
     )  # fmt: skip
-    output = containers.podman(*box, image("default"), "run", "ddp_digits", "stop.max_epochs=1", "launch.num_ranks=2")
+    output = containers.podman(
+        *command, image("default"), "run", "ddp_digits", "stop.max_epochs=1", "launch.num_ranks=2"
+    )
     assert "finished: trained 23 steps" in output
     assert password not in output
-    (run,) = runs_of_strangers(runs)
+    (run,) = runs_of_other_users(runs)
     ids = read_json(run.mlflow) or {}
     admin = server.admin
-    status, answer = server.ask(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
+    status, answer = server.request(f"/api/2.0/mlflow/runs/get?run_id={ids['run_id']}", *admin)
     assert status == 200
     assert answer["run"]["info"]["status"] == "FINISHED"
     metrics = {item["key"]: item for item in answer["run"]["data"]["metrics"]}
     assert metrics["train/loss"]["step"] == 20  # the last of every five
-    status, answer = server.ask(f"/api/2.0/mlflow/artifacts/list?run_id={ids['run_id']}", *admin)
+    status, answer = server.request(f"/api/2.0/mlflow/artifacts/list?run_id={ids['run_id']}", *admin)
     assert {item["path"] for item in answer["files"]} >= {"config.yaml"}
     stored = containers.podman("exec", server.name, "find", "/artifacts", "-name", "config.yaml")
     assert ids["run_id"] in stored
     secret = admin[1]
     places = "/home /runs /run /etc /tmp /work /proc/self/environ"
     search = f'grep -rlsF "$0" {places}; grep -cF mlflow_tracking_ /home/hpcdist/.mlflow/credentials'
-    found = containers.podman(*box, "--entrypoint", "sh", image("default"), "-c", search, secret)
+    found = containers.podman(*command, "--entrypoint", "sh", image("default"), "-c", search, secret)
     assert found == "2\n"

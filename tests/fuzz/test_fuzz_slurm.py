@@ -8,7 +8,8 @@ from fuzzing import check_message, fuzz
 from hypothesis import strategies as st
 
 from hpcdist.errors import TopologyError
-from hpcdist.rank.topology import Topology, port_for, ranks_on_node
+from hpcdist.rank.device import ranks_on_node
+from hpcdist.rank.topology import Topology, port_for
 from hpcdist.slurm.cluster_nodes import parse_boot_times, parse_node_features, parse_node_states, parse_partitions
 from hpcdist.slurm.command_output import parse_memory_mb, parse_minutes, parse_record, parse_seconds, parse_settings
 from hpcdist.slurm.job_info import JobInfo, parse_sacct, parse_scontrol, parse_squeue

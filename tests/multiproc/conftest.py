@@ -1,4 +1,4 @@
-"""Tests here start processes: seconds each, so every start serves many assertions."""
+"""Fixtures of tests with real processes. A start takes seconds, so each one serves many assertions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from hpcdist_runs import AUGMENTED, LAST_STEP, TRAINING, Runs
 
 
 @pytest.fixture(scope="session")
-def ready_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database with its tables and nothing in them."""
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with empty tables."""
     path = tmp_path_factory.mktemp("ready") / "mlflow.db"
-    # In a process of its own, since importing MLflow here would take seconds and its libraries' warnings.
+    # In a separate process, because the import of MLflow takes seconds and causes warnings.
     code = "import sys; from hpcdist.tracking.mlflow_client import open_client; open_client(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, f"sqlite:///{path}"], check=True)
     return path
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
-    """One folder for the runs of all tests; each test gives its runs names of their own."""
-    return Runs(tmp_path_factory.mktemp("runs"), ready_database)
+def runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
+    """The runs folder of all tests; each test uses unique run names."""
+    return Runs(tmp_path_factory.mktemp("runs"), empty_database)
 
 
-def control(runs: Runs, name: str, *overrides: str, export: bool = False) -> str:
+def run_uninterrupted(runs: Runs, name: str, *overrides: str, export: bool = False) -> str:
     code, output = runs.command("run", *runs.config(name, *TRAINING, *overrides, export=export))
     assert code == 0, output
     assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
@@ -34,12 +34,12 @@ def control(runs: Runs, name: str, *overrides: str, export: bool = False) -> str
 
 
 @pytest.fixture(scope="session")
-def plain_control(runs: Runs) -> str:
-    """Name of a run that nothing happened to."""
-    return control(runs, "control", export=True)
+def control_run(runs: Runs) -> str:
+    """Name of an uninterrupted run."""
+    return run_uninterrupted(runs, "control", export=True)
 
 
 @pytest.fixture(scope="session")
-def augmented_control(runs: Runs) -> str:
-    """The same with augmented images."""
-    return control(runs, "control-augmented", *AUGMENTED)
+def augmented_control_run(runs: Runs) -> str:
+    """Name of an uninterrupted run with augmented images."""
+    return run_uninterrupted(runs, "control-augmented", *AUGMENTED)

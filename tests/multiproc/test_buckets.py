@@ -1,4 +1,4 @@
-"""A resume rounds as an undisturbed run does, with more than two ranks as well."""
+"""DDP buckets: a resumed run is bit-equal to an uninterrupted one, also with more than two ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hpcdist_runs import assert_same
+from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,7 @@ RESUMED_AT = 3
 
 def model_of(*, static_graph: bool) -> DistributedDataParallel:
     torch.manual_seed(0)
-    # Weights and biases come in another order than they stand in the module; dropout draws random numbers.
+    # Gradients arrive in another order than that of the parameters; dropout draws random numbers.
     body = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 300))
     return DistributedDataParallel(body, gradient_as_bucket_view=True, static_graph=static_graph)
 
@@ -37,7 +37,7 @@ def steps(model: DistributedDataParallel, here: Rank, begin: int, end: int) -> N
         optimizer.zero_grad()
 
 
-def resumed_and_not(here: Rank, settle: Callable[..., None], static_graph: bool) -> list[dict[str, Any]]:
+def uninterrupted_and_resumed(here: Rank, settle: Callable[..., None], static_graph: bool) -> list[dict[str, Any]]:
     found = []
     for boundaries in ((0, STEPS), (0, RESUMED_AT, STEPS)):
         state: dict[str, Tensor] = {}
@@ -52,36 +52,36 @@ def resumed_and_not(here: Rank, settle: Callable[..., None], static_graph: bool)
     return found
 
 
-def look(here: Rank) -> dict[str, Any]:
-    """All that needs ranks, in one start of them."""
+def final_states(here: Rank) -> dict[str, Any]:
+    """Return the states after uninterrupted and resumed trainings, with and without `settle_buckets`."""
 
     def unsettled(model: DistributedDataParallel, loss: object) -> None:
         return None
 
-    untouched(model_of(static_graph=True))
+    assert_settling_changes_no_state(model_of(static_graph=True))
     return {
-        "static": resumed_and_not(here, settle_buckets, static_graph=True),
-        "dynamic": resumed_and_not(here, settle_buckets, static_graph=False),
-        "unsettled": resumed_and_not(here, unsettled, static_graph=True),
+        "static": uninterrupted_and_resumed(here, settle_buckets, static_graph=True),
+        "dynamic": uninterrupted_and_resumed(here, settle_buckets, static_graph=False),
+        "unsettled": uninterrupted_and_resumed(here, unsettled, static_graph=True),
     }
 
 
-def untouched(model: DistributedDataParallel) -> None:
-    """Assert that settling leaves weights, buffers, gradients and random numbers as they were."""
+def assert_settling_changes_no_state(model: DistributedDataParallel) -> None:
+    """Assert that `settle_buckets` does not change weights, buffers, gradients and random numbers."""
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     generator = torch.get_rng_state()
     settle_buckets(model, lambda: model(torch.ones(8, 16)).sum())
-    assert_same(dict(model.module.state_dict()), before)
+    assert_states_equal(dict(model.module.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert [parameter.grad for parameter in model.parameters()] == [None] * 6
 
 
-def test_settled_buckets_make_a_resume_exact() -> None:
-    found = spawn_ranks(look, num_ranks=NUM_RANKS)[0]
+def test_resume_with_settled_buckets_is_bit_equal() -> None:
+    found = spawn_ranks(final_states, num_ranks=NUM_RANKS)[0]
     for kind in ("static", "dynamic"):
         whole, resumed = found[kind]
-        assert_same(resumed, whole)
+        assert_states_equal(resumed, whole)
     whole, resumed = found["unsettled"]
-    # Should this not raise one day, DDP has mended it, and `settle_buckets` may go.
+    # If this no longer raises, DDP has been changed and `settle_buckets` is not needed any more.
     with pytest.raises(AssertionError, match="differs"):
-        assert_same(resumed, whole)
+        assert_states_equal(resumed, whole)

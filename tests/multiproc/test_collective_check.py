@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hpcdist_runs import assert_same
+from hpcdist_runs import assert_states_equal
 from spawn import Rank, spawn_ranks
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def check_error(rank: int, groups: Groups, attempt: Attempt) -> str:
         )
     except PreflightError as error:
         return str(error)
-    assert_same(rng_state(CPU), before)
+    assert_states_equal(rng_state(CPU), before)
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The DDP trainer's pieces on two ranks, against one process that does the same."""
+"""The functions of the DDP trainer on two ranks, compared with one process, and whole trainings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_scene import ALONE, new_run, open_context
+from context_scene import SINGLE_RANK, new_run, open_context
 from spawn import Rank, spawn_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -38,7 +38,7 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal_reader import read_records
 from hpcdist.trainers.ddp import train
 
-#: For a world of two; one rank that takes twice the batch sees the same samples in each step.
+#: For two ranks. One rank with twice the batch size has the same samples in each step.
 DATA = DataConfig(name="synthetic", image_size=8, num_samples=67, num_classes=5, batch_size=8, eval_batch_size=4)
 SGD = OptimConfig(name="sgd", lr=0.1, momentum=0.0)
 SIZES = (1, 2, 3, 7, 8, 9, 23)
@@ -49,7 +49,7 @@ def config(**sections: Any) -> Config:
 
 
 def some_images(num: int) -> ImageData:
-    """A test set of `num` images, the same everywhere."""
+    """Return a test set of `num` images, equal on all ranks."""
     generator = torch.Generator().manual_seed(num)
     images = torch.randint(0, 256, (num, 1, 8, 8), dtype=torch.uint8, generator=generator)
     split = PreloadedSplit(images, torch.randint(0, 5, (num,), generator=generator), mean=(0.5,), std=(0.25,))
@@ -64,8 +64,8 @@ def evaluations(ctx: Context) -> dict[str, dict[str, float]]:
     return found
 
 
-def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
-    """Train some steps; what is left of it."""
+def train_steps(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
+    """Train some steps; return weights, loss, distances between steps, and the number of gradient exchanges."""
     data = load_datasets(cfg.data, cfg.seed)
     model = train.build_ddp_model(ctx, cfg, data)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
@@ -90,7 +90,7 @@ def trained(ctx: Context, cfg: Config, num_steps: int = 3) -> dict[str, Any]:
         before = after
     return {
         "model": {key: value.clone() for key, value in model.module.state_dict().items()},
-        "moved": distances,
+        "distances": distances,
         "num_exchanges": len([index for index in exchanges if index == 0]),
         "loss": loss_sum,
     }
@@ -109,30 +109,30 @@ VARIANTS = {
 
 
 def two_ranks(here: Rank, path: Path) -> dict[str, Any]:
-    """All that takes a group, in one start of it."""
-    seen: dict[str, Any] = {}
+    """Return the results that need a process group, from one start of two ranks."""
+    results: dict[str, Any] = {}
     with open_context(here, RunDir(path), config()) as ctx:
-        seen["evaluations"] = evaluations(ctx)
+        results["evaluations"] = evaluations(ctx)
 
-        # Running statistics of the other ranks are not those of the checkpoint.
+        # Running statistics differ between ranks.
         model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 5))
         model[0].running_mean.fill_(here.rank)
         train.evaluate(ctx, model, some_images(5), config())
-        seen["running mean"] = model[0].running_mean.item()
+        results["running mean"] = model[0].running_mean.item()
 
         for name, cfg in VARIANTS.items():
             seed_everything(cfg.seed)
-            seen[name] = trained(ctx, cfg)
+            results[name] = train_steps(ctx, cfg)
         ctx.close()
-    return seen
+    return results
 
 
 def one_rank(here: Rank, path: Path) -> dict[str, Any]:
     cfg = config(data=dataclasses.replace(DATA, batch_size=16))
     with open_context(here, RunDir(path), cfg) as ctx:
-        seen = trained(ctx, cfg)
+        results = train_steps(ctx, cfg)
         ctx.close()
-    return seen
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -140,70 +140,70 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return spawn_ranks(two_ranks, 2, path=new_run(tmp_path_factory.mktemp("ddp")).path)
 
 
-def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+def is_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
     assert left.keys() == right.keys()
     return all(torch.allclose(left[key], right[key], rtol=tolerance, atol=tolerance) for key in left)
 
 
 def test_evaluation_counts_each_sample_once(pair: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Also where the set divides neither by ranks nor by batches, or a rank has no sample at all."""
-    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+    """The sizes include sets that are no multiple of ranks or batches, and ranks without samples."""
+    with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         expected = evaluations(ctx)
         ctx.close()
-    for seen in pair:
+    for results in pair:
         for num, metrics in expected.items():
-            assert seen["evaluations"][num]["eval/accuracy"] == metrics["eval/accuracy"], num
-            assert seen["evaluations"][num]["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-6), num
+            assert results["evaluations"][num]["eval/accuracy"] == metrics["eval/accuracy"], num
+            assert results["evaluations"][num]["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-6), num
     assert pair[0]["evaluations"] == pair[1]["evaluations"]
 
 
-def test_evaluation_uses_the_statistics_that_are_saved(pair: list[dict[str, Any]]) -> None:
-    assert [seen["running mean"] for seen in pair] == [0.0, 0.0]
+def test_evaluation_uses_the_running_statistics_of_rank_0(pair: list[dict[str, Any]]) -> None:
+    assert [results["running mean"] for results in pair] == [0.0, 0.0]
 
 
-def test_ranks_hold_the_same_weights(pair: list[dict[str, Any]]) -> None:
+def test_ranks_have_equal_weights(pair: list[dict[str, Any]]) -> None:
     for name in VARIANTS:
         for key, value in pair[0][name]["model"].items():
             assert torch.equal(value, pair[1][name]["model"][key]), (name, key)
 
 
-def test_two_ranks_do_what_one_does_with_twice_the_batch(pair: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_two_ranks_equal_one_rank_with_twice_the_batch_size(pair: list[dict[str, Any]], tmp_path: Path) -> None:
     (alone,) = spawn_ranks(one_rank, 1, path=new_run(tmp_path).path)
-    assert close(pair[0]["plain"]["model"], alone["model"])
+    assert is_close(pair[0]["plain"]["model"], alone["model"])
     assert (pair[0]["plain"]["loss"] + pair[1]["plain"]["loss"]) / 2 == pytest.approx(alone["loss"], rel=1e-5)
-    assert len(pair[0]["plain"]["moved"]) == 3
+    assert len(pair[0]["plain"]["distances"]) == 3
 
 
 def test_accumulated_micro_batches_equal_the_whole_batch(pair: list[dict[str, Any]]) -> None:
-    for seen in pair:
-        assert close(seen["accumulated"]["model"], seen["plain"]["model"])
-        assert seen["accumulated"]["loss"] == pytest.approx(seen["plain"]["loss"], rel=1e-5)
-        assert seen["accumulated"]["num_exchanges"] == 3, "one exchange a step, not one a micro-batch"
+    for results in pair:
+        assert is_close(results["accumulated"]["model"], results["plain"]["model"])
+        assert results["accumulated"]["loss"] == pytest.approx(results["plain"]["loss"], rel=1e-5)
+        assert results["accumulated"]["num_exchanges"] == 3, "one exchange per step"
 
 
-def test_clipping_bounds_the_step(pair: list[dict[str, Any]]) -> None:
-    assert min(pair[0]["plain"]["moved"]) > 2 * 0.1 * 0.01
-    assert pair[0]["clipped"]["moved"] == pytest.approx([0.1 * 0.01] * 3, rel=1e-3)
+def test_clipping_limits_the_length_of_a_step(pair: list[dict[str, Any]]) -> None:
+    assert min(pair[0]["plain"]["distances"]) > 2 * 0.1 * 0.01
+    assert pair[0]["clipped"]["distances"] == pytest.approx([0.1 * 0.01] * 3, rel=1e-3)
 
 
 def test_warm_up_scales_the_first_steps(pair: list[dict[str, Any]]) -> None:
-    assert pair[0]["warm-up"]["moved"][0] == pytest.approx(pair[0]["plain"]["moved"][0] / 4, rel=1e-3)
+    assert pair[0]["warm-up"]["distances"][0] == pytest.approx(pair[0]["plain"]["distances"][0] / 4, rel=1e-3)
 
 
 def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(pair: list[dict[str, Any]]) -> None:
     plain, half = pair[0]["plain"]["model"], pair[0]["bf16"]["model"]
     assert {value.dtype for value in half.values()} == {torch.float32}
-    assert not close(half, plain, 1e-6)
-    assert close(half, plain, 0.02)
+    assert not is_close(half, plain, 1e-6)
+    assert is_close(half, plain, 0.02)
 
 
-def test_channels_last_changes_nothing_but_the_layout(pair: list[dict[str, Any]]) -> None:
-    assert close(pair[0]["channels_last"]["model"], pair[0]["plain"]["model"])
+def test_channels_last_changes_the_memory_format_only(pair: list[dict[str, Any]]) -> None:
+    assert is_close(pair[0]["channels_last"]["model"], pair[0]["plain"]["model"])
 
 
 def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
-    """Without a forward pass, which would wait for a C++ compiler."""
-    with open_context(ALONE, new_run(tmp_path), config()) as ctx:
+    """There is no forward pass, which would need a C++ compiler."""
+    with open_context(SINGLE_RANK, new_run(tmp_path), config()) as ctx:
         wrapped: list[nn.Module] = []
         ctx.wrap = lambda module, **_: wrapped.append(module) or SimpleNamespace(parameters=module.parameters)  # type: ignore[method-assign]
         train.build_ddp_model(ctx, config(model=ModelConfig(compile=True)), some_images(8))
@@ -217,13 +217,13 @@ def test_compile_keeps_the_names_of_the_state_dict(tmp_path: Path) -> None:
 
 
 def fit(here: Rank, path: Path, cfg: Config, stop_at: int | None = None) -> str:
-    """Train on a run folder as the worker does; returns why training ended, or that it was stopped."""
+    """Train on a run folder as the worker does; return the reason of the end, or `stopped`."""
     with open_context(here, RunDir(path), cfg) as ctx:
-        ask_all = ctx.should_stop
+        original = ctx.should_stop
 
         def should_stop(step: int, total_steps: int | None = None) -> bool:
             ctx._stop.agreed = step == stop_at
-            return ask_all(step, total_steps)
+            return original(step, total_steps)
 
         ctx.should_stop = should_stop  # type: ignore[method-assign]
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
@@ -237,15 +237,15 @@ def metrics_of(run: RunDir) -> dict[tuple[str, int], float]:
     return {(key, record.step): value for record in records for key, value in record.metrics.items()}
 
 
-def test_resuming_on_another_number_of_ranks_trains_the_epochs_that_are_left(tmp_path: Path) -> None:
-    """67 samples: 9 steps an epoch on one rank, 5 on two."""
+def test_resume_on_another_number_of_ranks_trains_the_remaining_epochs(tmp_path: Path) -> None:
+    """67 samples: 9 steps per epoch on one rank, 5 on two."""
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_epochs=3), tracking=TrackingConfig(log_every_steps=1))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg, stop_at=14) == ["stopped"]
     assert max(step for _, step in metrics_of(run)) == 14
     assert metrics_of(run)["train/epoch", 14] == pytest.approx(1 + 5 / 9)
     reasons = spawn_ranks(fit, 2, path=run.path, cfg=cfg)
-    # 5 of 9 steps are 2 of 5: three are left of the second epoch, then five of the third.
+    # 5 of 9 steps correspond to 2 of 5: three steps of the second epoch remain, then five of the third.
     assert reasons == ["trained 22 steps, 3 epochs"] * 2
     metrics = metrics_of(run)
     assert sorted(step for key, step in metrics if key == "eval/accuracy") == [9, 17, 22]
@@ -253,12 +253,12 @@ def test_resuming_on_another_number_of_ranks_trains_the_epochs_that_are_left(tmp
     assert metrics["train/epoch", 22] == pytest.approx(3.0)
 
 
-def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None:
-    """Also where `checkpoint.every_steps` comes to the same step: else the best one could not be told."""
+def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None:
+    """Also if `checkpoint.every_steps` is due at the same step: the best checkpoint is found by its metrics."""
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
-    with open_context(ALONE, run, cfg) as ctx:
+    with open_context(SINGLE_RANK, run, cfg) as ctx:
         best = ctx._checkpoints.store.best()
         ctx.close()
     assert best is not None
@@ -268,20 +268,20 @@ def test_the_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> 
     assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})
 
 
-# --- rules that need no rank
+# --- without ranks
 
 
-def test_grouping_leaves_a_shorter_last_group() -> None:
+def test_last_group_of_micro_batches_may_be_smaller() -> None:
     batches = [(torch.tensor(i), torch.tensor(i)) for i in range(5)]
     assert [[int(image) for image, _ in group] for group in train.grouped(batches, 2)] == [[0, 1], [2, 3], [4]]
     assert list(train.grouped([], 2)) == []
 
 
-@pytest.mark.faults  # not a fault, but half a minute of compiling
+@pytest.mark.faults  # slow: it compiles for half a minute
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs: apt-get install g++"
 )
-def test_compiled_training_leaves_a_checkpoint_of_the_bare_model(tmp_path: Path) -> None:
+def test_checkpoint_of_a_compiled_model_loads_into_the_plain_model(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     cfg = config(stop=StopConfig(max_steps=4), model=ModelConfig(compile=True))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 4 steps, 0.4444 epochs"]

@@ -1,4 +1,4 @@
-"""The examples of users' own code, as they stand in the repository, under the real command."""
+"""The examples of the repository, started with the real command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def examples(tmp_path: Path, ready_database: Path) -> Runs:
-    """A folder outside of any repository with nothing but an example in it."""
-    return Runs(tmp_path, ready_database)
+def examples(tmp_path: Path, empty_database: Path) -> Runs:
+    """A runs folder whose project has only the files of an example."""
+    return Runs(tmp_path, empty_database)
 
 
 def start_in(examples: Runs, name: str) -> Path:
@@ -25,7 +25,7 @@ def start_in(examples: Runs, name: str) -> Path:
     return examples.folder
 
 
-def test_a_trainer_of_ones_own_is_stopped_resumed_tracked_and_exported(examples: Runs) -> None:
+def test_own_trainer_is_resumed_tracked_and_exported(examples: Runs) -> None:
     examples.experiment = "own-trainer"
     start_in(examples, "own_trainer")
     uri = f"tracking.uri=sqlite:///{examples.database}"
@@ -37,10 +37,10 @@ def test_a_trainer_of_ones_own_is_stopped_resumed_tracked_and_exported(examples:
     assert [step for key, step, _ in examples.points("whole") if key == "train/loss"] == list(range(20, 401, 20))
     assert (run.model / "MLmodel").is_file()
 
-    # As far as step 200, then on: the same weights in the end, from the code that was started.
+    # Stopped at step 200 and resumed: the same final weights, from the code of the first start.
     code, output = examples.command("run", "regression.yaml", "name=halves", "params.total_steps=200", uri)
     assert code == 0, output
-    (examples.project / "regression.py").write_text("raise SystemError('the code of a later day')\n")
+    (examples.project / "regression.py").write_text("raise SystemError('changed after the start')\n")
     code, output = examples.command("resume", "halves", "params.total_steps=400")
     assert code == 0, output
     whole, halves = (load_weights(examples.run_dir(name).checkpoints / "step-00000400") for name in ("whole", "halves"))
@@ -48,7 +48,7 @@ def test_a_trainer_of_ones_own_is_stopped_resumed_tracked_and_exported(examples:
     assert all(bool((whole[key] == halves[key]).all()) for key in whole)
 
 
-def test_a_torchrun_script_runs_unchanged(examples: Runs) -> None:
+def test_torchrun_script_runs_unmodified(examples: Runs) -> None:
     examples.experiment = "torchrun-script"
     start_in(examples, "torchrun_script")
     code, output = examples.command(

@@ -1,4 +1,4 @@
-"""Trainers and parameter servers: they compute what one process would, in whatever way values travel."""
+"""Trainers and parameter servers: equal to one process with every lookup plan, and exact after a stop or a kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish, wait_for
+from hpcdist_runs import Runs, assert_states_equal, finish, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -61,22 +61,22 @@ def config(mode: str = "sync", num_servers: int = 2, **options: Any) -> Config:
     )
 
 
-def take_part(here: Rank, path: Path, cfg: Config) -> None:
+def train_on_rank(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
-        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow costs seconds
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
         train.train(ctx, cfg)
         ctx.close()
 
 
 def trained(folder: Path, cfg: Config) -> dict[str, Tensor]:
-    """The weights at the end of a run, put together from its owners."""
+    """Return the weights at the end of a run, joined from all shards."""
     run = new_run(folder)
-    spawn_ranks(take_part, sum(cfg.roles.values()), path=run.path, cfg=cfg)
+    spawn_ranks(train_on_rank, sum(cfg.roles.values()), path=run.path, cfg=cfg)
     return load_weights(run.checkpoints / f"step-{NUM_STEPS:08d}")
 
 
 def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
-    """The same steps on the trainers' joint batches by torch's own modules and optimizers."""
+    """Return the weights after the same steps on the joint batches with torch.nn and torch.optim."""
     options = cfg.section(HybridConfig)
     torch.manual_seed(cfg.seed)
     model = ClickModel(TABLES, dim=options.embedding_dim, num_numeric=2, hidden=options.hidden_sizes, bag_size=1)
@@ -98,7 +98,7 @@ def in_one_process(cfg: Config, num_steps: int = NUM_STEPS) -> dict[str, Tensor]
     ]
     shares = [load_clicks(options, cfg.seed, share=share, num_shares=2)[0] for share in range(2)]
     orders = [list(batches(len(share), 16, seed=cfg.seed, epoch=0)) for share in shares]
-    with torch.sparse.check_sparse_tensor_invariants():  # saying nothing about it warns
+    with torch.sparse.check_sparse_tensor_invariants():  # torch warns unless it is set
         for step in range(num_steps):
             losses = [
                 loss_of(model, tables, part.take(order[step])) for part, order in zip(shares, orders, strict=True)
@@ -127,76 +127,75 @@ def loss_of(model: ClickModel, tables: dict[str, nn.EmbeddingBag], clicks: Click
         ("sparse_adam", 1, "trainer", "indices"),
     ],
 )
-def test_a_step_is_that_of_one_process_on_the_joint_batch(
+def test_training_equals_one_process_on_the_joint_batch(
     tmp_path: Path, optimizer: str, num_servers: int, pool: str, prefetch: str
 ) -> None:
     cfg = config(num_servers=num_servers, table_optimizer=optimizer, pool_on=pool, prefetch=prefetch)
-    found, wanted = trained(tmp_path, cfg), in_one_process(cfg)
-    assert found.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    found, expected = trained(tmp_path, cfg), in_one_process(cfg)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6, msg=name)
-    # With SGD a weight's way is its gradients' sum. That every owner's weights move is the point: an optimizer beside
-    # gradients that lie elsewhere leaves them where they are.
-    began = in_one_process(cfg, num_steps=0)
-    assert [name for name, weight in found.items() if torch.equal(weight, began[name])] == []
+    # The weights of all shards change: an optimizer with gradients of other tensors would not change them.
+    initial = in_one_process(cfg, num_steps=0)
+    assert [name for name, weight in found.items() if torch.equal(weight, initial[name])] == []
 
 
-def test_async_misses_updates_for_a_while_and_loses_none(tmp_path: Path) -> None:
+def test_async_mode_loses_no_updates(tmp_path: Path) -> None:
     cfg = config("async", table_optimizer="sgd")
-    found, wanted, began = trained(tmp_path, cfg), in_one_process(cfg), in_one_process(cfg, num_steps=0)
-    for name, weight in wanted.items():
-        way = (weight - began[name]).abs().max()
-        assert (found[name] - weight).abs().max() < 0.2 * way, f"{name}: a lost step would be a fifth of {way}"
+    found, expected, initial = trained(tmp_path, cfg), in_one_process(cfg), in_one_process(cfg, num_steps=0)
+    for name, weight in expected.items():
+        change = (weight - initial[name]).abs().max()
+        assert (found[name] - weight).abs().max() < 0.2 * change, f"{name}: a lost step is a fifth of {change}"
 
 
-def fail_in_a_thread(here: Rank, path: Path, cfg: Config) -> str:
-    def broken(*_: Any) -> None:
-        raise ValueError("a disk full of rows")
+def fail_in_server_thread(here: Rank, path: Path, cfg: Config) -> str:
+    def failing_update(*_: Any) -> None:
+        raise ValueError("simulated failure")
 
-    TableShard.update = broken  # type: ignore[method-assign]
+    TableShard.update = failing_update  # type: ignore[method-assign]
     try:
-        take_part(here, path, cfg)
+        train_on_rank(here, path, cfg)
     except Exception as error:
-        (path / f"said-{here.rank}").write_text(f"{type(error).__name__}: {error}")
+        (path / f"error-{here.rank}").write_text(f"{type(error).__name__}: {error}")
         if here.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)  # as the worker ends at once
+            os.kill(os.getpid(), signal.SIGKILL)  # the worker ends at once as well
         return "failed"
-    return "ended well"
+    return "finished"
 
 
-def test_what_fails_in_a_servers_thread_fails_its_rank(tmp_path: Path) -> None:
+def test_error_in_a_thread_of_a_server_fails_the_rank(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    results = spawn_ranks(fail_in_a_thread, 3, killed=[2], path=run.path, cfg=config(num_servers=1))
-    assert (run.path / "said-2").read_text() == "ValueError: a disk full of rows"
+    results = spawn_ranks(fail_in_server_thread, 3, killed=[2], path=run.path, cfg=config(num_servers=1))
+    assert (run.path / "error-2").read_text() == "ValueError: simulated failure"
     assert results[:2] == ["failed", "failed"]
 
 
-# --- tables that no rank could hold
+# --- memory
 
 LARGE = {"large": 2_400_000}
 LARGE_BYTES = 2_400_000 * 32 * 4
 
 
-def take_part_in_little_memory(here: Rank, small: Path, large: Path, cfg: Config) -> int:
-    """Bytes that the peak of resident memory grows by from small tables to large ones."""
-    take_part(here, small, cfg)  # after which everything is imported
+def memory_growth(here: Rank, small: Path, large: Path, cfg: Config) -> int:
+    """Return the growth of the peak of resident memory, in bytes, from small tables to large ones."""
+    train_on_rank(here, small, cfg)  # imports all modules
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    take_part(here, large, replace(cfg, sections={"hybrid": replace(cfg.section(HybridConfig), tables=LARGE)}))
+    train_on_rank(here, large, replace(cfg, sections={"hybrid": replace(cfg.section(HybridConfig), tables=LARGE)}))
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
-    """Checkpoint included, for which a server copies its rows once: twice a third stays below the whole."""
+def test_no_rank_holds_a_whole_table(tmp_path: Path) -> None:
+    """A server copies its rows once for a checkpoint: two thirds of a table are less than the whole."""
     cfg = config(num_servers=3)
     options = replace(
         cfg.section(HybridConfig), embedding_dim=32, table_optimizer="sgd", export_max_mb=0, num_samples=200
     )
     cfg = replace(cfg, sections={"hybrid": options}, stop=StopConfig(max_steps=2))
     small, large = new_run(tmp_path, "small"), new_run(tmp_path, "large")
-    grown = spawn_ranks(take_part_in_little_memory, 5, small=small.path, large=large.path, cfg=cfg)
-    slack = 64e6  # a second RPC agent and its buffers, and one effect a row that the synthetic log is made of
-    assert [much for much in grown[:NUM_TRAINERS] if much > slack] == [], grown
-    assert [much for much in grown[NUM_TRAINERS:] if much > 2 * LARGE_BYTES / 3 + slack] == [], grown
+    growth = spawn_ranks(memory_growth, 5, small=small.path, large=large.path, cfg=cfg)
+    slack = 64e6  # a second RPC agent, its buffers, and the effect of each row in the synthetic log
+    assert [size for size in growth[:NUM_TRAINERS] if size > slack] == [], growth
+    assert [size for size in growth[NUM_TRAINERS:] if size > 2 * LARGE_BYTES / 3 + slack] == [], growth
     shards = sorted(path.stat().st_size for path in (large.checkpoints / "step-00000002").glob("shard-*.pt"))
     assert len(shards) == 3
     assert shards[-1] < LARGE_BYTES / 3 + 1e6
@@ -205,7 +204,7 @@ def test_no_rank_ever_holds_a_whole_table(tmp_path: Path) -> None:
 # --- whole runs
 
 RUN = [
-    "experiment=digits",  # where `Runs` looks
+    "experiment=digits",  # the folder in which `Runs` expects runs
     "hybrid.tables={user: 60, item: 30, tag: 5}",
     "hybrid.num_samples=12800",
     "hybrid.batch_size=128",
@@ -213,28 +212,29 @@ RUN = [
     "hybrid.table_lr=0.1",
     "optim.lr=0.01",
     "launch.num_threads=1",
+    "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 90
-HELD = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
-EXACT = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=hybrid", "params.hold_at=50"]
+TRAINING_METRICS = ("train/loss", "train/epoch", "eval/auc", "eval/log_loss", "eval/best_auc")
 
 
 def arguments(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
     return ["hybrid_clicks", *runs.config(name, *RUN, *overrides, export=export)[1:]]
 
 
-def left_behind(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int], float]]:
-    """All of the last checkpoint, shards included, and the metrics that training determines."""
+def final_results(runs: Runs, name: str) -> tuple[dict[str, Any], dict[tuple[str, int], float]]:
+    """Return the last checkpoint with all shards, and the metrics that do not depend on the clock."""
     folder = runs.run_dir(name).checkpoints / f"step-{LAST_STEP:08d}"
     state = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
     points = runs.points(name)
-    assert len({(key, step) for key, step, _ in points}) == len(points), "points that are in MLflow more than once"
-    return state, {(key, step): value for key, step, value in points if key in EXACT}
+    assert len({(key, step) for key, step, _ in points}) == len(points), "duplicate points in MLflow"
+    return state, {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
 
 
 @pytest.fixture(scope="module")
 def control(runs: Runs) -> str:
-    """Name of a run that nothing happened to."""
+    """Return the name of an uninterrupted run."""
     code, output = runs.command("run", *arguments(runs, "hybrid-control", export=True))
     assert code == 0, output
     assert f"finished: trained {LAST_STEP} steps, 2 epochs" in output
@@ -242,9 +242,9 @@ def control(runs: Runs) -> str:
     return "hybrid-control"
 
 
-def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None:
-    _, series = left_behind(runs, control)
-    assert {key for key, _ in series} == set(EXACT)
+def test_run_learns_and_exports_a_plain_model(runs: Runs, control: str) -> None:
+    _, series = final_results(runs, control)
+    assert {key for key, _ in series} == set(TRAINING_METRICS)
     assert series["eval/auc", LAST_STEP] > series["eval/best_auc", LAST_STEP] - 0.01
     model = runs.run_dir(control).model
     code = (
@@ -258,15 +258,17 @@ def test_a_run_learns_and_leaves_a_plain_model(runs: Runs, control: str) -> None
         "print(model(samples).shape[0])\n"
     )
     checkpoint = runs.run_dir(control).checkpoints / f"step-{LAST_STEP:08d}"
-    done = subprocess.run([sys.executable, "-c", code, model, checkpoint], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["5"]), done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", code, model, checkpoint], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout.split()[-1:]) == (0, ["5"]), result.stderr
 
 
-def test_stopped_in_the_middle_and_resumed_it_ends_as_if_it_had_not_been(runs: Runs, control: str) -> None:
+def test_stopped_run_resumes_exactly(runs: Runs, control: str) -> None:
     name = "hybrid-stopped"
-    process = runs.start("run", *arguments(runs, name, *HELD, "params.pace_s=0.1"))
-    runs.wait_held(name)
-    os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # a server hands the wish on
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES, "params.pace_s=0.1"))
+    runs.wait_until_held(name)
+    os.kill(rank_pid(process.pid, 3), signal.SIGTERM)  # the server forwards the signal to rank 0
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
@@ -274,7 +276,7 @@ def test_stopped_in_the_middle_and_resumed_it_ends_as_if_it_had_not_been(runs: R
     assert 50 <= runs.checkpoint_steps(name)[-1] < LAST_STEP
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_same(left_behind(runs, name), left_behind(runs, control))
+    assert_states_equal(final_results(runs, name), final_results(runs, control))
 
 
 def rank_pid(supervisor: int, rank: int) -> int:
@@ -287,18 +289,18 @@ def rank_pid(supervisor: int, rank: int) -> int:
 @pytest.mark.parametrize(
     ("rank", "role"), [pytest.param(0, "trainer:0", marks=pytest.mark.faults), (2, "parameter_server:0")]
 )
-def test_killed_in_any_role_it_restarts_from_its_checkpoint(runs: Runs, control: str, rank: int, role: str) -> None:
+def test_run_restarts_exactly_after_a_rank_is_killed(runs: Runs, control: str, rank: int, role: str) -> None:
     name = f"hybrid-killed-{rank}"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
     os.kill(rank_pid(process.pid, rank), signal.SIGKILL)
     began = time.monotonic()
     runs.release(name)
     wait_for(lambda: len(runs.run_dir(name).attempts()) == 2, "the second attempt")
-    assert time.monotonic() - began < 10 + 2, "the pause before a restart included"
+    assert time.monotonic() - began < 10 + 2, "including the pause before a restart"
     code, output = finish(process)
     assert code == 0, output
     assert f"rank {rank} ({role}) on " in output
     assert "was killed by SIGKILL (out of memory?) at step " in output
     assert "restart 1 of 3 from the newest checkpoint" in output
-    assert_same(left_behind(runs, name), left_behind(runs, control))
+    assert_states_equal(final_results(runs, name), final_results(runs, control))

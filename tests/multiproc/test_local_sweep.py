@@ -1,4 +1,4 @@
-"""A sweep on this machine: its cells are real runs, children of one MLflow run, and only what is left runs again."""
+"""Local sweeps: cells are runs and children of one MLflow run, and a repeated command runs only unfinished cells."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 from hpcdist_runs import Runs, finish, wait_for
-from swept import mend, mlflow_runs
+from sweep_results import mlflow_runs, repair_trainer
 
-#: One rank a cell, and no training: it is all about what becomes of the cells.
+#: One rank per cell and no training.
 SMALL = ["trainer=picky:train", "launch.num_ranks=1", "launch.max_restarts=0"]
 
 
 @pytest.fixture
-def own_runs(tmp_path: Path, ready_database: Path) -> Runs:
-    """A folder of its own, since the user's code is changed."""
-    return Runs(tmp_path, ready_database)
+def own_runs(tmp_path: Path, empty_database: Path) -> Runs:
+    """A separate runs folder, because the test changes the user code."""
+    return Runs(tmp_path, empty_database)
 
 
-def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
-    swept = ["run", *own_runs.config("tune", *SMALL, "params.until=3"), "--sweep", "seed=1,2"]
-    code, output = own_runs.command(*swept)
+def test_repeated_sweep_runs_only_the_failed_cell(own_runs: Runs) -> None:
+    command = ["run", *own_runs.config("tune", *SMALL, "params.until=3"), "--sweep", "seed=1,2"]
+    code, output = own_runs.command(*command)
     assert code == 1, output
     assert "ValueError: cannot bear seed 2" in output
     assert "sweep tune: 1 failed, 1 finished\n" in output
@@ -32,8 +32,8 @@ def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
         "seed=2": ("FAILED", "tune"),
     }
 
-    mend(own_runs.project)
-    code, output = own_runs.command(*swept)
+    repair_trainer(own_runs.project)
+    code, output = own_runs.command(*command)
     assert code == 0, output
     assert "  0: seed=2 (failed)  tune-seed_2\n  -: seed=1 (finished)\n" in output
     after = mlflow_runs(own_runs.database, "tune")
@@ -42,9 +42,9 @@ def test_a_failed_cell_runs_again_and_no_other(own_runs: Runs) -> None:
     assert [own_runs.run_dir(f"tune-seed_{seed}").read_state().attempt for seed in (1, 2)] == [1, 2]
 
 
-def test_ctrl_c_saves_the_running_cell_and_ends_the_sweep(own_runs: Runs) -> None:
-    swept = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
-    process = own_runs.start(*swept)
+def test_ctrl_c_stops_the_running_cell_and_the_sweep(own_runs: Runs) -> None:
+    command = ["run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=3,4"]
+    process = own_runs.start(*command)
     beat = own_runs.attempt("tune-seed_3").beat(0)
     wait_for(beat.exists, "a step of the first cell")
     process.send_signal(signal.SIGINT)
@@ -57,12 +57,12 @@ def test_ctrl_c_saves_the_running_cell_and_ends_the_sweep(own_runs: Runs) -> Non
         "tune": "KILLED",
         "seed=3": "KILLED",
     }
-    code, output = own_runs.command(*swept, "--dry-run")
+    code, output = own_runs.command(*command, "--dry-run")
     assert code == 0, output
     assert "  0: seed=3 (stopped)  tune-seed_3\n  1: seed=4 (not started)  tune-seed_4\n" in output
 
 
-def test_a_sweep_is_stopped_and_shown_by_its_name(own_runs: Runs) -> None:
+def test_stop_and_status_accept_the_name_of_a_sweep(own_runs: Runs) -> None:
     process = own_runs.start("run", *own_runs.config("tune", *SMALL, "params.until=100000"), "--sweep", "seed=5,6")
     wait_for(own_runs.attempt("tune-seed_5").beat(0).exists, "a step of the first cell")
     code, output = own_runs.command("stop", "tune")

@@ -1,4 +1,4 @@
-"""A ResNet in stages against the same ResNet in one piece: loss, gradients and statistics, bit by bit."""
+"""A ResNet in stages, compared with the whole ResNet: loss, gradients and statistics are equal bit by bit."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return images.contiguous(memory_format=torch.channels_last), torch.arange(SIZE)
 
 
-def in_one_piece(model: nn.Module) -> Tensor:
-    """Two steps' gradients added up; returns their losses."""
+def run_whole(model: nn.Module) -> Tensor:
+    """Add up the gradients of two steps; return their losses."""
     images, labels = batch()
     losses = []
     for _ in range(2):
@@ -60,34 +60,34 @@ def in_one_piece(model: nn.Module) -> Tensor:
     return torch.stack(losses)
 
 
-def in_stages(ctx: Context, engine: Engine) -> tuple[Tensor, list[Tensor]]:
-    """Two steps' losses, and then the logits of three batches."""
+def run_stages(ctx: Context, engine: Engine) -> tuple[Tensor, list[Tensor]]:
+    """Return the losses of two steps, and the logits of five batches."""
     images, labels = batch()
     is_last = ctx.rank == ctx.world_size - 1
-    mine = images if ctx.rank == 0 else None
-    losses = [engine.step(mine, labels if is_last else None, NUM_MICRO_BATCHES) for _ in range(2)]
+    inputs = images if ctx.rank == 0 else None
+    losses = [engine.step(inputs, labels if is_last else None, NUM_MICRO_BATCHES) for _ in range(2)]
     engine.stage.eval()
-    logits = [y.clone() for y in engine.infer([mine] * 5) if y is not None]
+    logits = [y.clone() for y in engine.infer([inputs] * 5) if y is not None]
     engine.stage.train()
     return torch.stack(losses), logits
 
 
 def differences(ctx: Context, engine: Engine, losses: Tensor, logits: list[Tensor], *, exact: bool = True) -> list[str]:
-    """What this stage has otherwise than the model in one piece."""
+    """Return the names of the values of this stage that differ from the whole model."""
 
-    def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    def same(ours: Tensor | None, whole: Tensor | None) -> bool:
         assert ours is not None
-        assert theirs is not None
-        return torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert whole is not None
+        return torch.equal(ours, whole) if exact else torch.allclose(ours, whole, rtol=1e-4, atol=1e-5)
 
     model = whole_model()
-    expected = in_one_piece(model)
+    expected = run_whole(model)
     found = []
     if ctx.rank == ctx.world_size - 1:
         found += [] if same(losses, expected) else [f"losses {losses} {expected}"]
         with torch.no_grad():
-            wanted = model.eval()(batch()[0])
-        found += [] if len(logits) == 5 and all(same(one, wanted) for one in logits) else ["logits"]
+            expected_logits = model.eval()(batch()[0])
+        found += [] if len(logits) == 5 and all(same(one, expected_logits) for one in logits) else ["logits"]
     else:
         assert (losses.tolist(), logits) == ([0.0, 0.0], [])
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -96,30 +96,30 @@ def differences(ctx: Context, engine: Engine, losses: Tensor, logits: list[Tenso
 
 
 @contextmanager
-def scene(here: Rank, path: Path) -> Iterator[Context]:
+def stage_context(here: Rank, path: Path) -> Iterator[Context]:
     config = Config(roles={"stage": here.world_size}, data=DataConfig(batch_size=SIZE, eval_batch_size=SIZE))
     with open_context(here, RunDir(path), config) as ctx:
         yield ctx
 
 
-def by_rpc(here: Rank, path: Path) -> list[str]:
+def compare_rpc_engine(here: Rank, path: Path) -> list[str]:
     found = []
     inbox = Inbox()
-    with scene(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
+    with stage_context(here, path) as ctx, rpc_group(ctx, target=inbox) as group:
         wire = Wire(ctx, group, inbox)
         units = cut_after(unit_names(whole_model()), CUTS[here.world_size])
         for schedule, checkpointing in (("1f1b", False), ("gpipe", False), ("1f1b", True), ("gpipe", True)):
             stage = Stage(whole_model(), units[ctx.rank], checkpointing=checkpointing)
             engine = RpcEngine(stage, wire, index=ctx.rank, num_stages=ctx.world_size, schedule=schedule)
-            what = differences(ctx, engine, *in_stages(ctx, engine))
-            found += [f"{schedule} {checkpointing}: {name}" for name in what]
+            names = differences(ctx, engine, *run_stages(ctx, engine))
+            found += [f"{schedule} {checkpointing}: {name}" for name in names]
             assert engine.idle_s > 0
     return found
 
 
-def by_pipelining(here: Rank, path: Path) -> list[str]:
+def compare_pipelining_engine(here: Rank, path: Path) -> list[str]:
     found = []
-    with scene(here, path) as ctx:
+    with stage_context(here, path) as ctx:
         model = whole_model()
         units = cut_after(unit_names(model), CUTS[here.world_size])
         ends = [batch()[0][:1]]
@@ -137,21 +137,21 @@ def by_pipelining(here: Rank, path: Path) -> list[str]:
                 boundaries=(ends[ctx.rank], ends[ctx.rank + 1]),
                 channels_last=True,
             )
-            what = differences(ctx, engine, *in_stages(ctx, engine))
-            found += [f"{schedule}: {name}" for name in what]
+            names = differences(ctx, engine, *run_stages(ctx, engine))
+            found += [f"{schedule}: {name}" for name in names]
     return found
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_stages_compute_what_the_model_in_one_piece_does(tmp_path: Path, num_stages: int) -> None:
-    assert spawn_ranks(by_rpc, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
+def test_rpc_engine_equals_the_whole_model(tmp_path: Path, num_stages: int) -> None:
+    assert spawn_ranks(compare_rpc_engine, num_stages, path=new_run(tmp_path).path) == [[]] * num_stages
 
 
-def test_torch_pipelining_computes_the_same(tmp_path: Path) -> None:
-    assert spawn_ranks(by_pipelining, 3, path=new_run(tmp_path).path) == [[], [], []]
+def test_pipelining_engine_equals_the_whole_model(tmp_path: Path) -> None:
+    assert spawn_ranks(compare_pipelining_engine, 3, path=new_run(tmp_path).path) == [[], [], []]
 
 
-# --- what is measured before the first step, and what a checkpoint makes of it
+# --- measurements before the first step, and their part of a checkpoint
 
 AUTO = Config(
     roles={"stage": 2},
@@ -163,8 +163,8 @@ AUTO = Config(
 )
 
 
-def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
-    """The number chosen, the number in the next attempt, and the tensors that the choice has changed."""
+def choose_twice(here: Rank, path: Path) -> tuple[int, int, list[str]]:
+    """Return the chosen number, the number in the next attempt, and the tensors that the measurement has changed."""
     with open_context(here, RunDir(path), AUTO) as ctx, open_stage(ctx, AUTO) as setup:
         chosen = train.select_micro_batches(ctx, AUTO, setup)
         torch.manual_seed(0)
@@ -185,24 +185,24 @@ def choosing(here: Rank, path: Path) -> tuple[int, int, list[str]]:
         return chosen, train.select_micro_batches(ctx, AUTO, setup), changed
 
 
-def in_three(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
-    """The weights and the number of optimizer states that three stages load from a checkpoint of two."""
+def load_on_three_stages(here: Rank, path: Path) -> tuple[dict[str, Tensor], int]:
+    """Return weights and number of optimizer states that each of three stages loads from a checkpoint of two."""
     config = replace(AUTO, roles={"stage": 3}, sections={"pipeline": PipelineConfig(split_points=CUTS[3])})
     with open_context(here, RunDir(path), config) as ctx, open_stage(ctx, config) as setup:
         return setup.stage.state_dict(), len(setup.optimizer.state_dict()["state"])
 
 
 @pytest.mark.faults
-def test_the_number_of_micro_batches_is_chosen_once_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_number_of_micro_batches_is_measured_once_without_side_effects(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    first, second = spawn_ranks(choosing, 2, path=run.path)
+    first, second = spawn_ranks(choose_twice, 2, path=run.path)
     assert first[:2] == second[:2] == (first[0], first[0])
     assert first[0] in (1, 2, 4, 8)
     assert first[2] == second[2] == []
 
     whole = load_weights(run.checkpoints / "step-00000001")
-    stages = spawn_ranks(in_three, 3, path=run.path)
-    taken = {name: tensor for weights, _ in stages for name, tensor in weights.items()}
-    assert taken.keys() == whole.keys()
-    assert [name for name, value in whole.items() if not torch.equal(taken[name], value)] == []
+    stages = spawn_ranks(load_on_three_stages, 3, path=run.path)
+    loaded = {name: tensor for weights, _ in stages for name, tensor in weights.items()}
+    assert loaded.keys() == whole.keys()
+    assert [name for name, value in whole.items() if not torch.equal(loaded[name], value)] == []
     assert sum(count for _, count in stages) == sum(1 for _ in whole_model().parameters())

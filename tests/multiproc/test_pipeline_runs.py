@@ -1,4 +1,4 @@
-"""Whole runs of the pipeline trainer: whatever happens to them, and wherever the model is cut, they end the same."""
+"""Whole runs of the pipeline trainer: results do not depend on interruptions, split points or schedules."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from hpcdist_runs import EXACT, Runs, assert_same, finish, wait_for
+from hpcdist_runs import TRAINING_METRICS, Runs, assert_states_equal, finish, wait_for
 
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.models.image import build_model
 
-#: 22 steps an epoch; checkpoints at 15, 22, 30 and 44.
+#: 22 steps per epoch; checkpoints at 15, 22, 30 and 44.
 SMALL = [
     *("model.name=resnet18", "data.image_size=16", "data.batch_size=64", "data.eval_batch_size=64"),
     "pipeline.split_points=[layer2]",  # a measured split may differ between two runs on a busy machine
     *("stop.max_epochs=2", "checkpoint.every_steps=15", "optim.max_grad_norm=1.0", "schedule.warmup_steps=5"),
+    "tracking.drain_timeout_s=180",
 ]
 LAST_STEP = 44
-HELD = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
-OTHERWISE = [
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=pipeline", "params.hold_at=25"]
+OTHER_SPLIT = [
     *("roles.stage=3", "pipeline.split_points=[measured]", "pipeline.schedule=gpipe", "launch.num_threads=1"),
     "pipeline.activation_checkpointing=true",
 ]
@@ -42,8 +43,8 @@ class PipelineRuns(Runs):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> PipelineRuns:
-    return PipelineRuns(tmp_path_factory.mktemp("pipeline"), ready_database, experiment="pipeline")
+def runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> PipelineRuns:
+    return PipelineRuns(tmp_path_factory.mktemp("pipeline"), empty_database, experiment="pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +56,16 @@ def control(runs: PipelineRuns) -> str:
 
 
 def assert_as_control(runs: PipelineRuns, name: str, control: str) -> None:
-    """The whole last checkpoint, bit by bit, and each metric point: once, and of the same value."""
+    """Compare the last checkpoint bit by bit, and all metrics, each of which has one point per step."""
     assert runs.checkpoint_steps(name)[-1] == LAST_STEP
-    assert_same(runs.shards(name), runs.shards(control))
+    assert_states_equal(runs.shards(name), runs.shards(control))
     expected = runs.series(control)
-    assert {key for key, _ in expected} == set(EXACT)
+    assert {key for key, _ in expected} == set(TRAINING_METRICS)
     assert runs.series(name) == expected
     assert runs.mlflow_status(name) == "FINISHED"
 
 
-def test_all_stages_train_and_leave_one_model(runs: PipelineRuns, control: str) -> None:
+def test_all_stages_train_and_export_one_model(runs: PipelineRuns, control: str) -> None:
     series = runs.series(control)
     assert series["eval/accuracy", LAST_STEP] > 0.5, "ten classes"
     points = {key for key, _, _ in runs.points(control)}
@@ -76,24 +77,24 @@ def test_all_stages_train_and_leave_one_model(runs: PipelineRuns, control: str) 
     start = model.state_dict()
     assert weights.keys() == start.keys()
     assert [name for name, _ in model.named_parameters() if torch.equal(weights[name], start[name])] == []
-    # Two micro-batches a step, each counted once.
+    # Two micro-batches per step, each counted once.
     assert weights["layer4.1.bn2.num_batches_tracked"] == 2 * LAST_STEP
     model.load_state_dict(weights)
 
 
 @pytest.mark.faults
-def test_where_the_model_is_cut_and_in_which_order_changes_nothing(runs: PipelineRuns, control: str) -> None:
-    code, output = runs.command("run", *runs.config("otherwise", *OTHERWISE))
+def test_split_schedule_and_checkpointing_do_not_change_the_result(runs: PipelineRuns, control: str) -> None:
+    code, output = runs.command("run", *runs.config("other-split", *OTHER_SPLIT))
     assert code == 0, output
-    assert "split by measured cost" in runs.attempt("otherwise").log(0).read_text()
-    ours, theirs = runs.weights("otherwise"), runs.weights(control)
-    assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
-    assert runs.series("otherwise") == runs.series(control)
+    assert "split by measured cost" in runs.attempt("other-split").log(0).read_text()
+    found, expected = runs.weights("other-split"), runs.weights(control)
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    assert runs.series("other-split") == runs.series(control)
 
 
-def test_stopped_and_resumed(runs: PipelineRuns, control: str) -> None:
-    process = runs.start("run", *runs.config("stopped", *HELD))
-    runs.wait_held("stopped")
+def test_stopped_run_resumes_exactly(runs: PipelineRuns, control: str) -> None:
+    process = runs.start("run", *runs.config("stopped", *HOLD_OVERRIDES))
+    runs.wait_until_held("stopped")
     code, output = runs.command("stop", "stopped")
     assert code == 0, output
     code, output = finish(process)
@@ -106,10 +107,10 @@ def test_stopped_and_resumed(runs: PipelineRuns, control: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> None:
+def test_run_restarts_exactly_after_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> None:
     name = f"killed-{victim}"
-    process = runs.start("run", *runs.config(name, *HELD))
-    ranks = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *HOLD_OVERRIDES))
+    ranks = runs.wait_until_held(name)
     os.kill(ranks[victim], signal.SIGKILL)
     began = time.monotonic()
     runs.release(name)
@@ -123,7 +124,7 @@ def test_a_stage_is_killed(runs: PipelineRuns, control: str, victim: int) -> Non
     assert_as_control(runs, name, control)
 
 
-def test_what_the_config_cannot_mean_is_told_before_the_start(runs: PipelineRuns) -> None:
+def test_invalid_config_is_reported_before_the_start(runs: PipelineRuns) -> None:
     code, output = runs.command("run", *runs.config("wrong", "data.batch_size=65", "model.name=simple_cnn"))
     assert code == 2, output
     assert "data.batch_size=65 cannot be cut into 2 equal parts (pipeline.num_micro_batches): use 64" in output

@@ -1,4 +1,4 @@
-"""The rendezvous: only with this job's ranks, with a clear end where they are not to be had."""
+"""The rendezvous of ranks: other programs on the port, missing ranks, and time limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from spawn import Rank, quiet_env, spawn_ranks
+from hpcdist_runs import unused_port
+from spawn import Rank, rank_env, spawn_ranks
 from torch.distributed import TCPStore
 
 from hpcdist.config.schema import Config, LaunchConfig
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 KEY = bytes(range(32))
 
 
-def place(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours") -> Topology:
+def topology_of(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours") -> Topology:
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -49,8 +50,8 @@ def place(port: int, *, rank: int = 0, world_size: int = 2, job_id: str = "ours"
 
 
 @pytest.fixture
-def stranger() -> Iterator[socket.socket]:
-    """Accepts connections and never says a word."""
+def silent_listener() -> Iterator[socket.socket]:
+    """A listening socket that accepts connections but sends no data."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
 
@@ -59,40 +60,36 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return port_of(listener)
-
-
-def test_a_port_that_is_taken_stops_rank_0_at_once(stranger: socket.socket, tmp_path: Path) -> None:
+def test_port_in_use_stops_rank_0_at_once(silent_listener: socket.socket, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(
-        RendezvousError, match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(stranger)}: .*Address already in use"
+        RendezvousError,
+        match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port_of(silent_listener)}: .*Address already in use",
     ):
-        open_store(place(port_of(stranger)), KEY, 60, tmp_path)
+        open_store(topology_of(port_of(silent_listener)), KEY, 60, tmp_path)
     assert time.monotonic() - began < 10
 
 
-def test_nobody_listening_is_told_with_the_address(tmp_path: Path) -> None:
+def test_unreachable_master_is_an_error_with_its_address(tmp_path: Path) -> None:
     port = unused_port()
     with pytest.raises(RendezvousError, match=rf"rank 1 cannot reach the master at 127\.0\.0\.1:{port}: "):
-        open_store(place(port, rank=1), KEY, 1, tmp_path)
+        open_store(topology_of(port, rank=1), KEY, 1, tmp_path)
 
 
-def test_ranks_of_another_attempt_and_other_programs_are_told_apart_from_rank_0(tmp_path: Path) -> None:
+def test_ranks_of_other_attempts_and_other_programs_are_refused_as_rank_0(tmp_path: Path) -> None:
     server = StoreServer(
         ("127.0.0.1", port := unused_port()), KEY, "theirs", world_size=2, timeout=timedelta(seconds=5)
     )
-    where = rf"the program at 127\.0\.0\.1:{port} is not rank 0 of this attempt \(hpcdist/ours/1\): "
-    with pytest.raises(RendezvousError, match=where + "the connection was closed before the proof"):
-        open_store(place(port, rank=1), KEY, 5, tmp_path)
+    problem = rf"the program at 127\.0\.0\.1:{port} is not rank 0 of this attempt \(hpcdist/ours/1\): "
+    with pytest.raises(RendezvousError, match=problem + "the connection was closed before the proof"):
+        open_store(topology_of(port, rank=1), KEY, 5, tmp_path)
     server.connect().close()
     theirs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     with pytest.raises(RendezvousError, match=rf"the program at 127\.0\.0\.1:{theirs.port} is not rank 0"):
-        open_store(place(theirs.port, rank=1), KEY, 1, tmp_path)
+        open_store(topology_of(theirs.port, rank=1), KEY, 1, tmp_path)
 
 
-def test_the_deadline_fires_only_when_it_passes() -> None:
+def test_deadline_fires_only_after_it_has_passed() -> None:
     fired = threading.Event()
     with deadline(30, fired.set):
         pass
@@ -103,12 +100,14 @@ def test_the_deadline_fires_only_when_it_passes() -> None:
         assert fired.wait(30)
 
 
-def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, stranger: socket.socket) -> None:
-    """Connected to a stranger, torch hangs in C++ for longer than its own timeout; the rank must not."""
+def test_silent_listener_on_the_port_ends_the_rank_at_its_deadline(
+    tmp_path: Path, silent_listener: socket.socket
+) -> None:
+    """After connecting to a silent listener, torch hangs in C++ for longer than its own timeout; the rank must end."""
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text(to_yaml(Config(runs_dir=str(tmp_path / "runs"), launch=LaunchConfig(init_timeout_s=2.0))))
     attempt = run.new_attempt()
-    ours = place(port_of(stranger), rank=1)
+    ours = topology_of(port_of(silent_listener), rank=1)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NUM_NODES")
     variables = {f"HPCDIST_{name}": str(getattr(ours, name.lower())) for name in names}
     variables |= {
@@ -119,28 +118,29 @@ def test_a_silent_stranger_ends_the_rank_within_its_deadline(tmp_path: Path, str
     }
     done = subprocess.run(
         [sys.executable, "-P", "-m", "hpcdist.rank.worker", str(run.path)],
-        env={**quiet_env(), **variables},
+        env={**rank_env(), **variables},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    where = f"127.0.0.1:{ours.master_port}"
-    # The deadline in another thread, or the rank's own.
-    told = (
-        rf"the program at {where} is not rank 0 of this attempt|rank 1 could not connect to the other ranks at {where}"
+    address = f"127.0.0.1:{ours.master_port}"
+    # The error of the deadline, or that of the connection.
+    problem = (
+        rf"the program at {address} is not rank 0 of this attempt"
+        rf"|rank 1 could not connect to the other ranks at {address}"
     )
     assert done.returncode == 1, done.stderr
-    assert re.search(told, done.stderr)
+    assert re.search(problem, done.stderr)
     assert "Traceback" not in done.stderr
     outcome = attempt.outcomes()[1]
     assert outcome["outcome"] == "failed"
-    assert re.match(told, outcome["error"])
+    assert re.match(problem, outcome["error"])
     assert not outcome["peer_lost"]
 
 
-def test_a_world_of_one_needs_no_control_group(tmp_path: Path) -> None:
-    topology = place(unused_port(), world_size=1)
+def test_single_rank_has_no_control_group(tmp_path: Path) -> None:
+    topology = topology_of(unused_port(), world_size=1)
     with process_groups(
         topology,
         CPU,
@@ -159,12 +159,12 @@ def test_a_world_of_one_needs_no_control_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def meet(here: Rank, ports: list[int]) -> list[float]:
-    """Through hpcdist's own rendezvous, twice, as a restart does."""
+def rendezvous_twice(here: Rank, ports: list[int]) -> list[float]:
+    """Create the process groups twice, as after a restart, and return the sums of all-reduces."""
     dist.destroy_process_group()
     sums = []
     for attempt in (0, 1):
-        topology = place(ports[attempt], rank=here.rank, world_size=here.world_size, job_id=f"job-{attempt}")
+        topology = topology_of(ports[attempt], rank=here.rank, world_size=here.world_size, job_id=f"job-{attempt}")
         with process_groups(
             topology, CPU, "gloo", KEY, here.folder, init_timeout_s=30, timeout_s=30, on_expiry=_expired
         ) as groups:
@@ -177,7 +177,7 @@ def meet(here: Rank, ports: list[int]) -> list[float]:
     with (
         pytest.raises(ValueError, match="ours"),
         process_groups(
-            place(ports[2], rank=here.rank, world_size=here.world_size),
+            topology_of(ports[2], rank=here.rank, world_size=here.world_size),
             CPU,
             "gloo",
             KEY,
@@ -188,13 +188,13 @@ def meet(here: Rank, ports: list[int]) -> list[float]:
         ),
     ):
         raise ValueError("ours")
-    assert dist.is_initialized(), "after an error nothing is torn down: peers may be dead"
+    assert dist.is_initialized(), "groups are not destroyed after an error, because peers may be dead"
     return sums
 
 
 def _expired() -> None:
-    raise AssertionError("met too late")
+    raise AssertionError("the rendezvous took too long")
 
 
-def test_ranks_meet_and_both_groups_carry() -> None:
-    assert spawn_ranks(meet, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2
+def test_both_groups_reduce_over_all_ranks() -> None:
+    assert spawn_ranks(rendezvous_twice, 2, ports=[unused_port() for _ in range(3)]) == [[3.0] * 4] * 2

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import TRAINING, Runs, assert_as_undisturbed
+from hpcdist_runs import TRAINING, Runs, assert_equals_control
 from io_faults import Fault
 
 #: Part of the command line of all hpcdist processes, but not of pytest.
@@ -40,7 +40,7 @@ heavy = pytest.mark.faults
 )  # fmt: skip
 def test_failing_file_system_calls_do_not_change_the_results(
     runs: Runs,
-    plain_control: str,
+    control_run: str,
     io_faults: Path,
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -57,4 +57,4 @@ def test_failing_file_system_calls_do_not_change_the_results(
     assert not [text for text in logs if "Traceback" in text]
     assert len(fired.read_text().splitlines()) >= fault.count
     assert len(run.attempts()) == 1
-    assert_as_undisturbed(runs, name, plain_control)
+    assert_equals_control(runs, name, control_run)

@@ -1,4 +1,4 @@
-"""The RL trainer in real ranks: as in one process, as if never stopped or killed, and CartPole solved."""
+"""The RL trainer on several ranks: equal to one process, exact after a stop or a kill, and able to solve CartPole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, finish
+from hpcdist_runs import Runs, assert_states_equal, finish
 from spawn import Rank, spawn_ranks
 
 from hpcdist.checkpoint.store import CheckpointStore
@@ -45,15 +45,15 @@ def config(**values: Any) -> Config:
     )
 
 
-def trained(here: Rank, path: Path, cfg: Config) -> None:
+def train_on_ranks(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # seconds for MLflow's import
         train.train(ctx, cfg)
         ctx.close()
 
 
-def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
-    """The same in one process, without any rank."""
+def train_in_one_process(cfg: Config) -> dict[str, torch.Tensor]:
+    """Return the weights after the same training in one process."""
     seed_everything(cfg.seed)
     problem = Problem.of(cfg.section(RlConfig).env_id, cfg.section(RlConfig).env_kwargs)
     policy = train.build_policy(problem, cfg.section(RlConfig))
@@ -83,24 +83,24 @@ def trained_alone(cfg: Config) -> dict[str, torch.Tensor]:
     [{}, {"mode": "async", "env_id": "Pendulum-v1", "normalize_observations": True}, {"inference": "remote"}],
     ids=["sync", "async", "remote"],
 )
-def test_ranks_learn_what_one_process_does(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_ranks_learn_the_weights_of_one_process(tmp_path: Path, values: dict[str, Any]) -> None:
     cfg = config(**values)
     run = new_run(tmp_path)
-    spawn_ranks(trained, 3, path=run.path, cfg=cfg)
+    spawn_ranks(train_on_ranks, 3, path=run.path, cfg=cfg)
     newest = CheckpointStore(run.checkpoints).latest()
     assert newest is not None
-    weights, expected = load_weights(newest.path), trained_alone(cfg)
+    weights, expected = load_weights(newest.path), train_in_one_process(cfg)
     assert weights.keys() == expected.keys()
     for key, value in weights.items():
         if cfg.section(RlConfig).inference == "local":
             assert torch.equal(value, expected[key]), key
-        else:  # torch's forward pass of one batch instead of NumPy's of two: some sample may fall differently
+        else:  # torch computes one batch instead of NumPy two: a sampled action may differ by rounding
             torch.testing.assert_close(value, expected[key], rtol=0.05, atol=0.01, msg=key)
 
 
 # --- whole runs
 
-#: Two evaluations a run, checkpoints in between, and not solved before its end.
+#: Two evaluations per run, checkpoints between them, and no early end.
 SHORT = [
     "rl.num_envs=8",
     "rl.updates_per_epoch=10",
@@ -110,32 +110,32 @@ SHORT = [
     "rl.num_eval_episodes=10",
     "rl.record_episode=false",
 ]
-HELD = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
-#: The other kind of everything: box actions, environments one by one, a rollout on its way at each checkpoint.
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rl", "params.hold_at=14"]
+#: Box actions, environments in a loop, and a pending rollout at each checkpoint.
 ASYNC = ["rl.env_id=Pendulum-v1", "rl.mode=async", "rl.normalize_observations=true", "rl.num_rollout_steps=16"]
 
 
 @pytest.fixture(scope="module")
-def rl_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rl"), ready_database, experiment="cartpole")
+def rl_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rl"), empty_database, experiment="cartpole")
 
 
 def command(runs: Runs, name: str, *overrides: str, export: bool = False) -> list[str]:
-    patient = "tracking.drain_timeout_s=180"
-    return ["run", "rl_cartpole", *runs.config(name, patient, *overrides, export=export)[1:]]
+    overrides = ("tracking.drain_timeout_s=180", *overrides)
+    return ["run", "rl_cartpole", *runs.config(name, *overrides, export=export)[1:]]
 
 
 def series(runs: Runs, name: str) -> dict[tuple[str, int], float]:
-    """Every point but those that depend on the clock."""
+    """Return the metrics that do not depend on the clock."""
     points = [point for point in runs.points(name) if point[0].startswith(("train/", "eval/"))]
-    timeless = [point for point in points if point[0] not in ("train/env_steps_per_s", "eval/after_s")]
-    found = {(key, step): value for key, step, value in timeless}
-    assert len(found) == len(timeless), "points that are in MLflow more than once"
+    deterministic = [point for point in points if point[0] not in ("train/env_steps_per_s", "eval/after_s")]
+    found = {(key, step): value for key, step, value in deterministic}
+    assert len(found) == len(deterministic), "duplicate points in MLflow"
     return found
 
 
 def assert_as_control(runs: Runs, name: str, control: str) -> None:
-    assert_same(runs.final_state(name), runs.final_state(control))
+    assert_states_equal(runs.final_state(name), runs.final_state(control))
     assert series(runs, name) == series(runs, control)
     assert runs.mlflow_status(name) == "FINISHED"
 
@@ -150,14 +150,14 @@ def control(rl_runs: Runs) -> str:
 
 
 @pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.faults)])
-def test_stopped_and_resumed(rl_runs: Runs, control: str, kind: str) -> None:
+def test_stopped_run_resumes_exactly(rl_runs: Runs, control: str, kind: str) -> None:
     name, more = f"stopped-{kind}", ASYNC if kind == "async" else []
     if kind == "async":
         control = "control-async"
         code, output = finish(rl_runs.start(*command(rl_runs, control, *SHORT, *more)))
         assert code == 0, output
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HELD))
-    rl_runs.wait_held(name, num_ranks=1)
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *more, *HOLD_OVERRIDES))
+    rl_runs.wait_until_held(name, num_ranks=1)
     code, output = rl_runs.command("stop", name)
     assert code == 0, output
     code, output = finish(process)
@@ -172,10 +172,10 @@ def test_stopped_and_resumed(rl_runs: Runs, control: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("victim", "role"), [pytest.param(0, "agent:0", marks=pytest.mark.faults), (2, "observer:1")])
-def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
+def test_run_restarts_exactly_after_a_rank_is_killed(rl_runs: Runs, control: str, victim: int, role: str) -> None:
     name = f"killed-{victim}"
-    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HELD))
-    (agent,) = rl_runs.wait_held(name, num_ranks=1)
+    process = rl_runs.start(*command(rl_runs, name, *SHORT, *HOLD_OVERRIDES))
+    (agent,) = rl_runs.wait_until_held(name, num_ranks=1)
     ranks = {
         int(rank.environ()["HPCDIST_RANK"]): rank
         for rank in psutil.Process(process.pid).children(recursive=True)
@@ -183,10 +183,10 @@ def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int,
     }
     assert ranks[0].pid == agent
     assert len(ranks) == 3
-    gone = [rank for rank in ranks.values() if rank.pid != ranks[victim].pid]
+    others = [rank for rank in ranks.values() if rank.pid != ranks[victim].pid]
     os.kill(ranks[victim].pid, signal.SIGKILL)
     rl_runs.release(name)
-    _, alive = psutil.wait_procs(gone, timeout=10)
+    _, alive = psutil.wait_procs(others, timeout=10)
     assert alive == [], "the other ranks end within ten seconds"
     code, output = finish(process)
     assert code == 0, output
@@ -196,7 +196,7 @@ def test_a_rank_of_each_role_is_killed(rl_runs: Runs, control: str, victim: int,
     assert_as_control(rl_runs, name, control)
 
 
-def test_cartpole_is_solved_and_shown(rl_runs: Runs) -> None:
+def test_cartpole_is_solved_and_recorded(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "solved", export=True)))
     assert code == 0, output
     assert "finished: eval/return reached " in output
@@ -207,10 +207,10 @@ def test_cartpole_is_solved_and_shown(rl_runs: Runs) -> None:
     assert (run.artifacts / "episode.gif").read_bytes()[:3] == b"GIF"
     assert (run.model / "MLmodel").is_file()
     uploaded = [path for path in rl_runs.folder.parent.rglob("episode.gif") if run.path not in path.parents]
-    assert len(uploaded) == 1, "MLflow has it as an artifact"
+    assert len(uploaded) == 1, "uploaded to MLflow"
 
 
-def test_an_environment_that_does_not_fit_is_the_users_mistake(rl_runs: Runs) -> None:
+def test_unsupported_environment_ends_with_exit_code_2(rl_runs: Runs) -> None:
     code, output = finish(rl_runs.start(*command(rl_runs, "misfit", "rl.env_id=Taxi-v3")))
     assert (code, "Traceback" in output) == (2, False), output
     assert "rl.env_id=Taxi-v3" in output

@@ -1,4 +1,4 @@
-"""The language model on several ranks is the model in one process: weights, gradients, perplexity."""
+"""The language model on several ranks: equal to one process, and exact after a stop, an attack or a kill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from context_scene import new_run, open_context
-from hpcdist_runs import Runs, assert_same, assert_sockets_as_documented, finish, listening, wait_for
+from hpcdist_runs import Runs, assert_sockets_as_documented, assert_states_equal, finish, listening, wait_for
 from spawn import Rank, spawn_ranks
 from torch import Tensor, nn
 
@@ -36,8 +36,8 @@ from hpcdist.trainers.rnn.text import Columns, Corpus, load_corpus
 TESTS = Path(__file__).resolve().parents[1]
 ATTACKER = str(TESTS / "support" / "attacker.py")
 SECURITY = (TESTS.parent / "SECURITY.md").read_text()
-HOLD_AT, LAST_STEP = 12, 36
-HELD = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_AT}"]
+HOLD_STEP, LAST_STEP = 12, 36
+HOLD_OVERRIDES = ["trainer=gated:train", "params.gated=rnn", f"params.hold_at={HOLD_STEP}"]
 SGD = OptimConfig(name="sgd", lr=0.5, momentum=0.0)
 
 
@@ -69,23 +69,23 @@ def config(trainers: int, servers: int, optim: OptimConfig, steps: int, **option
 
 def train(here: Rank, path: Path, cfg: Config) -> None:
     with open_context(here, RunDir(path), cfg) as ctx:
-        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # seconds, and MLflow's
+        ctx.export_model = lambda *_: None  # type: ignore[method-assign]  # MLflow takes seconds
         rnn.train(ctx, cfg)
         ctx.close()
 
 
 def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, list[float]]:
-    """The unsplit model, by autograd and torch's own optimizers: weights, held-out perplexity, losses."""
+    """Return weights, held-out perplexity and losses of the whole model, trained by autograd and torch.optim."""
     corpus = load_corpus(cfg.section(RnnConfig), cfg.seed)
     torch.manual_seed(cfg.seed)
-    model = unsplit(cfg, corpus)
+    model = whole_model(cfg, corpus)
     columns = Columns(
         corpus.train, cfg.section(RnnConfig).batch_size * cfg.roles["trainer"], cfg.section(RnnConfig).bptt
     )
     others = [parameter for name, parameter in model.named_parameters() if name != "encoder.weight"]
-    lazily = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tie_weights
-    optimizers = [build_optimizer(others if lazily else model.parameters(), replace(cfg.optim, max_grad_norm=None))]
-    if lazily:
+    is_lazy = cfg.optim.name == "adam" and not cfg.section(RnnConfig).tie_weights
+    optimizers = [build_optimizer(others if is_lazy else model.parameters(), replace(cfg.optim, max_grad_norm=None))]
+    if is_lazy:
         optimizers.append(torch.optim.SparseAdam([model.encoder.weight], lr=cfg.optim.lr))
     state, losses = None, []
     for step in range(steps):
@@ -97,7 +97,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
         losses.append(loss.item())
         if cfg.optim.max_grad_norm is not None:
             assert nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_grad_norm) > cfg.optim.max_grad_norm
-        if lazily:
+        if is_lazy:
             assert model.encoder.weight.grad is not None
             touched = torch.zeros(corpus.tokenizer.size, 1).index_fill_(0, batch.ids, 1.0)
             model.encoder.weight.grad = (model.encoder.weight.grad + touched * 1e-30).to_sparse(1)
@@ -110,7 +110,7 @@ def in_one_process(cfg: Config, steps: int) -> tuple[dict[str, Tensor], float, l
     return model.state_dict(), perplexity(model, held_out), losses
 
 
-def unsplit(cfg: Config, corpus: Corpus) -> LanguageModel:
+def whole_model(cfg: Config, corpus: Corpus) -> LanguageModel:
     size, rnn = corpus.tokenizer.size, cfg.section(RnnConfig)
     sizes = {"vocab_size": size, "embedding": rnn.embedding_size, "hidden": rnn.hidden_size, "layers": rnn.num_layers}
     return LanguageModel(**sizes, tied=rnn.tie_weights, seed=cfg.seed)
@@ -128,7 +128,7 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
 @pytest.mark.parametrize(
     ("trainers", "servers", "optim", "steps", "options"),
     [
-        # One step of SGD shows the gradients of all owners, many show that what is carried over is right.
+        # One step of SGD shows the gradients; many steps show the state that is carried over.
         (1, 1, SGD, 1, {}),
         (2, 2, OptimConfig(lr=0.01, max_grad_norm=0.05), 12, {}),
         (2, 1, SGD, 12, {}),
@@ -136,7 +136,7 @@ def perplexity(model: LanguageModel, columns: Columns) -> float:
     ],
     ids=["gradients", "adam, clipped", "sgd", "tied"],
 )
-def test_as_in_one_process(
+def test_training_equals_one_process(
     tmp_path: Path, trainers: int, servers: int, optim: OptimConfig, steps: int, options: dict[str, Any]
 ) -> None:
     cfg = config(trainers, servers, optim, steps, **options)
@@ -146,37 +146,37 @@ def test_as_in_one_process(
     found = load_weights(run.checkpoints / f"step-{steps:08d}")
     assert set(found) == set(expected)
     torch.manual_seed(cfg.seed)
-    before = unsplit(cfg, load_corpus(cfg.section(RnnConfig), cfg.seed)).state_dict()
+    before = whole_model(cfg, load_corpus(cfg.section(RnnConfig), cfg.seed)).state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(
             found[name], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
-        assert not torch.equal(found[name], before[name]), f"{name} has not moved"
+        assert not torch.equal(found[name], before[name]), f"{name} has not changed"
     records, _ = read_records(run.journal / "attempt-001.rank-00000.jsonl")
     metrics = {(key, record.step): value for record in records for key, value in record.metrics.items()}
     assert [metrics["train/loss", step + 1] for step in range(steps)] == pytest.approx(losses, rel=1e-4)
-    assert losses[0] == pytest.approx(math.log(256), rel=0.05), "cross-entropy over another axis begins elsewhere"
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05), "initial loss of a uniform prediction"
     assert metrics["eval/perplexity", steps] == pytest.approx(expected_perplexity, rel=1e-4)
 
 
 def train_async(here: Rank, path: Path, cfg: Config) -> float:
-    """What `train` does; returns a sum that tells whether two LSTMs are the same."""
+    """Train; return the sum of the LSTM's parameters at the last checkpoint."""
     found = []
     with open_context(here, RunDir(path), cfg) as ctx:
         ctx.export_model = lambda *_: None  # type: ignore[method-assign]
         save = ctx.save
 
-        def watched_save(step: int, *, model: nn.Module | None, **rest: Any) -> None:
+        def save_and_sum(step: int, *, model: nn.Module | None, **rest: Any) -> None:
             found.append(sum(float(p.double().sum()) for p in model.parameters()) if model is not None else 0.0)
             save(step, model=model, **rest)
 
-        ctx.save = watched_save  # type: ignore[method-assign]
+        ctx.save = save_and_sum  # type: ignore[method-assign]
         rnn.train(ctx, cfg)
         ctx.close()
     return found[-1]
 
 
-def test_async_learns_as_much_and_its_replicas_stay_equal(tmp_path: Path) -> None:
+def test_async_replicas_stay_equal_and_learn_nearly_as_much(tmp_path: Path) -> None:
     steps = 60
     cfg = config(
         2, 2, OptimConfig(lr=0.01, max_grad_norm=1.0), steps, mode="async", max_corpus_mb=0.05, batch_size=8, bptt=16
@@ -189,7 +189,7 @@ def test_async_learns_as_much_and_its_replicas_stay_equal(tmp_path: Path) -> Non
     (reached,) = (record.metrics["eval/perplexity"] for record in records if "eval/perplexity" in record.metrics)
     assert {path.name for path in run.checkpoints.glob("step-*")} == {"step-00000050", "step-00000060"}
     _, expected, losses = in_one_process(replace(cfg, optim=replace(cfg.optim, max_grad_norm=None)), steps)
-    assert expected < 50 < math.exp(losses[0]), "the task is one that can be learned"
+    assert expected < 50 < math.exp(losses[0]), "the task can be learned"
     assert reached < 1.15 * expected
 
 
@@ -221,8 +221,8 @@ def arguments(runs: Runs, name: str, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def language_runs(tmp_path_factory: pytest.TempPathFactory, ready_database: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("rnn"), ready_database, experiment="language")
+def language_runs(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("rnn"), empty_database, experiment="language")
 
 
 @pytest.fixture(scope="module")
@@ -240,46 +240,46 @@ def final_files(runs: Runs, name: str) -> dict[str, Any]:
     return {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))}
 
 
-def assert_undisturbed(runs: Runs, name: str, control: str) -> None:
-    assert_same(final_files(runs, name), final_files(runs, control))
-    assert len(final_files(runs, name)) == 3, "model, trainer, and the server's shard"
+def assert_equals_control(runs: Runs, name: str, control: str) -> None:
+    assert_states_equal(final_files(runs, name), final_files(runs, control))
+    assert len(final_files(runs, name)) == 3, "model, trainer, and shard of the server"
     series = runs.series(control)
     assert {key for key, _ in series} == {"train/loss", "train/lr", "train/epoch", "eval/loss"}
     assert runs.series(name) == series
 
 
-def test_stopped_and_resumed(language_runs: Runs, control: str) -> None:
+def test_stopped_run_resumes_exactly(language_runs: Runs, control: str) -> None:
     runs, name = language_runs, "stopped"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    runs.wait_until_held(name)
     code, output = runs.command("stop", name)
     assert code == 0, output
     code, output = finish(process)
     assert code == 0, output
     at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= at < LAST_STEP
+    assert HOLD_STEP <= at < LAST_STEP
 
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_undisturbed(runs, name, control)
+    assert_equals_control(runs, name, control)
     text = (runs.run_dir(name).artifacts / "sample.txt").read_text()
     assert text.startswith("def")
     assert len(text) > 300
 
 
-def test_strangers_read_change_and_execute_nothing(language_runs: Runs, control: str, tmp_path: Path) -> None:
-    """Another user connects to everything that listens, as a store's client and as a peer of RPC, and silently."""
+def test_other_users_cannot_read_change_or_execute_anything(language_runs: Runs, control: str, tmp_path: Path) -> None:
+    """Another user connects to all listening sockets: as client of the store, as peer of RPC, and without data."""
     if os.geteuid() != 0:
         assert os.environ.get("HPCDIST_REQUIRE_CONTAINERS") != "1", "only root can be another user"
         pytest.skip("only root can be another user")
     runs, name = language_runs, "attacked"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    held = runs.wait_held(name)
-    by_rank = [listening(pid) for pid in (*held, sibling(held))]
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
+    by_rank = [listening(pid) for pid in (*held, server_pid(held))]
     num_rpc = int(re.findall(r"\| rpc \|.* (\d+) of them", SECURITY)[0])
     ports = [str(port) for sockets in by_rank for _, port in sockets]
     marker = tmp_path / "executed"
-    tried = subprocess.run(
+    attack = subprocess.run(
         [sys.executable, ATTACKER, str(marker), *ports],
         env={**os.environ, "HPCDIST_RUNS_DIR": str(runs.folder)},
         capture_output=True,
@@ -287,41 +287,41 @@ def test_strangers_read_change_and_execute_nothing(language_runs: Runs, control:
         timeout=240,
         check=False,
     )
-    answers = [json.loads(line) for line in tried.stdout.splitlines() if line.startswith("{")]
+    answers = [json.loads(line) for line in attack.stdout.splitlines() if line.startswith("{")]
     (summary,) = [answer for answer in answers if "reachable" in answer]
-    # The gate and a relay for each rank take connections, and end them.
-    assert len(summary["reachable"]) == 1 + len(by_rank), tried.stderr
+    # The gate and the relay of each rank accept connections and close them.
+    assert len(summary["reachable"]) == 1 + len(by_rank), attack.stderr
     assert not any(answer.keys() & {"store", "keys", "builtin"} for answer in answers), answers
     assert not marker.exists()
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
-    assert_undisturbed(runs, name, control)
+    assert_equals_control(runs, name, control)
     logs = [runs.attempt(name).log(rank).read_text() for rank in range(3)]
     assert [text.count("without this attempt's key") for text in logs] == [2, 1, 1]
     assert_sockets_as_documented(by_rank, num_rpc=num_rpc)
 
 
-def test_without_the_right_to_filter_sockets(language_runs: Runs, control: str) -> None:
-    """Ranks of a kernel that demands CAP_NET_ADMIN for filters: no store on a socket, and RPC stops to listen."""
+def test_without_cap_net_admin_only_gloo_listens(language_runs: Runs, control: str) -> None:
+    """If socket filters need CAP_NET_ADMIN, no store has a socket, and RPC closes its listening sockets."""
     runs, name = language_runs, "unprivileged"
     drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin"] if os.geteuid() == 0 else []
-    process = runs.start("run", *arguments(runs, name, *HELD), prefix=drop)
-    held = runs.wait_held(name)
-    by_rank = [listening(pid) for pid in (*held, sibling(held))]
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES), prefix=drop)
+    held = runs.wait_until_held(name)
+    by_rank = [listening(pid) for pid in (*held, server_pid(held))]
     runs.release(name)
     code, output = finish(process)
     assert code == 0, output
-    assert_undisturbed(runs, name, control)
+    assert_equals_control(runs, name, control)
     if "CAP_NET_ADMIN" not in runs.attempt(name).log(0).read_text():
         pytest.skip("this kernel lets every process filter its sockets")
     for sockets in by_rank:
         assert {host for host, _ in sockets} == {"127.0.0.1"}
-        assert 1 <= len(sockets) <= 5, "gloo's alone"
+        assert 1 <= len(sockets) <= 5, "sockets of gloo only"
 
 
-def sibling(held: list[int]) -> int:
-    """The rank that no test holds, since it has no steps: the server's process id."""
+def server_pid(held: list[int]) -> int:
+    """Return the process id of the server, the only rank that is not held, since it has no steps."""
     (found,) = {
         child.pid
         for child in psutil.Process(psutil.Process(held[0]).ppid()).children()
@@ -333,12 +333,12 @@ def sibling(held: list[int]) -> int:
 @pytest.mark.parametrize(
     "victim", [*(pytest.param(f"trainer:{index}", marks=pytest.mark.faults) for index in (0, 1)), "parameter_server:0"]
 )
-def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> None:
+def test_run_restarts_exactly_after_a_rank_is_killed(language_runs: Runs, control: str, victim: str) -> None:
     runs, name = language_runs, f"killed-{victim.replace(':', '-')}"
-    process = runs.start("run", *arguments(runs, name, *HELD))
-    held = runs.wait_held(name)
+    process = runs.start("run", *arguments(runs, name, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
     rank = {"trainer:0": 0, "trainer:1": 1, "parameter_server:0": 2}[victim]
-    pid = held[rank] if rank < 2 else sibling(held)
+    pid = held[rank] if rank < 2 else server_pid(held)
     began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     runs.release(name)
@@ -349,4 +349,4 @@ def test_any_role_is_killed(language_runs: Runs, control: str, victim: str) -> N
     assert code == 0, output
     assert f"rank {rank} ({victim}) on {os.uname().nodename} was killed by SIGKILL (out of memory?)" in output
     assert "restart 1 of 3 from the newest checkpoint" in output
-    assert_undisturbed(runs, name, control)
+    assert_equals_control(runs, name, control)

@@ -1,4 +1,4 @@
-"""RPC between real ranks: names, orders, errors from afar, stopping, and an end that comes when a rank has died."""
+"""RPC between real ranks: names, commands, remote errors, stop requests, and the death of a rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NAMES = ["agent:0", "observer:0", "observer:1"]
 CONFIG = Config(roles={"agent": 1, "observer": 2})
 
 
-class Awkward(Exception):
-    """Cannot be built from one string."""
+class CodeError(Exception):
+    """An exception that cannot be created from a single string."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)
@@ -39,7 +39,7 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 
 @remote
 def fail(_: int) -> None:
-    raise Awkward(7, "no such environment")
+    raise CodeError(7, "no such environment")
 
 
 @remote
@@ -47,7 +47,7 @@ def fail_at(name: str) -> None:
     rpc.rpc_sync(name, fail, (0,))
 
 
-def orders_and_errors(here: Rank, path: Path) -> dict[str, Any]:
+def commands_and_errors(here: Rank, path: Path) -> dict[str, Any]:
     done: list[tuple[str, int]] = []
     with (
         warnings.catch_warnings(record=True) as warned,
@@ -77,31 +77,31 @@ def sums(ctx: Context, done: list[tuple[str, int]]) -> None:
     done.append(("sum", int(ctx.sum_over_ranks([ctx.rank])[0])))
 
 
-def test_ranks_call_each_other_by_role_and_do_what_rank_0_orders(tmp_path: Path) -> None:
-    agent, first, second = spawn_ranks(orders_and_errors, 3, path=new_run(tmp_path).path)
+def test_ranks_call_each_other_by_role_and_execute_commands_of_rank_0(tmp_path: Path) -> None:
+    agent, first, second = spawn_ranks(commands_and_errors, 3, path=new_run(tmp_path).path)
     assert (agent["name"], first["name"], second["name"]) == tuple(NAMES)
     assert agent["observers"] == ["observer:0", "observer:1"]
     assert first["peers"] == ["agent:0", "observer:1"]
     assert agent["doubled"] == [2.0, 2.0]
     # In order, in the main thread: the sum is a collective of all three.
     assert first["done"] == [("save", 3), ("sum", 3), ("save", 4)]
-    assert second["done"] == [*first["done"], ("save", 5)], "the last order was for this one alone"
+    assert second["done"] == [*first["done"], ("save", 5)], "the last command was sent only to this rank"
     assert [rank["warned"] for rank in (agent, first, second)] == [[], [], []]
-    # The error comes with its place and its remote traceback, once, also over two hops.
+    # The error has the rank and the remote traceback once, also after two hops.
     assert agent["fail"].startswith("observer:0 (rank 1 on ")
     assert agent["fail_at"].startswith("observer:1 (rank 2 on ")
     for text in (agent["fail"], agent["fail_at"]):
         assert text.count("Traceback (most recent call last)") == 1
-        assert text.count("raise Awkward(7") == 1
-        assert "Awkward: (7, 'no such environment')" in text.splitlines()[0]
+        assert text.count("raise CodeError(7") == 1
+        assert "CodeError: (7, 'no such environment')" in text.splitlines()[0]
 
 
-def stopping(here: Rank, path: Path) -> int:
+def step_until_stop(here: Rank, path: Path) -> int:
     with open_context(here, RunDir(path), CONFIG) as ctx, rpc_group(ctx) as group:
         ctx.agree_among([0])
         if not ctx.is_main:
             if ctx.rank == 2:
-                ctx.request_stop()  # as its signal handler does
+                ctx.request_stop()  # as the signal handler does
             group.serve({})
             return -1
         step = 0
@@ -112,13 +112,13 @@ def stopping(here: Rank, path: Path) -> int:
     return step
 
 
-def test_a_signal_to_any_rank_stops_the_leader(tmp_path: Path) -> None:
-    steps, *others = spawn_ranks(stopping, 3, path=new_run(tmp_path).path)
+def test_stop_request_on_any_rank_stops_rank_0(tmp_path: Path) -> None:
+    steps, *others = spawn_ranks(step_until_stop, 3, path=new_run(tmp_path).path)
     assert steps > 0
     assert others == [-1, -1]
 
 
-def losing(here: Rank, path: Path, victim: int) -> tuple[str, float]:
+def lose_rank(here: Rank, path: Path, victim: int) -> tuple[str, float]:
     with open_context(here, RunDir(path), CONFIG) as ctx:
         try:
             with rpc_group(ctx) as group:
@@ -131,7 +131,7 @@ def losing(here: Rank, path: Path, victim: int) -> tuple[str, float]:
                 _call_until_it_fails(group)
         except (PeerLost, RuntimeError) as error:
             return type(error).__name__, time.monotonic() - began
-    return "left in peace", time.monotonic() - began
+    return "no error", time.monotonic() - began
 
 
 def _call_until_it_fails(group: RpcGroup) -> None:
@@ -142,10 +142,10 @@ def _call_until_it_fails(group: RpcGroup) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_soon_when_a_rank_has_died(tmp_path: Path, victim: int) -> None:
-    results = spawn_ranks(losing, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
+def test_death_of_a_rank_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
+    results = spawn_ranks(lose_rank, 3, killed=[victim], path=new_run(tmp_path).path, victim=victim)
     survivors = [result for rank, result in enumerate(results) if rank != victim]
-    assert [what for what, _ in survivors if what == "left in peace"] == []
+    assert [outcome for outcome, _ in survivors if outcome == "no error"] == []
     if victim == 0:
-        assert {what for what, _ in survivors} == {"PeerLost"}
+        assert {outcome for outcome, _ in survivors} == {"PeerLost"}
     assert all(seconds < 10 for _, seconds in survivors), survivors

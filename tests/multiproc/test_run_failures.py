@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD, TRAINING, Runs, assert_as_undisturbed, closed_port, finish, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, finish, unused_port, wait_for
 
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.files.atomic import read_json
@@ -123,7 +123,7 @@ def test_hung_rank_ends_the_attempt_and_is_reported(runs: Runs, tmp_path: Path) 
 def test_run_without_mlflow_finishes_and_is_shipped_later(runs: Runs) -> None:
     """The run finishes and recommends `hpcdist sync`, which ships all records once."""
     name = "no-mlflow"
-    unreachable = f"tracking.uri=http://127.0.0.1:{closed_port()}"
+    unreachable = f"tracking.uri=http://127.0.0.1:{unused_port()}"
     options = ["params.until=40", "launch.num_ranks=1", "tracking.drain_timeout_s=2"]
     code, output = runs.command("run", *runs.config(name, *COUNTING, *options, unreachable))
     assert code == 0, output
@@ -220,7 +220,7 @@ HOW_TO_MOUNT = "as root: sudo .venv/bin/python -m pytest tests/multiproc/test_ru
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, ready_database: Path) -> Iterator[Runs]:
+def small_disk(tmp_path: Path, empty_database: Path) -> Iterator[Runs]:
     """Yield runs on a file system of 32 MB."""
     (tmp_path / "runs").mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=32m", "hpcdist-test", str(tmp_path / "runs")]
@@ -231,15 +231,15 @@ def small_disk(tmp_path: Path, ready_database: Path) -> Iterator[Runs]:
     if done.returncode != 0:
         pytest.skip(f"a small disk cannot be mounted ({done.stderr.strip()}); {HOW_TO_MOUNT}")
     try:
-        yield Runs(tmp_path, ready_database)
+        yield Runs(tmp_path, empty_database)
     finally:
         subprocess.run(["umount", str(tmp_path / "runs")], check=True)
 
 
-def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, plain_control: str) -> None:
+def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, control_run: str) -> None:
     name = "full-disk"
-    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HELD))
-    small_disk.wait_held(name)
+    process = small_disk.start("run", *small_disk.config(name, *TRAINING, *HOLD_OVERRIDES))
+    small_disk.wait_until_held(name)
     wait_for(lambda: small_disk.checkpoint_steps(name)[-2:] == [40, 45], "two checkpoints")
     filler = small_disk.folder / "filler"
     with open(filler, "wb") as file:
@@ -264,4 +264,4 @@ def test_run_resumes_after_a_full_disk(small_disk: Runs, runs: Runs, plain_contr
     filler.unlink()
     code, output = small_disk.command("resume", name)
     assert code == 0, output
-    assert_as_undisturbed(small_disk, name, plain_control, runs)
+    assert_equals_control(small_disk, name, control_run, runs)

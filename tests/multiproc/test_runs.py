@@ -9,13 +9,13 @@ import psutil
 import pytest
 from hpcdist_runs import (
     AUGMENTED,
-    HELD,
-    HOLD_AT,
+    HOLD_OVERRIDES,
+    HOLD_STEP,
     LAST_STEP,
     TRAINING,
     Descendants,
     Runs,
-    assert_as_undisturbed,
+    assert_equals_control,
     assert_sockets_as_documented,
     finish,
     listening,
@@ -23,18 +23,18 @@ from hpcdist_runs import (
 )
 
 
-def test_run_logs_metrics_and_saves_the_model(runs: Runs, plain_control: str) -> None:
-    series = runs.series(plain_control)
+def test_run_logs_metrics_and_saves_the_model(runs: Runs, control_run: str) -> None:
+    series = runs.series(control_run)
     assert series["eval/accuracy", LAST_STEP] > 0.9
     assert series["train/lr", LAST_STEP] < series["train/lr", 40]
-    assert (runs.run_dir(plain_control).model / "MLmodel").is_file()
-    assert any(key.startswith("system/") for key, _, _ in runs.points(plain_control))
+    assert (runs.run_dir(control_run).model / "MLmodel").is_file()
+    assert any(key.startswith("system/") for key, _, _ in runs.points(control_run))
 
 
-def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, plain_control: str) -> None:
+def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, control_run: str) -> None:
     name = "stopped"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD))
-    held = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES))
+    held = runs.wait_until_held(name)
     assert_sockets_as_documented([listening(pid) for pid in held])
     assert (runs.attempt(name).key.stat().st_mode & 0o777, len(runs.attempt(name).read_key())) == (0o600, 32)
     code, output = runs.command("stop", name)
@@ -43,23 +43,23 @@ def test_run_stopped_in_the_middle_of_an_epoch_is_resumed(runs: Runs, plain_cont
     assert code == 0, output
     assert "stopped: stopped with everything saved (`hpcdist stop` by" in output
     stopped_at = runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= stopped_at < LAST_STEP, "stopped in the middle of the second epoch"
+    assert HOLD_STEP <= stopped_at < LAST_STEP, "stopped in the middle of the second epoch"
     assert runs.mlflow_status(name) == "KILLED"
 
     code, output = runs.command("resume", name)
     assert code == 0, output
     assert f"resumed at step {stopped_at} from" in runs.attempt(name, 2).log(0).read_text()
-    assert_as_undisturbed(runs, name, plain_control)
+    assert_equals_control(runs, name, control_run)
     assert len(runs.run_dir(name).attempts()) == 2
 
     code, output = runs.command("resume", name)
     assert (code, "to train longer, add an override" in output) == (2, True), output
 
 
-def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control: str) -> None:
+def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control_run: str) -> None:
     name = "truncated"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
-    for pid in runs.wait_held(name):
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
+    for pid in runs.wait_until_held(name):
         os.kill(pid, signal.SIGUSR2)  # a stop signal to the ranks, without the supervisor
     runs.release(name)
     code, output = finish(process)
@@ -74,14 +74,14 @@ def test_truncated_newest_checkpoint_is_skipped(runs: Runs, augmented_control: s
     log = runs.attempt(name, 2).log(0).read_text()
     assert f"skipping checkpoint {weights.parent}: model.pt has " in log
     assert f"resumed at step {before} from" in log
-    assert_as_undisturbed(runs, name, augmented_control)
+    assert_equals_control(runs, name, augmented_control_run)
 
 
 @pytest.mark.smoke
-def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, augmented_control: str) -> None:
+def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, augmented_control_run: str) -> None:
     name = "rank-killed"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, *AUGMENTED))
-    _, victim = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, *AUGMENTED))
+    _, victim = runs.wait_until_held(name)
     os.kill(victim, signal.SIGKILL)
     runs.release(name)
     code, output = finish(process)
@@ -91,18 +91,18 @@ def test_run_resumes_from_the_last_checkpoint_after_a_killed_rank(runs: Runs, au
     assert "restart 1 of 3 from the newest checkpoint" in output
     state = runs.run_dir(name).read_state()
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 1)
-    assert_as_undisturbed(runs, name, augmented_control)
+    assert_equals_control(runs, name, augmented_control_run)
 
 
-def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, plain_control: str) -> None:
+def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, control_run: str) -> None:
     name = "supervisor-killed"
-    process = runs.start("run", *runs.config(name, *TRAINING, *HELD, "params.grandchild=true"))
-    ranks = runs.wait_held(name)
+    process = runs.start("run", *runs.config(name, *TRAINING, *HOLD_OVERRIDES, "params.grandchild=true"))
+    ranks = runs.wait_until_held(name)
     descendants = Descendants(process.pid)
     assert {process.pid for process in descendants.processes} >= set(ranks)
     assert sum(command == "sleep 1000" for command in descendants.commands) == 2, descendants.commands
     process.kill()
-    descendants.wait_gone(30)
+    descendants.wait_until_ended(30)
     assert finish(process)[0] == -signal.SIGKILL
 
     code, output = runs.command("status", name)
@@ -112,7 +112,7 @@ def test_run_is_resumed_after_a_killed_supervisor(runs: Runs, plain_control: str
     assert runs.mlflow_status(name) == "FAILED", "the shipper recorded the end of the run"
     code, output = runs.command("resume", name)
     assert code == 0, output
-    assert_as_undisturbed(runs, name, plain_control)
+    assert_equals_control(runs, name, control_run)
     # Child processes of ranks also end with a finished run.
     wait_for(lambda: not _sleepers(runs), "the grandchildren of the second attempt to end", timeout_s=10)
 

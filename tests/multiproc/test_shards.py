@@ -1,4 +1,4 @@
-"""Checkpoints of a model that lies on several ranks: each writes its part, one process reads the whole."""
+"""Checkpoints of a model that several ranks own: each rank writes its shard, one process reads the whole model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = torch.arange(10.0).view(5, 2)
 
 
 def shard_of(rank: int, scale: float = 1.0) -> Shard:
-    """Ranks 1 and 2 own rows of a table, rank 2 a bias as well, rank 0 nothing."""
+    """Return the shard of a rank: ranks 1 and 2 own rows of a table, rank 2 also a bias, rank 0 no parameters."""
     if rank == 0:
         return Shard()
     rows = slice(0, 3) if rank == 1 else slice(3, 5)
@@ -38,7 +38,7 @@ def save_twice(here: Rank, path: Path) -> None:
             torch.manual_seed(0)
             ctx.save(step, model=nn.Linear(2, 2) if ctx.is_main else None, trainer={"at": step}, shard=shard)
             for tensor in shard.model.values():
-                tensor.fill_(-1)  # what is changed after the save is not in it
+                tensor.fill_(-1)  # changes after the save must not be in the checkpoint
         ctx.save(2, model=None, trainer={"at": 2}, shard=shard_of(here.rank), metrics={"eval/loss": 1.0})
         ctx.close()
 
@@ -50,7 +50,7 @@ def restore(here: Rank, path: Path) -> Any:
         return found.trainer, [found.shard(rank) for rank in range(3)], set(found.model)
 
 
-def test_owners_write_their_parts_and_one_process_reads_the_whole(tmp_path: Path) -> None:
+def test_owners_write_shards_and_one_process_reads_the_whole_model(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     spawn_ranks(save_twice, 3, path=run.path)
     whole = load_weights(run.checkpoints / "step-00000002")
@@ -65,14 +65,14 @@ def test_owners_write_their_parts_and_one_process_reads_the_whole(tmp_path: Path
         assert [shard["trainer"] for shard in shards[1:]] == [{"rank": 1, "scale": 3.0}, {"rank": 2, "scale": 3.0}]
         assert own == {"weight", "bias"}
 
-    # A shard is part of what makes a checkpoint valid.
+    # A checkpoint with a damaged shard is invalid.
     (run.checkpoints / "step-00000002" / "shard-00001.pt").write_bytes(b"")
     assert spawn_ranks(restore, 3, path=run.path)[0][0] == {"at": 1}
 
 
 def fail_to_write(here: Rank, path: Path) -> str:
     with open_context(here, RunDir(path), Config()) as ctx:
-        if here.rank == 2:  # something lies where the shard is to go
+        if here.rank == 2:  # a folder with the name of the shard
             (ctx._checkpoints.store.staging(1, ctx.attempt.number) / "shard-00002.pt").mkdir(parents=True)
         ctx.barrier()
         ctx.save(1, model=None, trainer={}, shard=shard_of(here.rank))
@@ -83,7 +83,7 @@ def fail_to_write(here: Rank, path: Path) -> str:
     return "closed"
 
 
-def test_a_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+def test_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     main, other, failed = spawn_ranks(fail_to_write, 3, path=run.path)
     assert other == "closed"
@@ -92,7 +92,7 @@ def test_a_shard_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> 
     assert list(run.checkpoints.iterdir()) == []
 
 
-def test_missing_rows_are_an_error() -> None:
+def test_merge_refuses_missing_rows() -> None:
     first, second = (shard_of(rank).content() for rank in (1, 2))
     assert torch.equal(merge([second, first], "x")["table.weight"], TABLE)
     with pytest.raises(CheckpointError, match=r"x: rows of table.weight are missing after row 3 of 5"):
@@ -101,7 +101,7 @@ def test_missing_rows_are_an_error() -> None:
         merge([second], "x")
 
 
-def test_a_damaged_shard_or_report_is_an_error(tmp_path: Path) -> None:
+def test_damaged_shards_and_reports_are_refused(tmp_path: Path) -> None:
     for damage in ({"model": 7}, {"rows": {"table.weight": 3}}, {"rows": {"table.weight": [0]}}):
         with pytest.raises(CheckpointError, match=r"x: a shard is damaged \(\w+Error: "):
             merge([shard_of(1).content() | damage], "x")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hpcdist_runs import unused_port
 from torch.distributed import HashStore, TCPStore
 
 from hpcdist.errors import HpcdistError, RendezvousError
@@ -23,17 +24,12 @@ KEY, OTHER = bytes(32), bytes([1] * 32)
 HERE = "127.0.0.1"
 
 
-def free_port() -> int:
-    with socket.create_server((HERE, 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def client(port: int) -> TCPStore:
     return TCPStore(HERE, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 
-def test_the_store_is_reached_with_the_key_alone(caplog: pytest.LogCaptureFixture) -> None:
-    port = free_port()
+def test_store_requires_the_key_of_the_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    port = unused_port()
     server = StoreServer((HERE, port), KEY, "token", world_size=2, timeout=timedelta(seconds=10))
     idle = [socket.create_connection((HERE, port)) for _ in range(2 * store_gate.NUM_PENDING)]
 
@@ -46,18 +42,18 @@ def test_the_store_is_reached_with_the_key_alone(caplog: pytest.LogCaptureFixtur
     theirs = client(open_relay(connect))
     ours.set("key", "value" * 100_000)
     assert theirs.get("key") == b"value" * 100_000
-    assert theirs.clone().get("key")[:5] == b"value", "torch's own copies come the same way"
+    assert theirs.clone().get("key")[:5] == b"value", "copies of the store are authenticated too"
     assert theirs.add("count", 2) == ours.add("count", 0)
 
     with caplog.at_level(logging.WARNING, "hpcdist.rank.network.store_gate"):
         for wrong, token in ((OTHER, b"token"), (KEY, b"another")):
-            with socket.create_connection((HERE, port), timeout=20) as stranger, pytest.raises(ConnectionError):
-                prove(stranger, wrong, token)
-        with socket.create_connection((HERE, port)) as stranger:
-            stranger.settimeout(20)
-            stranger.sendall(b"\0" * 64)
-            assert len(stranger.recv(32)) == 32
-            assert stranger.recv(32) == b""
+            with socket.create_connection((HERE, port), timeout=20) as foreign, pytest.raises(ConnectionError):
+                prove(foreign, wrong, token)
+        with socket.create_connection((HERE, port)) as foreign:
+            foreign.settimeout(20)
+            foreign.sendall(b"\0" * 64)
+            assert len(foreign.recv(32)) == 32
+            assert foreign.recv(32) == b""
     assert len([record for record in caplog.records if "without this attempt's key" in record.message]) <= 1
     daemon = server._daemon.address
     with pytest.raises(TimeoutError):
@@ -66,17 +62,17 @@ def test_the_store_is_reached_with_the_key_alone(caplog: pytest.LogCaptureFixtur
         sock.close()
 
 
-def test_a_gate_without_the_key_is_not_believed() -> None:
+def test_gate_without_the_key_is_refused() -> None:
     with socket.create_server((HERE, 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
 
-    def pretend() -> None:
+    def forge_proof() -> None:
         theirs.sendall(bytes(32))
         theirs.recv(64, socket.MSG_WAITALL)
         theirs.sendall(bytes(32))
 
-    threading.Thread(target=pretend).start()
+    threading.Thread(target=forge_proof).start()
     with pytest.raises(RendezvousError, match="it does not know this attempt's key"):
         prove(ours, KEY, b"token")
     ours.close()
@@ -84,7 +80,7 @@ def test_a_gate_without_the_key_is_not_believed() -> None:
         check_proof(theirs, KEY, b"token")
 
 
-def test_an_rpc_message_is_loaded_with_its_signature_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_rpc_message_without_valid_signature_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = _SignedPickler(KEY), _SignedPickler(OTHER)
     content, tensors = ours.serialize(["text", torch.ones(2)])
     found: Any = ours.deserialize(content, tensors)
@@ -96,25 +92,27 @@ def test_an_rpc_message_is_loaded_with_its_signature_alone(caplog: pytest.LogCap
     assert len([record for record in caplog.records if "refused an RPC message" in record.message]) == 2
 
 
-def test_a_stranger_in_a_group_is_refused_and_fails_it_if_it_has_spoken(caplog: pytest.LogCaptureFixture) -> None:
-    for words in (b"", b"12345678"):
+def test_foreign_connection_to_a_group_is_refused_and_fails_it_after_sending_data(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for data in (b"", b"12345678"):
         before = own_sockets.inodes()
-        with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as stranger:
+        with socket.create_server((HERE, 0)) as listener, socket.socket() as peer, socket.socket() as foreign:
             peer.connect(listener.getsockname())
             accepted = [listener.accept()[0]]
-            # Both ends are this process's, so the stranger's own end is left out of the listing by hand.
-            stranger.bind((HERE, 0))
-            before |= {os.fstat(stranger.fileno()).st_ino}
-            stranger.connect(listener.getsockname())
+            # Both ends are in this process, so the foreign end is excluded from the listing.
+            foreign.bind((HERE, 0))
+            before |= {os.fstat(foreign.fileno()).st_ino}
+            foreign.connect(listener.getsockname())
             accepted.append(listener.accept()[0])
-            stranger.sendall(words)
+            foreign.sendall(data)
             store = HashStore()
-            if words:
+            if data:
                 with pytest.raises(RendezvousError, match="and sent data, but is not a rank of this run"):
                     admit_group(store, 0, 1, before)
             else:
                 admit_group(store, 0, 1, before)
-                assert stranger.recv(1) == b""
+                assert foreign.recv(1) == b""
                 peer.sendall(b"on")
                 assert accepted[0].recv(2) == b"on"
                 with pytest.raises(TimeoutError):
@@ -124,9 +122,9 @@ def test_a_stranger_in_a_group_is_refused_and_fails_it_if_it_has_spoken(caplog: 
         assert caplog.text.count("which is not a rank of this run") == 1
 
 
-def test_who_connects_before_an_address_is_published_ends_the_start_of_rpc() -> None:
+def test_connection_before_the_address_is_published_fails_the_start_of_rpc() -> None:
     admission = RpcAdmission(HashStore(), 0, 1)
-    with socket.create_server((HERE, 0)) as listener, socket.socket() as stranger:
-        stranger.connect(listener.getsockname())
+    with socket.create_server((HERE, 0)) as listener, socket.socket() as foreign:
+        foreign.connect(listener.getsockname())
         with pytest.raises(RendezvousError, match=r"connected to port \d+ of rank 0 before its address was published"):
             admission.shut()

@@ -1,4 +1,4 @@
-"""Real ranks, one slow in its forward pass and one in its data: all steps are equally long, and both are found."""
+"""Step timing of real ranks, of which one has a slow forward pass and one slow data loading."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NUM_STEPS = 12
 LOG_EVERY = 4
 
 
-class Slowing(nn.Module):
-    """A small network with buffers, that takes its time on one rank."""
+class SlowNetwork(nn.Module):
+    """A small network with buffers and an artificial delay in the forward pass."""
 
     def __init__(self, forward_s: float) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Slowing(nn.Module):
 
 
 def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0.0, accumulate: int = 1) -> Totals:
-    """As a trainer of one's own does. Returns the sums over all steps but the first."""
-    model = ctx.wrap(Slowing(compute_s))
+    """Train a few steps; return the totals of all steps but the first."""
+    model = ctx.wrap(SlowNetwork(compute_s))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     before = Totals()
     for step in range(first, first + NUM_STEPS + 1):
         for number in range(accumulate):
-            time.sleep(data_s)  # reading
+            time.sleep(data_s)  # data loading
             with nullcontext() if number == accumulate - 1 else model.no_sync():
                 model(torch.ones(4, 4)).sum().backward()
         optimizer.step()
@@ -63,35 +63,35 @@ def train(ctx: Context, first: int, *, compute_s: float = 0.0, data_s: float = 0
     return Totals(*(after - then for after, then in zip(ctx.timer.totals, before, strict=True)))
 
 
-def rank_on(here: Rank) -> dict[str, Any]:
+def timed_totals(here: Rank) -> dict[str, Any]:
     config = Config(tracking=TrackingConfig(uri="", log_every_steps=LOG_EVERY))
     run = new_run(here.folder) if here.rank == 0 else RunDir(here.folder / "runs" / "exp" / "first")
     with open_context(here, run, config) as ctx:
         found = {
             "apart": train(ctx, 1, compute_s=SLOW_S * (here.rank == 1), data_s=SLOW_S * (here.rank == 2)),
-            # Everyone waits for rank 0's buffers before the forward pass.
+            # All ranks wait for the buffers of rank 0 before the forward pass.
             "first": train(ctx, 21, data_s=SLOW_S * (here.rank == 0)),
             "accumulated": train(ctx, 41, data_s=SLOW_S * (here.rank == 2), accumulate=3),
         }
         ctx.close()
         journal, beat = run.journal / f"attempt-001.rank-{here.rank:05d}.jsonl", read_json(ctx.attempt.beat(here.rank))
-    lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first holds the format
+    lines = journal.read_text().splitlines()[1:] if journal.exists() else []  # the first line has the format
     return {**found, "journal": [json.loads(line) for line in lines], "beat": beat}
 
 
-def test_slow_compute_and_slow_data_show_on_the_rank_that_is_slow(tmp_path: Path) -> None:
-    ranks = spawn_ranks(rank_on, num_ranks=3)
-    num_timed = NUM_STEPS - 2  # a step after an evaluation counts nowhere
+def test_slow_compute_and_slow_data_are_attributed_to_the_slow_rank(tmp_path: Path) -> None:
+    ranks = spawn_ranks(timed_totals, num_ranks=3)
+    num_timed = NUM_STEPS - 2  # steps after an evaluation are not counted
 
     apart = [found["apart"] for found in ranks]
     assert [totals.own_steps for totals in apart] == [num_timed] * 3
-    assert min(totals.step_s for totals in apart) >= num_timed * SLOW_S, "all of them are as slow as the slowest"
+    assert min(totals.step_s for totals in apart) >= num_timed * SLOW_S, "all ranks are as slow as the slowest"
     assert apart[1].compute_s >= num_timed * SLOW_S > max(apart[0].compute_s, apart[2].compute_s)
     assert apart[2].data_s >= num_timed * SLOW_S > max(apart[0].data_s, apart[1].data_s)
 
     first = [found["first"] for found in ranks]
     assert first[0].data_s >= num_timed * SLOW_S > max(first[1].data_s, first[2].data_s)
-    assert max(totals.compute_s for totals in first) < num_timed * SLOW_S, "waiting for buffers is no compute"
+    assert max(totals.compute_s for totals in first) < num_timed * SLOW_S, "waiting for buffers is not compute time"
 
     accumulated = [found["accumulated"] for found in ranks]
     assert accumulated[2].data_s >= 3 * num_timed * SLOW_S > accumulated[0].data_s
@@ -99,14 +99,14 @@ def test_slow_compute_and_slow_data_show_on_the_rank_that_is_slow(tmp_path: Path
     points = [line for line in ranks[0]["journal"] if "time/step_s" in line["m"]]
     assert [line["s"] for line in points[:3]] == [4, 8, 12]
     assert all(set(line["m"]) == {"time/step_s", "time/data_s", "time/compute_s"} for line in points)
-    assert all("time/step_s" not in line["m"] for found in ranks[1:] for line in found["journal"]), "one a node"
+    assert all("time/step_s" not in line["m"] for found in ranks[1:] for line in found["journal"]), "one rank per node"
     timing = ranks[2]["beat"]["timing"]
     assert timing["own_steps"] >= 3 * num_timed
     assert timing["data_s"] >= 4 * num_timed * SLOW_S
 
 
-def alone(here: Rank) -> dict[str, Any]:
-    """What one rank shows as well: compiled models, and copies of a wrapped one."""
+def compiled_and_copied(here: Rank) -> dict[str, Any]:
+    """Return the number of timed steps of compiled models, and the output and timer of a copied model."""
     run = new_run(here.folder)
     with open_context(here, run, Config(tracking=TrackingConfig(uri=""))) as ctx:
 
@@ -117,25 +117,25 @@ def alone(here: Rank) -> dict[str, Any]:
                 ctx.should_stop(step + 1)
             return ctx.timer.totals.own_steps - before
 
-        module = Slowing(0.0)
+        module = SlowNetwork(0.0)
         module.layers.compile(backend="eager")
-        wrapped = ctx.wrap(Slowing(0.0), static_graph=True)
+        wrapped = ctx.wrap(SlowNetwork(0.0), static_graph=True)
         found = {
             "plain": own_steps(wrapped),
             "compiled inside": own_steps(ctx.wrap(module)),
-            "compiled outside": own_steps(torch.compile(ctx.wrap(Slowing(0.0)), backend="eager")),  # type: ignore[arg-type]
+            "compiled outside": own_steps(torch.compile(ctx.wrap(SlowNetwork(0.0)), backend="eager")),  # type: ignore[arg-type]
         }
-        twin = copy.deepcopy(wrapped)
+        copied = copy.deepcopy(wrapped)
         with torch.no_grad():
-            twin.module.layers[3].weight.zero_()
-            twin.module.layers[3].bias.fill_(7.0)
-        twin.eval()
-        found["copy"] = (twin(torch.ones(1, 4)).tolist(), twin._timer)
+            copied.module.layers[3].weight.zero_()
+            copied.module.layers[3].bias.fill_(7.0)
+        copied.eval()
+        found["copy"] = (copied(torch.ones(1, 4)).tolist(), copied._timer)
         ctx.close()
     return found
 
 
-def test_compiled_models_are_timed_too_and_a_copy_is_a_model_of_its_own() -> None:
-    (found,) = spawn_ranks(alone, num_ranks=1)
+def test_compiled_models_are_timed_and_copies_are_not() -> None:
+    (found,) = spawn_ranks(compiled_and_copied, num_ranks=1)
     assert found["copy"] == ([[7.0, 7.0]], None)
     assert (found["plain"], found["compiled inside"], found["compiled outside"]) == (3, 4, 4)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from hpcdist_runs import HOLD_AT, LAST_STEP
+from hpcdist_runs import HOLD_STEP, LAST_STEP
 from slurm_faults import FaultScene
 
 from hpcdist.devcluster import cluster
-
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.quick_fault
@@ -19,7 +17,7 @@ def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
     scene.cluster.run("scontrol", "requeue", scene.job)
     scene.release()
     assert scene.wait_queued() == "stopped with everything saved (SIGTERM to the supervisor)"
-    assert HOLD_AT <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
+    assert HOLD_STEP <= scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP, "stopped in the middle"
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
     assert (scene.num_starts(), scene.cell.attempts, scene.cell.restarts) == (2, 2, 0)
@@ -33,7 +31,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(scene: FaultScene
     """
     scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
-    reason = scene.runs.wait_status(scene.name, "queued", timeout_s=100).reason
+    reason = scene.runs.wait_status(scene.name, "queued").reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP
     scene.start_now()
@@ -60,7 +58,7 @@ def test_preempted_job_saves_and_resumes(scene: FaultScene, grace_s: int) -> Non
     scene.runs.wait_stop_request(scene.name)
     scene.release()
     scene.wait_queued()
-    assert scene.runs.checkpoint_steps(scene.name)[-1] >= HOLD_AT
+    assert scene.runs.checkpoint_steps(scene.name)[-1] >= HOLD_STEP
     scene.cluster.wait_job_state(high, "COMPLETED")
     scene.start_now()
     scene.assert_recovered(max_lost_steps=0)
@@ -83,9 +81,9 @@ def test_two_simultaneous_requeues_have_the_effect_of_one(scene: FaultScene) -> 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["USR2 during import", "requeue during import"])
 def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultScene, fault: str) -> None:
-    """The ranks receive the signal during their imports, when there is nothing to save yet."""
+    """The ranks receive the signal during their imports, before they have anything to save."""
     scene.submit(fault, "trainer=held_import:train")
-    scene.wait_held()
+    scene.wait_until_held()
     if fault.startswith("USR2"):
         scene.cluster.run("scancel", "--signal=USR2", scene.job)
         scene.release()
@@ -105,7 +103,7 @@ def test_requeue_before_signal_handlers_exist_kills_the_ranks(scene: FaultScene)
     """Ranks that have not imported anything yet die of SIGTERM and lose nothing."""
     path = f"{scene.runs.project}/before_all:{scene.runs.no_mlflow}:{scene.runs.project}"
     scene.submit("requeue before any import", f"launch.env.PYTHONPATH={path}")
-    scene.wait_held()
+    scene.wait_until_held()
     scene.cluster.run("scontrol", "requeue", scene.job)
     assert "was killed by SIGTERM" in scene.wait_queued()
     scene.start_now()

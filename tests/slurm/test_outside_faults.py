@@ -22,7 +22,7 @@ DOWN_S = 60.0
 #: Minimum duration of a step, so that the run outlasts the outage.
 STEP_S = 0.9
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def test_run_continues_during_tracking_server_outage_and_loses_no_record(scene: 
     hold_at = 4
     slow_steps = ["trainer=gated:train", f"params.hold_at={hold_at}", f"params.pace_s={STEP_S}"]
     scene.submit("MLflow server down 60 s", *slow_steps, f"tracking.uri={server.uri}")
-    scene.wait_held()
+    scene.wait_until_held()
     wait_for(scene.runs.run_dir(scene.name).mlflow.exists, "the run in MLflow")
     wait_for(lambda: scene.runs.points(scene.name), "points in MLflow")
     server.kill()
     down = time.monotonic()
     scene.release()
     # Training does not wait for the server.
-    scene.wait_step(hold_at + math.ceil(DOWN_S / STEP_S) + 2, timeout_s=200)
+    scene.wait_step(hold_at + math.ceil(DOWN_S / STEP_S) + 2)
     assert not server.answers()
     assert time.monotonic() - down >= DOWN_S
     assert scene.runs.state(scene.name).status == "running"
@@ -87,7 +87,7 @@ def test_full_disk_during_save_fails_the_run_and_resume_continues_it(scene: Faul
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", checkpoints], check=True)
     small_disk.append(checkpoints)
     scene.start_now()
-    scene.wait_held()
+    scene.wait_until_held()
     ballast = fill(checkpoints)
     scene.release()
 

@@ -1,4 +1,4 @@
-"""Nodes that are not fit for a run, on a real Slurm: each is named before its ranks start, with what to do about it."""
+"""The preflight on a real Slurm: it names the faulty node and a fix before the ranks start."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hpcdist.files.atomic import read_json
 from hpcdist.run.folder import State
 
 BAD = "n3"
-#: Findings that depend on what else a machine has to do.
+#: Findings that depend on the load of the machine.
 SPEEDS = ("disk", "network", "names")
 ON_FOUR_NODES = ["cluster.nodes=4", "cluster.tasks_per_node=1"]
 
 
 class Faults:
-    """What is wrong with one node alone, and how it is put right."""
+    """Faults of a single node, which end with the test."""
 
     def __init__(self, devcluster: DevCluster, undo: ExitStack) -> None:
         self._layout = devcluster.layout
@@ -37,9 +37,9 @@ class Faults:
         """Run a command with the network and the mounts of the bad node."""
         pid = processes.pid_of(self._layout, argv.slurmd(BAD))
         assert pid is not None
-        words = ["nsenter", f"--target={pid}", "--mount", "--net", *command]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
+        line = ["nsenter", f"--target={pid}", "--mount", "--net", *command]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
         return done.stdout
 
     def _start_again(self, *, own_mounts: bool = False) -> None:
@@ -52,7 +52,7 @@ class Faults:
         assert "tbf" in self.on_node("tc", "qdisc", "show", "dev", "eth0")
 
     def close_ports(self, ports: str) -> None:
-        """As a firewall does: what comes in vanishes."""
+        """Drop incoming packets, as a firewall does."""
         rules = (
             "table inet test { chain input { type filter hook input priority 0; policy accept;"
             f" tcp dport {ports} drop; }}; }}"
@@ -70,7 +70,7 @@ class Faults:
 
 @pytest.fixture
 def faults(devcluster: DevCluster) -> Iterator[Faults]:
-    """The cluster is whole again afterwards, and free."""
+    """Remove the faults and cancel all jobs after the test."""
     with ExitStack() as undo:
         try:
             yield Faults(devcluster, undo)
@@ -78,12 +78,12 @@ def faults(devcluster: DevCluster) -> Iterator[Faults]:
             devcluster.cancel_all()
 
 
-def found(runs: SlurmRuns, name: str, attempt: int = 1) -> dict[str, Any]:
+def preflight_result(runs: SlurmRuns, name: str, attempt: int = 1) -> dict[str, Any]:
     return wait_for(lambda: read_json(runs.attempt(name, attempt).preflight), "the preflight") or {}
 
 
-def ended(runs: SlurmRuns, name: str, job: str) -> State:
-    """The last state of a run that was not to begin."""
+def failed_state(runs: SlurmRuns, name: str, job: str) -> State:
+    """Return the last state of a run that fails before its ranks start."""
     state = runs.wait_end(name, job)
     assert (state.status, state.attempt, state.restarts, state.rejected) == ("failed", 1, 0, False), state
     assert not list(runs.attempt(name).path.glob("rank-*.log")), "ranks were started"
@@ -92,13 +92,13 @@ def ended(runs: SlurmRuns, name: str, job: str) -> State:
     return state
 
 
-def test_a_full_disk_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+def test_full_disk_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
     job = slurm_runs.submit("full-disk", *ON_FOUR_NODES, "cluster.sbatch.begin=now+1hour")
     folder = slurm_runs.run_dir("full-disk").checkpoints
     faults.mount(folder, "-t", "tmpfs", "-o", "size=1m", "full")
     faults.on_node("dd", "if=/dev/zero", f"of={folder}/filler", "bs=4k", "count=256")
     slurm_runs.cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-    reason = ended(slurm_runs, "full-disk", job).reason
+    reason = failed_state(slurm_runs, "full-disk", job).reason
     assert reason.startswith(f"preflight: {BAD}: ")
     assert str(folder) in reason
     code, output = slurm_runs.command("follow", "full-disk")
@@ -106,28 +106,28 @@ def test_a_full_disk_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
     assert reason in output
 
 
-def test_a_closed_port_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+def test_closed_port_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
     if shutil.which("nft") is None:
         pytest.skip("nft is not installed")
     faults.close_ports("20480-32767")
     job = slurm_runs.submit("closed-port", *ON_FOUR_NODES)
-    reason = ended(slurm_runs, "closed-port", job).reason
+    reason = failed_state(slurm_runs, "closed-port", job).reason
     assert reason.startswith(f"preflight: {BAD}: ")
     assert "port" in reason
 
 
-def test_a_slow_link_is_named(slurm_runs: SlurmRuns, faults: Faults) -> None:
+def test_slow_link_fails_the_run_and_names_the_node(slurm_runs: SlurmRuns, faults: Faults) -> None:
     faults.slow_link(20)
     job = slurm_runs.submit("slow-link", *ON_FOUR_NODES)
-    reason = ended(slurm_runs, "slow-link", job).reason
+    reason = failed_state(slurm_runs, "slow-link", job).reason
     assert reason.startswith(f"preflight: {BAD}: network: ")
     assert " MB/s between the other nodes; " in reason
 
 
-def test_a_run_goes_on_without_a_node_that_has_another_version(
+def test_requeued_job_excludes_a_node_with_another_version(
     slurm_runs: SlurmRuns, faults: Faults, tmp_path: Path, slurm_files: Callable[[str], set[str]]
 ) -> None:
-    """And on nodes that are well, in the job's second life, nothing is found."""
+    """The preflight of the second attempt, on healthy nodes, has no findings."""
     name = "excluded"
     source = Path(hpcdist.__file__)
     other = tmp_path / "__init__.py"
@@ -145,11 +145,11 @@ def test_a_run_goes_on_without_a_node_that_has_another_version(
     state = slurm_runs.wait_end(name, job)
     assert (state.status, state.attempt, state.restarts) == ("finished", 2, 0), slurm_runs.job_log(name)
     assert slurm_runs.cluster.job(job)["ExcNodeList"] == BAD
-    second = found(slurm_runs, name, 2)
+    second = preflight_result(slurm_runs, name, 2)
     assert second["nodes"] == ["n1", "n2", "n4"]
-    # On a busy machine one of its nodes may look slow; that is no reason to end anything.
-    found_again = [check for check in second["checks"] if check["level"] not in ("ok", "note")]
-    assert [check for check in found_again if check["level"] == "failure" or check["name"] not in SPEEDS] == []
+    # On a busy machine a node may seem slow, which is a warning only.
+    findings = [check for check in second["checks"] if check["level"] not in ("ok", "note")]
+    assert [check for check in findings if check["level"] == "failure" or check["name"] not in SPEEDS] == []
     log = slurm_runs.job_log(name)
     assert "preflight: all-reduce over gloo of 3 ranks on 3 nodes is correct: " in log
     code, output = slurm_runs.command("sync", name)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_without_a_node_that_has_another_version(
 
 @pytest.fixture
 def slurm_files(slurm_runs: SlurmRuns) -> Callable[[str], set[str]]:
-    """Names of the artifacts that MLflow has of a run."""
+    """Return a function that lists the artifacts of a run in MLflow."""
 
     def files(name: str) -> set[str]:
         shipped = json.loads((slurm_runs.run_dir(name).journal / "shipped.json").read_text())

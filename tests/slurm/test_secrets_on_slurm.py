@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD
+from hpcdist_runs import HOLD_OVERRIDES
 from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
@@ -20,7 +20,7 @@ SECRETS = {"MY_A": "cluster-s3cret-value", "MY_B": "launch-s3cret-value", "MY_C"
 PASSWORD = "uri-s3cret-value"
 OVERRIDES = (
     *ON_FOUR_RANKS,
-    *HELD,
+    *HOLD_OVERRIDES,
     # The job does not get the environment of the submitting shell, only the variables of the run folder.
     "cluster.sbatch.export=NONE",
     "cluster.env.WANDB_API_KEY=${oc.env:MY_A}",
@@ -31,7 +31,7 @@ OVERRIDES = (
     "tracking.drain_timeout_s=5",
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.faults
 
 
 @dataclass
@@ -95,7 +95,7 @@ def secret_run(slurm_runs: SlurmRuns, devcluster: DevCluster, tmp_path_factory: 
             code, result.texts[title] = slurm_runs.command("submit", *arguments, *option, **env)
             assert code == 0, result.texts[title]
         run, job = slurm_runs.run_dir(NAME), slurm_runs.job_id(NAME)
-        slurm_runs.wait_held(NAME, NUM_RANKS)
+        slurm_runs.wait_until_held(NAME, NUM_RANKS)
         result.modes = {path.name: path.stat().st_mode & 0o777 for path in (run.secrets, run.path)}
         result.texts |= slurm_output(devcluster, job)
         result.rank_environments = rank_environments(devcluster)

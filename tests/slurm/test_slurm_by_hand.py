@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HELD, HOLD_AT, HPCDIST, LAST_STEP, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, HPCDIST, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
 def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] = ()) -> str:
-    """Submit the script with a short run whose ranks are held in the second epoch; return the job id."""
+    """Submit the script with a short run that is held in the second epoch; return the job id."""
     command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
     done = subprocess.run(
-        [*command, *runs.config(name, *ON_FOUR_RANKS, *HELD, *overrides)],
+        [*command, *runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES, *overrides)],
         cwd=runs.project,
         env=runs.env(HPCDIST=str(HPCDIST)),
         capture_output=True,
@@ -36,11 +36,11 @@ def test_requeued_job_resumes_at_the_last_step(
 ) -> None:
     name = "by-hand"
     job = sbatch(slurm_runs, name)
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     saved = slurm_runs.wait_queued_again(name)
-    assert HOLD_AT <= saved < LAST_STEP, "stopped in the middle of the second epoch"
+    assert HOLD_STEP <= saved < LAST_STEP, "stopped in the middle of the second epoch"
     slurm_runs.start_now(job)
 
     slurm_runs.assert_finished_as(name, job, slurm_control)
@@ -56,7 +56,7 @@ def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slur
     job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
     state = slurm_runs.run_dir(name).path / "state.json"
     wait_for(state.exists, "the run folder")
-    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
+    saved = slurm_runs.wait_queued_again(name)
     assert 0 < saved < LAST_STEP
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, slurm_control)
@@ -70,7 +70,7 @@ def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
     """SIGUSR2 is the signal that Slurm sends ahead of the time limit."""
     name = "by-hand-once"
     job = sbatch(slurm_runs, name, "--no-requeue")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     assert "WARNING Slurm will not requeue this job: " in job_log(slurm_runs, name)
     devcluster.run("scancel", "--signal=USR2", job)
     slurm_runs.release(name)
@@ -79,7 +79,7 @@ def test_run_of_a_job_without_requeue_stops_and_can_be_resumed(
     assert "; Slurm does not requeue the job (scontrol requeue " in state.reason
     assert devcluster.job(job)["JobState"] == "COMPLETED"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
 
     code, output = slurm_runs.command("resume", name, "--detach")
     assert code == 0, output

@@ -12,22 +12,20 @@ import psutil
 import pytest
 from container_image import ContainerImage
 from containers import Containers
-from hpcdist_runs import HELD, HOLD_AT, LAST_STEP, wait_for
+from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.files.atomic import read_json
 
 RUNTIMES = ("podman", "charliecloud")
-#: The first test may have to build the image.
-pytestmark = pytest.mark.timeout(1200)
 #: Containers end at most this long after their job.
 REMOVAL_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def unpacked_image(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
-    with container_image.unpacked(containers, image("slim")) as found:
+    with container_image.mounted_image(containers, image("slim")) as found:
         yield found
 
 
@@ -112,7 +110,7 @@ def test_requeued_job_resumes_at_the_last_step(
     slurm_runs.release(name)
     assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < LAST_STEP
+    assert HOLD_STEP <= saved < LAST_STEP
     assert_nothing_left(in_image, slurm_runs, name)
     slurm_runs.start_now(job)
 
@@ -167,7 +165,7 @@ def test_cancelled_job_saves_and_leaves_no_container(
     slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
     assert slurm_runs.wait_end(name, job).status == "stopped"
-    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
     assert_nothing_left(in_image, slurm_runs, name)
 
 
@@ -195,7 +193,7 @@ def test_preempted_job_saves_and_resumes(
     slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
     saved = slurm_runs.wait_queued_again(name)
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
     assert_nothing_left(in_image, slurm_runs, name)
     devcluster.wait_job_state(high, "COMPLETED")
     slurm_runs.start_now(job)
@@ -210,8 +208,8 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(
     """The ranks are held until they are asked to stop; only the time limit causes that."""
     name = "time-limit-podman"
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
-    job = slurm_runs.submit(name, *HELD, *overrides(in_image, "podman", slurm_runs), *limits)
-    reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
+    job = slurm_runs.submit(name, *HOLD_OVERRIDES, *overrides(in_image, "podman", slurm_runs), *limits)
+    reason = slurm_runs.wait_status(name, "queued").reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert_nothing_left(in_image, slurm_runs, name)

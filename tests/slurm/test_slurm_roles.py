@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hpcdist_runs import assert_same
+from hpcdist_runs import assert_states_equal
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
 
 from hpcdist.devcluster import nodes
 from hpcdist.files.atomic import read_json
 
-STEPS, SAVED_AT, HOLD_AT = 40, 20, 25
+STEPS, SAVED_AT, HOLD_STEP = 40, 20, 25
 NUM_RANKS = 5
 ROLES = [
     "trainer=roles:train",
@@ -69,16 +69,16 @@ def control(slurm_runs: SlurmRuns) -> str:
 
 def submit_held(runs: SlurmRuns, name: str, *overrides: str) -> tuple[str, str]:
     """Submit a run and wait until all ranks are held; return the job id and the output of `submit`."""
-    arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_AT}", *overrides)
+    arguments = runs.config(name, *ROLES, f"params.hold_at={HOLD_STEP}", *overrides)
     code, output = runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output
-    runs.wait_held(name, NUM_RANKS)
+    runs.wait_until_held(name, NUM_RANKS)
     return runs.job_id(name), output
 
 
 def placement(runs: SlurmRuns, name: str, attempt: int = 1) -> list[list[Any]]:
     """Return rank, name, role, role index, host and local rank of each rank, as recorded by the ranks."""
-    return list((read_json(runs.attempt(name, attempt).path / "who.json") or {})["ranks"])
+    return list((read_json(runs.attempt(name, attempt).path / "placement.json") or {})["ranks"])
 
 
 def expected_placement(server: str, *workers: str) -> list[list[Any]]:
@@ -100,7 +100,7 @@ def assert_recovered(runs: SlurmRuns, name: str, job: str, control: str, resumed
     code, output = runs.command("sync", name)
     assert code == 0, output
     assert runs.checkpoint_steps(name)[-1] == STEPS
-    assert_same(runs.final_state(name), runs.final_state(control))
+    assert_states_equal(runs.final_state(name), runs.final_state(control))
     points = sorted(point for point in runs.points(name) if point[0] == "train/norm")
     assert points == sorted(point for point in runs.points(control) if point[0] == "train/norm")
     assert len(points) == STEPS
@@ -125,7 +125,7 @@ def test_requeued_heterogeneous_job_resumes_with_the_same_placement(
     slurm_runs.release(name)
     assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
-    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
     assert_recovered(slurm_runs, name, job, control, saved)
     assert devcluster.job(job)["Restarts"] == "1"
@@ -164,7 +164,7 @@ def test_requeued_allocation_resumes_with_the_same_placement(
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     saved = slurm_runs.wait_queued_again(name)
-    assert HOLD_AT <= saved < STEPS, "stopped in the middle"
+    assert HOLD_STEP <= saved < STEPS, "stopped in the middle"
     slurm_runs.start_now(job)
     assert_recovered(slurm_runs, name, job, control, saved)
     assert placement(slurm_runs, name, 2) == expected_placement("n4", "n2", "n3")
@@ -180,7 +180,7 @@ def test_preemption_of_one_component_requeues_the_heterogeneous_job(
     slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
     saved = slurm_runs.wait_queued_again(name)
-    assert saved >= HOLD_AT
+    assert saved >= HOLD_STEP
     devcluster.wait_job_state(high, "COMPLETED")
     slurm_runs.start_now(job)
     assert_recovered(slurm_runs, name, job, control, saved)
@@ -194,7 +194,7 @@ def test_heterogeneous_job_requeues_itself_ahead_of_the_time_limit(
     name = "het-time-limit"
     arguments = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job, _ = submit_held(slurm_runs, name, *HET, *arguments)
-    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
+    saved = slurm_runs.wait_queued_again(name)
     assert 0 < saved < STEPS
     slurm_runs.start_now(job)
     assert_recovered(slurm_runs, name, job, control, saved)

@@ -8,7 +8,7 @@ import pytest
 from hpcdist_runs import wait_for
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
-from swept import mend, mlflow_runs
+from sweep_results import mlflow_runs, repair_trainer
 
 from hpcdist.files.atomic import read_json
 
@@ -56,7 +56,7 @@ def test_sweep_is_a_job_array_and_resubmission_runs_only_the_failed_cell(
     states = [sweeps.wait_end(name, sweeps.job_id(name)).status for name in cells]
     assert states == ["finished", "failed", "finished"]
     assert "attempt 1: starting 1 ranks" in sweeps.job_log(cells[0])
-    mend(sweeps.project)
+    repair_trainer(sweeps.project)
     code, output = sweeps.command(*submit, "--follow")
     assert code == 0, output
     assert "  0: seed=2 (failed)  tune-seed_2\n" in output

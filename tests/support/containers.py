@@ -1,4 +1,4 @@
-"""Podman as the container tests use it: with a store of its own, and our images built in it from a copy of the code."""
+"""Podman for the container tests: a separate store, in which images are built from a copy of the code."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from typing import Any
 from hpcdist.run.folder import RunDir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-#: Layers stay here for the next session: the first one takes minutes, the others seconds. `make clean` removes them.
+#: Layers are kept for the next session: the first build takes minutes, later ones seconds. `make clean` removes them.
 STORE = Path("/var/tmp/hpcdist-tests/containers")
 BASE = "localhost/debian-base:bookworm"
 DEFAULT, SLIM, MLFLOW = "localhost/hpcdist:test", "localhost/hpcdist:test-slim", "localhost/hpcdist-mlflow:test"
 TAGS = {"default": DEFAULT, "slim": SLIM, "mlflow": MLFLOW}
-#: Somebody whom no image knows.
-STRANGER = 1234
+#: A user id that no image has.
+UNKNOWN_UID = 1234
 
 
 @dataclass(frozen=True)
 class Containers:
-    """A podman that does not meddle with this machine's own images, and hpcdist that uses it."""
+    """A podman with its own store, apart from the images of this machine, and commands of hpcdist that use it."""
 
     folder: Path
-    #: Stands in the package index's secret files and in everything of the checkout that a build must not see.
+    #: Text in the secret files of the package index and in all files of the checkout that a build must not read.
     canary: str = field(default_factory=lambda: f"canary-{secrets.token_hex(8)}")
 
     @property
@@ -45,7 +45,7 @@ class Containers:
         }
 
     def configure(self) -> None:
-        """Runs where cgroups are hybrid and limits cannot be raised, as in another container."""
+        """Configure podman for machines with hybrid cgroups and fixed limits, such as another container."""
         STORE.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.folder / "containers.conf").write_text(
             textwrap.dedent(
@@ -74,7 +74,7 @@ class Containers:
     def hpcdist(
         self, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, within_s: float = 600
     ) -> subprocess.CompletedProcess[str]:
-        """Our command line, as a user on this machine calls it."""
+        """Run `hpcdist ARGUMENTS`."""
         return subprocess.run(
             [sys.executable, "-m", "hpcdist", *arguments],
             env={**self.env, **(env or {})},
@@ -93,7 +93,7 @@ class Containers:
         return self.try_podman("image", "exists", image).returncode == 0
 
     def make_base(self) -> None:
-        """A Debian with Python, as a registry's would be. Raises CalledProcessError without a network."""
+        """Build a Debian image with Python, if it is missing. Raises CalledProcessError without a network."""
         with self.locked():
             if not self.has(BASE):
                 self._make_base()
@@ -101,7 +101,7 @@ class Containers:
     def _make_base(self) -> None:
         root = self.folder / "rootfs"
         packages = "python3,python3-venv,ca-certificates"
-        # In a mount namespace of its own: killed in the middle, debootstrap would leave /proc mounted in there.
+        # In a new mount namespace: a killed debootstrap would leave /proc mounted in the folder.
         command = [
             "unshare",
             "--mount",
@@ -119,13 +119,13 @@ class Containers:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the store for a build: tests in another process wait, and find its layers."""
+        """Lock the store for a build: tests in other processes wait, and reuse its layers."""
         with (STORE / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def build(self, target: str) -> str:
-        """Build one of our images with our own command, from a checkout full of what must stay outside."""
+        """Build an image with `hpcdist image build`, from a checkout with files that must not get into the image."""
         with self.locked():
             return self._build(target)
 
@@ -143,8 +143,8 @@ class Containers:
         return TAGS[target]
 
 
-def why_not(containers: Containers) -> str | None:
-    """Why there can be no containers here; None where there can."""
+def missing_requirement(containers: Containers) -> str | None:
+    """Return the reason why containers cannot run on this machine; None if they can."""
     if os.getuid() != 0:
         return "the container tests need root, for debootstrap and podman's overlays"
     missing = [name for name in ("podman", "runc", "debootstrap") if shutil.which(name) is None]
@@ -154,14 +154,14 @@ def why_not(containers: Containers) -> str | None:
     try:
         containers.make_base()
     except subprocess.CalledProcessError as error:
-        said = f"{error.stdout or ''}{error.stderr or ''}".strip().splitlines()
-        why = next((line for line in said if line.startswith("E: ")), said[-1] if said else str(error))
+        lines = f"{error.stdout or ''}{error.stderr or ''}".strip().splitlines()
+        why = next((line for line in lines if line.startswith("E: ")), lines[-1] if lines else str(error))
         return f"no base image can be made here: {why}"
     return None
 
 
 def _copy_checkout(target: Path, canary: str) -> None:
-    """What git knows or would take in, and beside it what people have lying around."""
+    """Copy the tracked and untracked files, and add private files of a typical checkout."""
     listing = subprocess.run(
         ["git", "-C", CHECKOUT, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         capture_output=True,
@@ -172,7 +172,7 @@ def _copy_checkout(target: Path, canary: str) -> None:
         if (CHECKOUT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(CHECKOUT / name, target / name)
-    lying_around = (
+    private_files = (
         ".git/config",
         ".env",
         ".netrc",
@@ -183,13 +183,13 @@ def _copy_checkout(target: Path, canary: str) -> None:
         "hpcdist/__pycache__/cli.cpython-311.pyc",
         "tests/token",
     )
-    for name in lying_around:
+    for name in private_files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_text(canary)
 
 
 def _write_index_secrets(folder: Path, canary: str) -> None:
-    """This machine's package index, for pip and for uv, with a canary that no layer may hold."""
+    """Write the package index of this machine for pip and uv, with a canary that no layer may contain."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -209,8 +209,8 @@ def _write_index_secrets(folder: Path, canary: str) -> None:
         path.chmod(0o600)
 
 
-def runs_of_strangers(folder: Path) -> list[RunDir]:
-    """The runs in a folder of another user, which `find_runs` leaves out."""
+def runs_of_other_users(folder: Path) -> list[RunDir]:
+    """Return the runs in a folder of another user, which `find_runs` ignores."""
     return [RunDir(path.parent) for path in sorted(folder.glob("*/*/state.json"))]
 
 

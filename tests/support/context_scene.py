@@ -1,4 +1,4 @@
-"""A rank's `Context` on a run folder, as the worker makes it, without worker and supervisor."""
+"""The `Context` of a rank on a run folder, without worker and supervisor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
-#: No world: for what one process can do without a process group.
-ALONE = Rank(0, 1, Path())
+#: A single rank without a process group.
+SINGLE_RANK = Rank(0, 1, Path())
 
 
 def new_run(folder: Path, name: str = "first") -> RunDir:
@@ -31,7 +31,7 @@ def new_run(folder: Path, name: str = "first") -> RunDir:
 
 @contextmanager
 def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None = None) -> Iterator[Context]:
-    """The context of rank `here` in a new attempt (of rank 0's making); nothing is closed for the trainer."""
+    """Yield the context of rank `here` in a new attempt, which rank 0 creates. The caller closes the context."""
     if here.rank == 0:
         run.new_attempt()
     if here.world_size > 1:
@@ -58,7 +58,7 @@ def open_context(here: Rank, run: RunDir, config: Config, flag: StopFlag | None 
                 attempt=attempt.number,
             ),
             device=torch.device("cpu"),
-            # What `spawn` let the ranks meet by; nobody but them knows the file.
+            # The store of `spawn_ranks`, a file.
             groups=Groups(group, dist.distributed_c10d._get_default_store() if group else dist.HashStore()),
             stop=StopAgreement(group, flag or StopFlag(), attempt.request, watch_request=here.rank == 0),
             journal=journal,

@@ -1,6 +1,7 @@
-"""Stands in for podman in tests: its containers are processes of their own session, and outlive whoever started them.
+"""Replaces podman in tests: each container is a process in a new session, which outlives the caller.
 
-`$FAKE_PODMAN` is a folder: `NAME.args` has the words of each `run`, `NAME.pid` the process of each container.
+The folder `$FAKE_PODMAN` has the arguments of each `run` in `NAME.args` and the process id of each container in
+`NAME.pid`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A fake rank: what a worker leaves behind, without torch, trainer or import of hpcdist.
+"""A fake rank: writes the files of a worker, without torch, trainer or import of hpcdist.
 
     python fake_rank.py RUN_DIR
 
-`RUN_DIR/script.json` says what each rank does in each attempt, as `{"<attempt>.<rank>": [[verb, argument], …]}`.
+`RUN_DIR/script.json` has the actions of each rank in each attempt: `{"<attempt>.<rank>": [[verb, argument], …]}`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP = 0
 
 
 def beat(step: int) -> None:
-    """Progress up to `step`, as rank/context.py writes it."""
+    """Write a heartbeat, as rank/telemetry/heartbeat.py does."""
     global STEP
     STEP = step
     value = {"time": time.time(), "step": step, "total_steps": 100, "metrics": {"train/loss": 1 / (step + 1)}}
@@ -35,19 +35,19 @@ def beat(step: int) -> None:
 
 
 def report(outcome: dict[str, Any]) -> None:
-    """The outcome file, as rank/outcome.py writes it."""
+    """Write the outcome file, as rank/outcome.py does."""
     value = {"rank": RANK, "host": "fakehost", "time": time.time(), "step": STEP, "peer_lost": False, "traceback": []}
     (FOLDER / f"rank-{RANK:05d}.outcome.json").write_text(json.dumps(value | outcome))
 
 
 def say(word: str) -> None:
-    """Tell the test, through a named pipe, how far this rank is."""
+    """Write a word to the named pipe that the test reads."""
     with open(RUN / "said", "w") as pipe:
         pipe.write(f"{word}\n")
 
 
 def await_file(name: str) -> None:
-    """Go on when a file is there."""
+    """Wait until a file exists."""
     while not (RUN / name).exists():
         select.select([], [], [], 0.01)
 
@@ -63,16 +63,16 @@ def perform(verb: str, argument: Any) -> None:
         print(argument, flush=True)
     elif verb == "await":
         await_file(argument.format(attempt=FOLDER.relative_to(RUN)))
-    elif verb == "on":  # [signal, what to print]
+    elif verb == "on":  # [signal, text to print]
         signal.signal(argument[0], lambda *_: print(argument[1], flush=True))
     elif verb == "ignore":
         signal.signal(argument, signal.SIG_IGN)
     elif verb == "kill":
         os.kill(os.getpid(), argument)
-    elif verb == "grandchild":  # holds the pipe open for as long as it lives
+    elif verb == "grandchild":  # keeps the pipe open until it ends
         stubborn = "trap '' TERM INT HUP; exec sleep 600"
         subprocess.Popen(["sh", "-c", stubborn], pass_fds=[os.open(RUN / "alive", os.O_WRONLY)])
-    elif verb == "busy":  # progress, for ever
+    elif verb == "busy":  # heartbeats without end
         while True:
             beat(STEP + 1)
             select.select([], [], [], 0.02)
@@ -87,14 +87,14 @@ def perform(verb: str, argument: Any) -> None:
         temporary.replace(FOLDER / "request.json")
     elif verb == "environment":
         print("\n".join(f"{name}={value}" for name, value in os.environ.items()), flush=True)
-    elif verb == "chatter":  # print often, for so many seconds
+    elif verb == "chatter":  # print dots for a number of seconds
         end = time.monotonic() + argument
         while time.monotonic() < end:
             print(".", end="", flush=True)
             select.select([], [], [], 0.05)
     elif verb == "block":
         signal.pthread_sigmask(signal.SIG_BLOCK, [argument])
-    elif verb == "await_signal":  # one that is blocked
+    elif verb == "await_signal":  # a blocked signal
         signal.sigwait([argument])
     elif verb == "sleep":
         select.select([], [], [], argument)

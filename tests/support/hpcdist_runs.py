@@ -1,4 +1,4 @@
-"""Runs through the real command, for tests: start, wait for what can be seen on disk, and look at what is left."""
+"""Runs started with the real command: start and wait for them, then read their checkpoints and MLflow records."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from hpcdist.run.folder import RunDir
 
 HPCDIST = Path(sys.executable).with_name("hpcdist")
 USER_CODE = Path(__file__).resolve().parent / "user_code"
-#: Metrics that training alone determines.
-EXACT = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
-#: 45 steps an epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
+#: Metrics that depend only on the training, not on its speed.
+TRAINING_METRICS = ("train/loss", "train/lr", "train/epoch", "eval/loss", "eval/accuracy")
+#: 45 steps per epoch; checkpoints at 20, 40, 45, 60, 80 and 90, of which the last two (and the best) are kept.
 TRAINING = ["data.batch_size=16", "stop.max_epochs=2", "checkpoint.every_steps=20"]
 AUGMENTED = ["data.augment=true"]
 LAST_STEP = 90
-#: In the second epoch, behind its start and before the next checkpoint.
-HOLD_AT = 50
-HELD = ["trainer=gated:train", f"params.hold_at={HOLD_AT}"]
+#: A step in the second epoch, before its first checkpoint.
+HOLD_STEP = 50
+HOLD_OVERRIDES = ["trainer=gated:train", f"params.hold_at={HOLD_STEP}"]
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, *, timeout_s: float = 90.0) -> T:
-    """Return the condition's value as soon as it is true; AssertionError when it never is."""
+def wait_for(condition: Callable[[], T], description: str, *, timeout_s: float = 240.0) -> T:
+    """Return the value of the condition as soon as it is true; raise AssertionError after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < end, f"waited {timeout_s:g} s in vain for {what}"
+        assert time.monotonic() < end, f"waited {timeout_s:g} s for {description}"
         time.sleep(0.02)
     return value
 
 
-def closed_port() -> int:
-    """A port of this machine that nobody listens on."""
+def unused_port() -> int:
+    """Return a port of this machine on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 class Runs:
-    """A folder for runs, with a database of its own and a folder of user code to start them from.
+    """A runs folder with its own MLflow database and a folder of user code, from which runs are started.
 
     Args:
         root: an existing folder.
-        database: an empty MLflow database, which takes seconds to make and nothing to copy.
-        experiment: what the runs' configs say.
+        database: an empty MLflow database to copy, because creating one takes seconds.
+        experiment: experiment of the runs.
     """
 
     def __init__(self, root: Path, database: Path | None = None, experiment: str = "digits") -> None:
@@ -71,18 +71,18 @@ class Runs:
         shutil.copytree(USER_CODE, self.project, ignore=shutil.ignore_patterns("__pycache__"))
         if database is not None:
             shutil.copy(database, self.database)
-        # Ranks that find no MLflow skip the export of the final model: seconds a run.
+        # Ranks without MLflow skip the export of the final model, which takes seconds per run.
         self.no_mlflow = root / "no_mlflow"
         self.no_mlflow.mkdir()
-        (self.no_mlflow / "mlflow.py").write_text("raise ModuleNotFoundError('left out by a test')\n")
+        (self.no_mlflow / "mlflow.py").write_text("raise ModuleNotFoundError('not available in this test')\n")
 
     def env(self, **more: str) -> dict[str, str]:
-        """This environment without what would steer a run, and with `more`."""
+        """Return this environment without variables that configure a run, and with `more`."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HPCDIST_RUNS", "HPCDIST_TRACK", "MLFLOW_"))}
         return {**kept, "HPCDIST_RUNS_DIR": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1", **more}
 
     def start(self, *arguments: str, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen[str]:
-        """Start `hpcdist ARGUMENTS`, below a command `prefix`; its output is to be read with `finish`."""
+        """Start `hpcdist ARGUMENTS` with an optional command prefix; read its output with `finish`."""
         return subprocess.Popen(
             [*prefix, str(HPCDIST), *arguments],
             cwd=self.project,
@@ -94,11 +94,11 @@ class Runs:
         )
 
     def command(self, *arguments: str, **env: str) -> tuple[int, str]:
-        """Run `hpcdist ARGUMENTS` to its end; returns exit code and output."""
+        """Run `hpcdist ARGUMENTS`; return exit code and output."""
         return finish(self.start(*arguments, **env))
 
     def config(self, name: str, *overrides: str, export: bool = False) -> list[str]:
-        """Arguments of `hpcdist run` for a short run; `export` leaves the final model, at a cost of seconds."""
+        """Return the arguments of `hpcdist run` for a short run; `export` also exports the final model."""
         return [
             "ddp_digits",
             f"name={name}",
@@ -121,8 +121,8 @@ class Runs:
     def attempt(self, name: str, number: int = 1) -> Attempt:
         return self.run_dir(name).attempt(number)
 
-    def wait_held(self, name: str, num_ranks: int = 2) -> list[int]:
-        """Process ids of the ranks, once the trainer of `gated.py` holds all of them."""
+    def wait_until_held(self, name: str, num_ranks: int = 2) -> list[int]:
+        """Wait until the trainer of `gated.py` holds all ranks; return their process ids."""
         paths = [self.attempt(name).path / f"held-{rank}" for rank in range(num_ranks)]
         wait_for(lambda: all(path.exists() for path in paths), "the ranks to be held")
         return [int(path.read_text()) for path in paths]
@@ -134,25 +134,25 @@ class Runs:
         lease = wait_for(lambda: read_json(self.run_dir(name).lease), "the lease")
         return int(lease["pid"])
 
-    # --- what is left of a run
+    # --- results of a run
 
     def points(self, name: str) -> list[tuple[str, int, float]]:
-        """Every metric point that MLflow has of the run: (key, step, value)."""
+        """Return all metric points of the run in MLflow: (key, step, value)."""
         rows = self._query("select key, step, value from metrics where run_uuid = ?", self.mlflow_id(name))
         return [(key, step, value) for key, step, value in rows]
 
     def series(self, name: str) -> dict[tuple[str, int], float]:
-        """The points that training determines by (key, step), after a look that MLflow has every point once."""
+        """Return the points of TRAINING_METRICS by (key, step), and assert that MLflow has every point once."""
         points = self.points(name)
         counts = Counter((key, step) for key, step, _ in points)
         assert not [item for item in counts.items() if item[1] > 1], "points that are in MLflow more than once"
-        return {(key, step): value for key, step, value in points if key in EXACT}
+        return {(key, step): value for key, step, value in points if key in TRAINING_METRICS}
 
     def mlflow_status(self, name: str) -> str:
         return str(self._query("select status from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
 
     def tags(self, name: str) -> dict[str, str]:
-        """The run's tags in MLflow."""
+        """Return the tags of the run in MLflow."""
         return dict(self._query("select key, value from tags where run_uuid = ?", self.mlflow_id(name)))
 
     def param(self, name: str, key: str) -> str:
@@ -160,7 +160,7 @@ class Runs:
         return str(self._query(query, self.mlflow_id(name), key)[0][0])
 
     def artifacts(self, name: str, folder: str) -> Path:
-        """Where MLflow has a folder of the run's artifacts."""
+        """Return the path of a folder of the run's artifacts in MLflow."""
         uri = str(self._query("select artifact_uri from runs where run_uuid = ?", self.mlflow_id(name))[0][0])
         return Path(uri.removeprefix("file://")) / folder
 
@@ -179,29 +179,29 @@ class Runs:
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
     def final_state(self, name: str) -> dict[str, Any]:
-        """All that the newest checkpoint holds, the ranks' generators included."""
+        """Return the content of the newest checkpoint, including the random number generators of all ranks."""
         folder = self.run_dir(name).checkpoints / f"step-{self.checkpoint_steps(name)[-1]:08d}"
         return {file: torch.load(folder / file, weights_only=True) for file in ("model.pt", "trainer.pt")}
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str]:
-    """Exit code and output of a process that `Runs.start` gave."""
+    """Wait for a process of `Runs.start`; return exit code and output."""
     with process:
         output, _ = process.communicate(timeout=timeout_s)
     return process.returncode, output
 
 
-def assert_same(left: Any, right: Any, path: str = "") -> None:
-    """Assert that two states are equal bit by bit."""
+def assert_states_equal(left: Any, right: Any, path: str = "") -> None:
+    """Assert that two nested states are bit-equal."""
     assert type(left) is type(right), path
     if isinstance(left, dict):
         assert left.keys() == right.keys(), path
         for key in left:
-            assert_same(left[key], right[key], f"{path}.{key}")
+            assert_states_equal(left[key], right[key], f"{path}.{key}")
     elif isinstance(left, list | tuple):
         assert len(left) == len(right), path
         for index, pair in enumerate(zip(left, right, strict=True)):
-            assert_same(*pair, f"{path}[{index}]")
+            assert_states_equal(*pair, f"{path}[{index}]")
     elif isinstance(left, torch.Tensor):
         assert left.dtype == right.dtype, path
         assert torch.equal(left, right), f"{path} differs"
@@ -209,28 +209,28 @@ def assert_same(left: Any, right: Any, path: str = "") -> None:
         assert left == right, path
 
 
-def assert_as_undisturbed(runs: Runs, name: str, control: str, controls: Runs | None = None) -> None:
-    """Assert on the whole last checkpoint bit by bit, and on each metric point: once, and of the same value."""
+def assert_equals_control(runs: Runs, name: str, control: str, controls: Runs | None = None) -> None:
+    """Assert that a run has the same last checkpoint (bit by bit) and metric points as an uninterrupted one."""
     controls = controls or runs
     assert runs.checkpoint_steps(name)[-1] == LAST_STEP
-    assert_same(runs.final_state(name), controls.final_state(control))
+    assert_states_equal(runs.final_state(name), controls.final_state(control))
     expected = controls.series(control)
-    assert {key for key, _ in expected} == set(EXACT)
+    assert {key for key, _ in expected} == set(TRAINING_METRICS)
     assert len(expected) == 3 * LAST_STEP // 2 + 2 * 2
     assert runs.series(name) == expected
     assert runs.mlflow_status(name) == "FINISHED"
 
 
 class Descendants:
-    """All processes below one, held by pidfd: these tell of an end whoever the parent is by then."""
+    """The descendants of a process. A pidfd of each reports its end also after its parent has changed."""
 
     def __init__(self, pid: int) -> None:
         self.processes = psutil.Process(pid).children(recursive=True)
         self.commands = [" ".join(process.cmdline()) for process in self.processes]
         self._descriptors = {os.pidfd_open(process.pid): process for process in self.processes}
 
-    def wait_gone(self, timeout_s: float) -> None:
-        """Return when all have ended; AssertionError when one has not after `timeout_s`."""
+    def wait_until_ended(self, timeout_s: float) -> None:
+        """Wait until all processes have ended; raise AssertionError after `timeout_s`."""
         end = time.monotonic() + timeout_s
         alive = dict(self._descriptors)
         while alive and time.monotonic() < end:
@@ -248,7 +248,7 @@ class Descendants:
 
 
 def documented_sockets() -> dict[str, str]:
-    """Address of each kind of listening socket, from the table of SECURITY.md."""
+    """Return the address of each kind of listening socket, from the table in SECURITY.md."""
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
     table = text.partition("## Listening sockets")[2].partition("##")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
@@ -256,7 +256,10 @@ def documented_sockets() -> dict[str, str]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Where a process listens on TCP: host and port, in its own network namespace (psutil reads this process's)."""
+    """Return host and port of the listening TCP sockets of a process, in its network namespace.
+
+    psutil would read the sockets of the namespace of this process.
+    """
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -273,7 +276,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc: int = 0) -> None:
-    """Compare the listening sockets of a local run's ranks with SECURITY.md: loopback, and as many of each kind."""
+    """Compare the listening sockets of the ranks of a local run with SECURITY.md: addresses and number of each kind."""
     documented = documented_sockets()
     assert documented.keys() >= {"gate", "store", "relay", "gloo", "rpc", "nccl", "preflight", "ui"}
     assert {documented[kind] for kind in ("gate", "gloo", "rpc", "nccl")} == {"interface"}
@@ -282,5 +285,7 @@ def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc
     for rank, sockets in enumerate(by_rank):
         gates = [port for _, port in sockets if 20480 <= port < 32768]
         assert len(gates) == (rank == 0)
-        num_gloo = len(sockets) - num_rpc - (3 if rank == 0 else 1)  # gate, store and relay, or a relay alone
+        num_gloo = (
+            len(sockets) - num_rpc - (3 if rank == 0 else 1)
+        )  # rank 0 has a gate, a store and a relay, other ranks only a relay
         assert 1 <= num_gloo <= 5, (rank, sockets)

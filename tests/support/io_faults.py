@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REQUIRE = "HPCDIST_REQUIRE_COMPILER"
-"""Set to 1, it turns the skip for want of a C compiler into a failure: for machines that must have one."""
+"""If set to 1, a missing C compiler is a failure instead of a skip."""
 SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -25,10 +25,10 @@ class Fault:
         operation: such as `open`, `create`, `read`, `write`, `fsync`, `rename`, `stat`, `opendir`; `*` for all.
         path: glob below the folder under test.
         error: errno; 0 for none.
-        first, count: of the matching calls, which one fails first and how many fail (0: all from there on).
-        delay_ms: how long a call that is hit takes.
-        window_ms: all matching calls within this time fail, whatever `first` and `count` are.
-        short: reads and writes transfer about half of what was asked for.
+        first, count: number of the first matching call that fails, and how many fail (0: all later ones).
+        delay_ms: duration of a call with the fault.
+        window_ms: all matching calls within this time fail, regardless of `first` and `count`.
+        short: reads and writes transfer about half of the data.
     """
 
     operation: str
@@ -48,7 +48,7 @@ class Fault:
 
         Args:
             folder: the folder under test.
-            fired: file outside of it, to which a line is appended for each call that was hit.
+            fired: file outside of it, to which a line is appended for each call with the fault.
         """
         return {
             "LD_PRELOAD": str(library),
@@ -81,7 +81,7 @@ class Preloaded:
         self._library.io_faults_arm(*names, *fault.numbers())
 
     def disarm(self) -> int:
-        """End the fault; returns how many calls it has hit."""
+        """End the fault; return the number of calls that it affected."""
         self._library.io_faults_disarm()
         return int(self._library.io_faults_fired())
 
@@ -91,7 +91,7 @@ class Preloaded:
 
 
 def recorded(file: Path) -> set[tuple[str, str]]:
-    """The operations in a record, each with a glob of the files that it was made on: without chance and numbers."""
+    """Return the operations in a record, each with the path of its file; random parts of names are replaced by `*`."""
     found = set()
     for line in file.read_text().splitlines():
         operation, _, path = line.partition("\t")

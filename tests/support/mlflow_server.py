@@ -10,23 +10,23 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from hpcdist_runs import closed_port, wait_for
+from hpcdist_runs import unused_port, wait_for
 
 
 class Server:
     """An MLflow server of one worker.
 
     Args:
-        root: where its log and its artifacts are.
-        database: its store, which need not exist; by default `mlflow.db` in `root`.
-        host: the address that it listens on.
+        root: folder of its log and its artifacts.
+        database: its store, created if missing; by default `mlflow.db` in `root`.
+        host: address to listen on.
     """
 
     def __init__(self, root: Path, database: Path | None = None, host: str = "127.0.0.1") -> None:
         self._root = root
         self._database = database or root / "mlflow.db"
         self._host = host
-        self._port = closed_port()
+        self._port = unused_port()
         self.uri = f"http://{host}:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -64,7 +64,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """SIGKILL to it and its workers."""
+        """Kill the server and its workers with SIGKILL."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             assert self._process.wait(30) == -signal.SIGKILL

@@ -12,16 +12,16 @@ WAIT_S = 20.0
 
 
 class NamedPipe:
-    """The reading end. `line` waits for the next line; `has_ended` for the end of every process that holds it.
+    """The reading end. `line` waits for the next line; `is_released` for the end of all writing processes.
 
     Args:
-        reopened: writers come and go, and `has_ended` is of no interest.
+        reopened: writers may open and close the pipe repeatedly; then `is_released` must not be used.
     """
 
     def __init__(self, path: Path, *, reopened: bool = False) -> None:
         self.path = path
         os.mkfifo(path)
-        # A pipe that has a writer of its own never ends.
+        # With a writer in this process the pipe never reports its end.
         self._descriptor = os.open(path, os.O_NONBLOCK | (os.O_RDWR if reopened else os.O_RDONLY))
         self._text = b""
 
@@ -33,13 +33,13 @@ class NamedPipe:
 
     def line(self, timeout_s: float = WAIT_S) -> str:
         while b"\n" not in self._text:
-            assert self._poll(timeout_s) & select.POLLIN, f"no line came, but {self._text!r}"
+            assert self._poll(timeout_s) & select.POLLIN, f"no line was written, only {self._text!r}"
             self._text += os.read(self._descriptor, 4096)
         first, _, self._text = self._text.partition(b"\n")
         return first.decode()
 
-    def has_ended(self, timeout_s: float) -> bool:
-        """Whether all who had opened it are gone within this time; what they still wrote is dropped."""
+    def is_released(self, timeout_s: float) -> bool:
+        """Return whether all writers close the pipe within this time; their remaining output is dropped."""
         while (events := self._poll(timeout_s)) & select.POLLIN:
             if not os.read(self._descriptor, 4096):
                 break

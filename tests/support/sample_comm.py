@@ -1,4 +1,4 @@
-"""Results of a communication benchmark as a healthy cluster gives them, for tests to break."""
+"""Results of a communication benchmark on a healthy cluster, in which tests insert faults."""
 
 from __future__ import annotations
 
@@ -11,34 +11,22 @@ from typing import Any
 from hpcdist.bench.results import CheckResult, Overlap, Pair, RankPlace, Results, Row, Rpc
 
 LATENCY_S, BANDWIDTH = 50e-6, 1.2e9
-#: Within a node everything is so many times faster.
+#: Factor by which pairs within a node are faster.
 NEARBY = 4
 Factor = Callable[[str, str], float]
 
 
 def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: int = 0, **changed: Any) -> Results:
-    """Nodes n1, n2, … with ranks in their order; `noise` is the standard deviation of all logarithms."""
-    chance = random.Random(seed)
+    """Return results of nodes n1, n2, … with consecutive ranks.
+
+    Args:
+        noise: standard deviation of the logarithms of all measurements.
+        seed: seed of the noise.
+        **changed: fields of the results.
+    """
+    rng = random.Random(seed)
     ranks = [RankPlace(rank=i, node=f"n{i // per_node + 1}", device="cpu") for i in range(num_nodes * per_node)]
-
-    def about(value: float) -> float:
-        return value * math.exp(chance.gauss(0, noise))
-
-    pairs = []
-    for source in ranks:
-        for target in ranks:
-            near = NEARBY if source.node == target.node else 1
-            if source != target:
-                pairs.append(
-                    Pair(
-                        source=source.rank,
-                        target=target.rank,
-                        bytes=2**22,
-                        latency_s=about(LATENCY_S / near),
-                        bandwidth=about(BANDWIDTH * near),
-                    )
-                )
-    found = Results(
+    results = Results(
         backend="gloo",
         device="cpu",
         world_size=len(ranks),
@@ -52,18 +40,8 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
             CheckResult(operation="all_reduce[sum]", group="world", dtype="float32", ok=True),
             CheckResult(operation="broadcast", group="world", dtype="int32", ok=True),
         ],
-        rows=[
-            row(operation, variant, mode, about(time_s), size)
-            for operation, variant, start_s, speed in (
-                ("ring_all_reduce", "", 4e-4, 3e8),
-                ("all_reduce", "sum", 2e-4, 6e8),
-                ("broadcast", "", 1e-4, 9e8),
-            )
-            for mode in ("blocking", "async")
-            for size in (2**power for power in range(29))
-            for time_s in (start_s + size / speed,)
-        ],
-        pairs=pairs,
+        pairs=_pairs(ranks, rng, noise),
+        rows=_rows(rng, noise),
         overlap=[
             Overlap(
                 operation="all_reduce[sum]",
@@ -74,28 +52,64 @@ def sample(num_nodes: int = 4, per_node: int = 1, *, noise: float = 0.05, seed: 
                 hidden=0.75,
             )
         ],
-        rpc=[
-            Rpc(
-                source="n1/0",
-                target=f"{place.node}/{place.rank}",
-                bytes=size,
-                device="cpu",
-                latency_s=5e-4 * (3 if place.node == "n3" else 1),
-                p99_s=1e-3,
-                calls_per_s=4000.0,
-                in_flight=8,
-                bandwidth=size * 8000.0,
-            )
-            for place in ranks[1:]
-            for size in (8, 2**20)
-        ],
+        rpc=[_rpc(rank, size) for rank in ranks[1:] for size in (8, 2**20)],
     )
-    found.rows.append(replace(row("barrier", "", "blocking", 2e-4, 0), dtype="", algbw=None, busbw=None))
-    return replace(found, **changed)
+    return replace(results, **changed)
+
+
+def _noisy(value: float, rng: random.Random, noise: float) -> float:
+    return value * math.exp(rng.gauss(0, noise))
+
+
+def _pairs(ranks: list[RankPlace], rng: random.Random, noise: float) -> list[Pair]:
+    pairs = []
+    for source in ranks:
+        for target in ranks:
+            factor = NEARBY if source.node == target.node else 1
+            if source != target:
+                pairs.append(
+                    Pair(
+                        source=source.rank,
+                        target=target.rank,
+                        bytes=2**22,
+                        latency_s=_noisy(LATENCY_S / factor, rng, noise),
+                        bandwidth=_noisy(BANDWIDTH * factor, rng, noise),
+                    )
+                )
+    return pairs
+
+
+def _rows(rng: random.Random, noise: float) -> list[Row]:
+    """Return operations that take a start-up time plus size / speed, and a barrier."""
+    rows = [
+        row(operation, variant, mode, _noisy(start_s + size / speed, rng, noise), size)
+        for operation, variant, start_s, speed in (
+            ("ring_all_reduce", "", 4e-4, 3e8),
+            ("all_reduce", "sum", 2e-4, 6e8),
+            ("broadcast", "", 1e-4, 9e8),
+        )
+        for mode in ("blocking", "async")
+        for size in (2**power for power in range(29))
+    ]
+    return [*rows, row("barrier", "", "blocking", 2e-4, 0, dtype="", algbw=None, busbw=None)]
+
+
+def _rpc(rank: RankPlace, size: int) -> Rpc:
+    return Rpc(
+        source="n1/0",
+        target=f"{rank.node}/{rank.rank}",
+        bytes=size,
+        device="cpu",
+        latency_s=5e-4 * (3 if rank.node == "n3" else 1),
+        p99_s=1e-3,
+        calls_per_s=4000.0,
+        in_flight=8,
+        bandwidth=size * 8000.0,
+    )
 
 
 def row(operation: str, variant: str, mode: Any, median_s: float, size: int, **changed: Any) -> Row:
-    """One point whose p99 is twice its median."""
+    """Return a measurement with a p99 of twice the median."""
     found = Row(
         operation=operation,
         variant=variant,
@@ -117,7 +131,7 @@ def row(operation: str, variant: str, mode: Any, median_s: float, size: int, **c
 
 
 def with_links(results: Results, *, slower: Factor | None = None, later: Factor | None = None) -> Results:
-    """The same with pairs slowed by a factor of the nodes that they go from and to."""
+    """Divide bandwidths by `slower` and multiply latencies by `later`, factors by source and target node."""
     node: Mapping[int, str] = {place.rank: place.node for place in results.ranks}
 
     def factor(found: Factor | None, pair: Pair) -> float:

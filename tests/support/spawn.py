@@ -1,4 +1,4 @@
-"""Starts real ranks for a test: processes that meet through a file, so that no port is needed.
+"""Start real ranks for a test: processes with a process group whose store is a file, so that no port is needed.
 
 def add(here: Rank) -> float: ...            # at the top level of a test file; runs in every rank
 results = spawn_ranks(add, num_ranks=3)      # by rank; or the first failing rank's traceback
@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-#: After the first failure the others get this long to report theirs.
+#: Time in seconds for the other ranks to report their failures after the first one.
 PEER_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank's function is told."""
+    """The first argument of a function of `spawn_ranks`."""
 
     rank: int
     world_size: int
-    folder: Path  #: empty at first, the same for all ranks
+    folder: Path  #: an empty folder, the same for all ranks
 
 
-def quiet_env() -> dict[str, str]:
-    """This environment for a rank: one thread, loopback alone."""
+def rank_env() -> dict[str, str]:
+    """Return this environment for a rank: one thread, only loopback."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -54,11 +54,11 @@ def spawn_ranks(
     timeout_s: float = 90.0,
     **arguments: Any,
 ) -> list[Any]:
-    """Run `function(Rank(…), **arguments)` in `num_ranks` processes of one gloo group; returns its results by rank.
+    """Run `function(Rank(…), **arguments)` in `num_ranks` processes of one gloo group; return its results by rank.
 
     Args:
-        function: of the top level of a test file; what it takes and returns is pickled.
-        killed: ranks that are to die by SIGKILL; their result is None.
+        function: a function at module level of a test file; its arguments and results are pickled.
+        killed: ranks that the function kills by SIGKILL; their result is None.
 
     Raises AssertionError with the log of the rank that failed first.
     """
@@ -79,7 +79,7 @@ def spawn_ranks(
 
 
 def _run(folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
-    """Exit codes by rank, in the order in which the ranks ended; whoever is late is killed."""
+    """Return exit codes by rank, in the order in which the ranks ended; ranks beyond the time limit are killed."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
     descriptors: dict[int, int] = {}
     exits: dict[int, int] = {}
@@ -87,7 +87,7 @@ def _run(folder: Path, num_ranks: int, timeout_s: float) -> dict[int, int]:
         for rank in range(num_ranks):
             with open(folder / f"{rank}.log", "wb") as log:
                 processes[rank] = subprocess.Popen(
-                    [sys.executable, __file__, str(folder), str(rank)], env=quiet_env(), stdout=log, stderr=log
+                    [sys.executable, __file__, str(folder), str(rank)], env=rank_env(), stdout=log, stderr=log
                 )
             descriptors[rank] = os.pidfd_open(processes[rank].pid)
         end = time.monotonic() + timeout_s
@@ -128,7 +128,7 @@ def _be_rank(folder: Path, rank: int) -> None:
     if all_live:
         dist.barrier()
         dist.destroy_process_group()
-    os._exit(0)  # a group with dead members is not to be torn down
+    os._exit(0)  # destroying a group with dead members would hang
 
 
 if __name__ == "__main__":

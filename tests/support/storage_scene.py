@@ -1,10 +1,10 @@
-"""Supervisors over fake ranks, one after the other, each with a fault in one kind of file operation.
+"""Supervisors of fake ranks, one after the other, each with a fault in one kind of file operation.
 
     LD_PRELOAD=io_faults.so python storage_scene.py FOLDER [unattended_s]
 
-Reads cells from standard input, one JSON object a line, and prints what became of each, likewise. The process is
-started once for many cells, since imports take longer than a run of fake ranks. The ranks themselves, the guard and
-the shipper have no fault: it is armed in this process alone.
+Reads cells from standard input, one JSON object per line, and prints one result per line. One process runs many
+cells, because imports take longer than a run of fake ranks. The fault is active only in this process, not in the
+ranks, the guard or the shipper.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from io_faults import Fault, Preloaded
-from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.files import retry
 from hpcdist.run import lease
 from hpcdist.run.folder import RunDir
 
-#: What the ranks do: finish, fail once and then finish, or stop when they are asked to.
-OBEY: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
+#: Actions of the ranks: finish, fail once and then finish, or stop at a signal or a request.
+STOP_ON_SIGNAL: list[list[Any]] = [["block", 15], ["beat", 3], ["await_signal", 15], ["report", {"outcome": "stopped"}]]
 SCRIPTS: dict[str, dict[str, Any]] = {
     "done": {"first": [[["beat", 1], ["sleep", 0.1], *DONE], []]},
     "restart": {"first": [fails("RuntimeError: broken"), []], "second": [[*DONE], []]},
     "slow": {"first": [[["beat", 1], ["sleep", 3.0], *DONE], [["beat", 1], ["sleep", 3.0]]]},
-    "stop by signal": {"first": [OBEY, OBEY[:-1]]},
-    "stop": {"first": [[["beat", 3], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]]},
+    "stop by signal": {"first": [STOP_ON_SIGNAL, STOP_ON_SIGNAL[:-1]]},
+    "stop": {"first": [[["beat", 3], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]]},
 }
 
 
@@ -44,25 +44,25 @@ def play(cell: dict[str, Any], folder: Path, library: Preloaded) -> dict[str, An
     if cell["scene"].startswith("stop"):
         scene.report.on_progress = lambda beat: scene.report.steps[1:] or signal.raise_signal(signal.SIGTERM)
     supervisor = scene.supervisor()
-    said: dict[str, Any] = {"error": None}
+    result: dict[str, Any] = {"error": None}
     if record := cell.get("record"):
         library.record(run.path, Path(record))
     if cell.get("fault"):
         library.arm(run.path, Fault(**cell["fault"]))
     try:
         with retry.patient(retry.UNATTENDED_S), lease.hold(run):
-            state = scene.supervise_on_any_disk(supervisor)
-        said |= {"status": state.status, "reason": state.reason}
+            state = scene.supervise_unchecked(supervisor)
+        result |= {"status": state.status, "reason": state.reason}
     except Exception as error:
-        said["error"] = "".join(traceback.format_exception(error))
+        result["error"] = "".join(traceback.format_exception(error))
     finally:
-        said["fired"] = library.disarm()
+        result["fired"] = library.disarm()
         library.record(run.path, None)
     state = run.read_state()
-    said |= {"on_disk": [state.status, state.reason], "notes": scene.report.notes, "attempts": scene.report.attempts}
-    said["lease_left"] = run.lease.exists()
-    said["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    return said
+    result |= {"on_disk": [state.status, state.reason], "notes": scene.report.notes, "attempts": scene.report.attempts}
+    result["lease_left"] = run.lease.exists()
+    result["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return result
 
 
 def main() -> None:

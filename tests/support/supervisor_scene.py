@@ -1,4 +1,4 @@
-"""A run folder, fake ranks that follow a script, and a supervisor over them.
+"""A run folder, fake ranks that execute a script, and their supervisor.
 
 python supervisor_scene.py RUN_DIR    supervises in this process, as `hpcdist run` does; prints the last state
 """
@@ -29,9 +29,9 @@ from hpcdist.supervisor.supervisor import Supervisor
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 Script = dict[str, list[list[Any]]]
 
-#: What ranks do that end well.
+#: Actions of a rank that succeeds.
 DONE: list[list[Any]] = [["beat", 9], ["report", {"outcome": "done", "reason": "all epochs are done"}]]
-STOP_WHEN_ASKED: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
+STOP_ON_REQUEST: list[list[Any]] = [["await", "{attempt}/request.json"], ["report", {"outcome": "stopped"}]]
 
 
 def fails(error: str, *, step: int = 5, **changes: Any) -> list[list[Any]]:
@@ -39,7 +39,7 @@ def fails(error: str, *, step: int = 5, **changes: Any) -> list[list[Any]]:
 
 
 class Recorder:
-    """A Reporter that keeps what it is told; the hooks let a test act in the middle of an attempt."""
+    """A Reporter that records its calls; the hooks let a test act in the middle of an attempt."""
 
     def __init__(self) -> None:
         self.attempts: list[tuple[int, int]] = []
@@ -69,14 +69,14 @@ class Recorder:
 
 
 class Printer(Recorder):
-    """Prints its notes, as people's terminals get them."""
+    """Prints its notes, as on a terminal."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
 
 
 class Scene:
-    """One run with two fake ranks, and a supervisor that looks often."""
+    """One run with two fake ranks, and a supervisor with a short polling interval."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -87,15 +87,17 @@ class Scene:
         self.env: dict[str, str] = {"PATH": os.environ["PATH"]}
         self.import_path: list[str] = []
         self.tracking_uri = "sqlite:////nowhere/mlflow.db"
-        #: What stands in for the shipper.
+        #: Command that replaces the shipper.
         self.shipper = ["true"]
         self.num_ranks = 2
         self.roles: dict[str, int] = {}
 
     def script(self, **attempts: list[list[list[Any]]]) -> None:
-        """What the ranks do: `first=[rank 0's deeds, rank 1's deeds], second=…`."""
+        """Set the actions of the ranks in each attempt: `first=[actions of rank 0, actions of rank 1], second=…`."""
         numbers = {"first": 1, "second": 2, "third": 3}
-        script = {f"{numbers[name]}.{rank}": deeds for name, by in attempts.items() for rank, deeds in enumerate(by)}
+        script = {
+            f"{numbers[name]}.{rank}": actions for name, by in attempts.items() for rank, actions in enumerate(by)
+        }
         (self.run.path / "script.json").write_text(json.dumps(script))
 
     def supervisor(self) -> Supervisor:
@@ -111,14 +113,13 @@ class Scene:
         return Supervisor(self.run, config, self.launcher, self.report, tracking_uri=self.tracking_uri, env=self.env)
 
     def supervise(self, supervisor: Supervisor | None = None) -> State:
-        """Run to the end with fake ranks, and return the last state, which must also be on disk."""
-        state = self.supervise_on_any_disk(supervisor)
+        """Run to the end with fake ranks; return the last state, which must also be on disk."""
+        state = self.supervise_unchecked(supervisor)
         assert self.run.read_state() == state
         return state
 
-    def supervise_on_any_disk(self, supervisor: Supervisor | None = None) -> State:
-        """The same where the last state may not be on disk."""
-
+    def supervise_unchecked(self, supervisor: Supervisor | None = None) -> State:
+        """Run to the end with fake ranks; return the last state, which may not be on disk."""
         scene = self
 
         class StubShipper(ShipperProcess):

@@ -16,10 +16,11 @@ from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, store_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
 from hpcdist.diagnostics.doctor.section import Section
-from hpcdist.diagnostics.doctor.slurm_checks import Cached, SlurmFacts, client_checks, partition_checks, read_slurm
+from hpcdist.diagnostics.doctor.slurm_checks import SlurmFacts, client_checks, partition_checks, read_slurm
 from hpcdist.machine import facts, gpus, storage
 from hpcdist.machine.check import Check, warning
 from hpcdist.machine.own_image import image_facts
+from hpcdist.machine.time_limit import start
 from hpcdist.run.lease import user_name
 from hpcdist.slurm.nodelist import expand
 
@@ -47,7 +48,7 @@ def machine_sections(request: Request) -> list[Section]:
     on_cluster = shutil.which("sbatch") is not None
     has_gpus = gpus.gpu_device_files() > 0
     inside = in_container()
-    answers = Cached(read_slurm)
+    slurm = start(read_slurm).result  # one query for all sections
     sections = [
         Section(title="Software", run=lambda: _software(on_cluster=on_cluster)),
         Section(title="Training test", run=lambda: _trials(env), timeout_s=rank_startup.TRIAL_S + 10),
@@ -58,7 +59,7 @@ def machine_sections(request: Request) -> list[Section]:
         ),
         Section(
             title="Folder of runs",
-            run=lambda: runs_folder.folder_checks(request.folder, on_cluster=answers().reached, in_container=inside),
+            run=lambda: runs_folder.folder_checks(request.folder, on_cluster=slurm().reached, in_container=inside),
             timeout_s=FOLDER_S,
             timeout_fix=f"its file system hangs: see `df {request.folder}`, or set another --runs-dir",
         ),
@@ -70,12 +71,12 @@ def machine_sections(request: Request) -> list[Section]:
         ),
         Section(
             title="Host name",
-            run=lambda: _names(answers),
+            run=lambda: _names(slurm()),
             timeout_s=host_name.GIVE_UP_S + SLURM_S,
         ),
-        Section(title="Slurm", run=lambda: client_checks(answers(), user, in_container=inside), timeout_s=SLURM_S),
-        Section(title="Partitions", run=lambda: partition_checks(answers()), timeout_s=SLURM_S),
-        Section(title="End of jobs", run=lambda: job_end_checks(answers()), timeout_s=SLURM_S),
+        Section(title="Slurm", run=lambda: client_checks(slurm(), user, in_container=inside), timeout_s=SLURM_S),
+        Section(title="Partitions", run=lambda: partition_checks(slurm()), timeout_s=SLURM_S),
+        Section(title="End of jobs", run=lambda: job_end_checks(slurm()), timeout_s=SLURM_S),
         Section(
             title="Containers",
             run=lambda: container_runtimes.runtime_checks(
@@ -125,11 +126,10 @@ def _store(request: Request) -> list[Check]:
     return store_checks(request.store, request.env, "" if kind in storage.LOCAL else kind)
 
 
-def _names(answers: Cached) -> list[Check]:
+def _names(found: SlurmFacts) -> list[Check]:
     host = socket.gethostname()
     lookups = facts.Lookups([host], [host])
-    found = lookups.result(host_name.GIVE_UP_S)[host]
-    return host_name.host_name_checks(host, found, is_node=_is_node(answers()))
+    return host_name.host_name_checks(host, lookups.result(host_name.GIVE_UP_S)[host], is_node=_is_node(found))
 
 
 def _is_node(found: SlurmFacts) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hpcdist.machine.check import Check, failure, note, ok, warning
@@ -60,21 +58,6 @@ def read_slurm() -> SlurmFacts:
     except SlurmError:
         found = None
     return SlurmFacts(missing=missing, settings=settings, seconds=took, partitions=found)
-
-
-class Cached:
-    """Calls a function once and gives the result to all threads that need it."""
-
-    def __init__(self, read: Callable[[], SlurmFacts]) -> None:
-        self._read = read
-        self._lock = threading.Lock()
-        self._facts: SlurmFacts | None = None
-
-    def __call__(self) -> SlurmFacts:
-        with self._lock:
-            if self._facts is None:
-                self._facts = self._read()
-            return self._facts
 
 
 # --- commands and controller

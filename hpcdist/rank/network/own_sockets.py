@@ -18,7 +18,8 @@ from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+
+import psutil
 
 #: Host and port.
 Address = tuple[str, int]
@@ -175,18 +176,9 @@ def is_own_connection(peer: Address, local: Address) -> bool:
 
 def connections_to(port: int) -> set[Address]:
     """Return the peers of all connections to a port of this machine, including those not accepted yet."""
-    peers = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            local, peer, state = line.split()[1:4]
-            if int(local.rpartition(":")[2], 16) == port and state not in ("0A", "06"):  # TCP_LISTEN, TCP_TIME_WAIT
-                peers.add(_read_address(peer))
-    return peers
-
-
-def _read_address(text: str) -> Address:
-    """Parse `0100007F:1F90` to (`127.0.0.1`, 8080); the kernel prints four-byte words in host byte order."""
-    host, _, port = text.partition(":")
-    raw = b"".join(struct.pack("=I", int(host[start : start + 8], 16)) for start in range(0, len(host), 8))
-    name = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
-    return name.removeprefix("::ffff:"), int(port, 16)
+    ended = (psutil.CONN_LISTEN, psutil.CONN_TIME_WAIT)
+    return {
+        _address(own.raddr)
+        for own in psutil.net_connections("tcp")
+        if own.raddr and own.laddr and own.laddr.port == port and own.status not in ended
+    }

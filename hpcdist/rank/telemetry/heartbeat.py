@@ -65,9 +65,6 @@ class Heartbeat:
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Record the latest values of metrics; metrics beyond MAX_METRICS are ignored."""
-        if len(self.metrics) + len(metrics) <= MAX_METRICS:
-            self.metrics.update(metrics)
-            return
         for key, value in metrics.items():
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
@@ -107,7 +104,10 @@ class Heartbeat:
             if not self._failed:
                 log.warning("the heartbeat %s cannot be written: %s", self._path, error.strerror)
             self._failed = True
-            self._close_file()
+            if self._file is not None:  # opened again by the next write: a stale handle does not recover
+                with suppress(OSError):
+                    os.close(self._file)
+                self._file = None
             return
         if self._failed:
             log.warning("the heartbeat %s can be written again", self._path)
@@ -120,10 +120,3 @@ class Heartbeat:
         offset = 0
         while offset < len(data):
             offset += os.pwrite(self._file, data[offset:], offset)
-
-    def _close_file(self) -> None:
-        """Close the file, so that the next write opens it again: a stale handle does not recover."""
-        if self._file is not None:
-            with suppress(OSError):
-                os.close(self._file)
-            self._file = None

@@ -38,20 +38,16 @@ def run_in_job(config: Config, env: Mapping[str, str], cwd: Path) -> State:
         log.warning(
             "Slurm will not requeue this job: without `#SBATCH --requeue` the run saves at the time limit and ends"
         )
-    config = with_run_name(config, job.id)
-    own = Path(config.runs_dir) / config.experiment / config.name
-    run = RunDir(own)
+    if not config.name:
+        # The same name after a requeue.
+        config = replace(config, name=f"{create.label_of(config)}-job{job.id}")
+    run = RunDir(Path(config.runs_dir) / config.experiment / config.name)
     if (read_record(run.slurm) or {}).get("job_id") != job.id:
         if _is_incomplete(run, job.id):
-            shutil.rmtree(own)
+            shutil.rmtree(run.path)
         cluster = cluster_from_job(config.cluster, env, job.time_limit_min)
         run = _create(replace(config, cluster=cluster), cwd, job.id)
     return supervise(str(run.path))
-
-
-def with_run_name(config: Config, job_id: str) -> Config:
-    """Return the config with a run name: its own, or one that follows from the job and is the same after a requeue."""
-    return config if config.name else replace(config, name=f"{create.label_of(config)}-job{job_id}")
 
 
 def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_min: float | None) -> ClusterConfig:
@@ -85,7 +81,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
 
 
 def _is_incomplete(run: RunDir, job_id: str) -> bool:
-    """Return whether the job was killed while it created the folder, whose name is unique to the job."""
+    """Return whether the job was killed while it created the folder. The folder's name is unique to the job."""
     return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
 
 

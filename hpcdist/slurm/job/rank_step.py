@@ -78,12 +78,6 @@ class NodeCommand(Protocol):
     ) -> None: ...
 
 
-class RunningRanks(Protocol):
-    """Returns the ranks of the run that run on any node of the job; None if a node does not answer."""
-
-    def __call__(self) -> set[int] | None: ...
-
-
 class RankStep:
     """The ranks of one attempt, as one srun process.
 
@@ -91,7 +85,8 @@ class RankStep:
     searched only after the attempt's folder has changed.
 
     Args:
-        running_ranks: queries the nodes for ranks, if srun does not end after rank 0 has reported the end.
+        running_ranks: returns the ranks that run on the nodes, None if a node does not answer; called if srun does not
+            end after rank 0 has reported the end.
         shows_start: whether Slurm opens each rank's log when it launches the task.
     """
 
@@ -108,7 +103,7 @@ class RankStep:
         first_ranks: Mapping[str, int] | None = None,
         containers: ContainerSteps | None = None,
         on_each_node: NodeCommand | None = None,
-        running_ranks: RunningRanks | None = None,
+        running_ranks: Callable[[], set[int] | None] | None = None,
         shows_start: bool = True,
     ) -> None:
         self._on_each_node = on_each_node

@@ -51,8 +51,8 @@ def srun_command(
     return ["srun", *_options(_flags(cluster, attempt)), *_rank_words(attempt, command, box)]
 
 
-def _rank_words(attempt: Attempt, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
-    """Return the command of a task: the rank, or its container, for pyxis after flags of srun."""
+def _rank_words(attempt: Attempt | None, command: Sequence[str], box: ContainerSpec | None) -> list[str]:
+    """Return the command of a task, or of its container, for pyxis after flags of srun."""
     if box is None:
         return [*IGNORE_USR2, *command]
     contained = container_command(box, command, attempt)
@@ -75,7 +75,7 @@ def _het_command(
         if box is None:
             words += ["sh", "-c", _RANK_WITH_LOG, str(attempt.path), *env, *command]
         else:
-            contained = container_command(replace(box, gpus=box.gpus if part.gpus_per_node else ""), command, attempt)
+            contained = container_command(_box_of(part, box), command, attempt)
             words += [*contained.srun_flags, "sh", "-c", _WITH_LOG, str(attempt.path), *env, *contained.argv]
     return words
 
@@ -199,9 +199,10 @@ def preflight_command(
             **{name: option_value(value) for name, value in cluster.srun.items()},
         }
         words += [":"] * (index > 0) + [f"--het-group={index}"] * het + _options(flags)
-        if box is None:
-            words += [*IGNORE_USR2, *command]
-        else:
-            contained = container_command(replace(box, gpus=box.gpus if part.gpus_per_node else ""), command)
-            words += [*contained.srun_flags, *contained.argv]
+        words += _rank_words(None, command, _box_of(part, box) if box is not None else None)
     return words
+
+
+def _box_of(part: JobComponent, box: ContainerSpec) -> ContainerSpec:
+    """Return the container of a component's ranks: GPUs are passed only where they were requested."""
+    return box if part.gpus_per_node else replace(box, gpus="")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,25 +74,35 @@ def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> st
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
-    """Submit a run whose folder exists; returns the job id, which is also written to `slurm.json` in the folder."""
+    """Submit a run that has a folder; return the job id, which is also written to `slurm.json` in the folder."""
     from submitit import SlurmExecutor
-    from submitit.core.utils import FailedJobError
 
-    before, job_before = run.read_state(), read_record(run.slurm)
-    # Before the status `queued`: a queued run whose previous job is over counts as lost.
-    write_json(run.path / "slurm.json", {"job_id": None})
-    # Before the submission: the job may start before submit() returns.
-    run.write_state(replace(before, status="queued", reason="", ended=None))
     executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, run, flags))
-    try:
+    with _queued([run], "job"):
         job = executor.submit(supervise_in_job, str(run.path))
-    except FailedJobError as error:
-        run.write_state(before)
-        write_json(run.path / "slurm.json", job_before or {"job_id": None})
-        raise UserMistake(f"Slurm rejected the job: {' '.join(str(error).split())}") from error
     write_job(run, str(job.job_id), name=f"{run.experiment}/{run.name}")
     return str(job.job_id)
+
+
+@contextmanager
+def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
+    """Record runs as queued before their submission in the block; restore their records if Slurm rejects the job."""
+    from submitit.core.utils import FailedJobError
+
+    before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
+    for run, state, _ in before:
+        # Before the status `queued`: a queued run with a previous job that is over counts as lost.
+        write_json(run.path / "slurm.json", {"job_id": None})
+        # Before the submission: the job may start before sbatch returns.
+        run.write_state(replace(state, status="queued", reason="", ended=None))
+    try:
+        yield
+    except FailedJobError as error:
+        for run, state, record in before:
+            run.write_state(state)
+            write_json(run.path / "slurm.json", record or {"job_id": None})
+        raise UserMistake(f"Slurm rejected the {job}: {' '.join(str(error).split())}") from error
 
 
 def write_job(run: RunDir, job_id: str, *, name: str) -> None:
@@ -106,26 +117,16 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
 def submit_array(
     config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
 ) -> list[str]:
-    """Submit runs whose folders exist as one job array, with at most `parallelism` running at the same time.
+    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
 
     Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
     """
     from submitit import SlurmExecutor
-    from submitit.core.utils import FailedJobError
 
-    before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
-    for run, state, _ in before:
-        write_json(run.path / "slurm.json", {"job_id": None})
-        run.write_state(replace(state, status="queued", reason="", ended=None))
     executor = SlurmExecutor(sweep.path / "submitit", python=SUPERVISOR)
     executor.update_parameters(**sbatch_parameters(config, sweep, flags), array_parallelism=parallelism or len(runs))
-    try:
+    with _queued(runs, "job array"):
         jobs = executor.map_array(supervise_in_job, [str(run.path) for run in runs])
-    except FailedJobError as error:
-        for run, state, job_before in before:
-            run.write_state(state)
-            write_json(run.path / "slurm.json", job_before or {"job_id": None})
-        raise UserMistake(f"Slurm rejected the job array: {' '.join(str(error).split())}") from error
     for run, job in zip(runs, jobs, strict=True):
         write_job(run, str(job.job_id), name=f"{sweep.experiment}/{sweep.name}")
         _link_log(run, job.paths.stdout)

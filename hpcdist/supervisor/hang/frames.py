@@ -37,7 +37,7 @@ class Frame(NamedTuple):
         return f"{self.function} ({name}:{self.line})"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Location of a stack: its innermost call, and the line of user code that led there."""
 
     inner: Frame
@@ -56,7 +56,7 @@ class Place(NamedTuple):
         return (self.own.file, self.own.line)
 
 
-def place_of(frames: Sequence[Frame]) -> Place | None:
+def location_of(frames: Sequence[Frame]) -> Location | None:
     """Return the location of a stack (innermost call first), or None if it has no frames.
 
     User code is the innermost frame outside of libraries. If there is none, because the trainer is an installed
@@ -69,7 +69,7 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
         by_worker = [(inner, outer) for inner, outer in pairwise(frames) if _WORKER.search(outer.file)]
         inner, outer = by_worker[0] if by_worker else (frames[0], frames[0])
         own = outer if _STDLIB.search(inner.file) else inner
-    return Place(frames[0], own)
+    return Location(frames[0], own)
 
 
 def _is_library(file: str) -> bool:

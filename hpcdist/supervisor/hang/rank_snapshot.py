@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.supervisor.hang.flight_records import Calls
-from hpcdist.supervisor.hang.frames import Frame, Place, place_of
+from hpcdist.supervisor.hang.frames import Frame, Location, location_of
 from hpcdist.supervisor.hang.processes import CANNOT_RUN, STATES, ProcessState
 
 
@@ -38,8 +38,8 @@ class RankSnapshot:
     over_s: float
 
     @property
-    def place(self) -> Place | None:
-        return place_of(self.frames)
+    def location(self) -> Location | None:
+        return location_of(self.frames)
 
     @property
     def is_stopped(self) -> bool:

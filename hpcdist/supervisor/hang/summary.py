@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdist.supervisor.hang.flight_records import absences, mismatches, ranks_text
-from hpcdist.supervisor.hang.frames import Place
+from hpcdist.supervisor.hang.frames import Location
 from hpcdist.supervisor.hang.rank_snapshot import RankSnapshot
 
 #: Limit of the table rows for ranks and for locations, and of the stacks files.
@@ -45,8 +45,8 @@ def summarize(snapshots: Sequence[RankSnapshot], missing_ranks: Mapping[int, str
     sentence = "; ".join(
         filter(None, [_sentence(groups, suspects, all_seen=not missing_ranks), *collectives[:1], apart])
     )
-    place = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
-    odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -place[rank], rank)))
+    group_of = {rank: number for number, ranks in enumerate(groups.values()) for rank in ranks}
+    odd_first = tuple(sorted(by_rank, key=lambda rank: (rank not in suspects, -group_of[rank], rank)))
     return Summary(
         sentence=sentence,
         suspects=suspects,
@@ -61,26 +61,26 @@ def _groups(snapshots: Mapping[int, RankSnapshot]) -> dict[str, list[int]]:
 
     If the locations are too many, as they are for computing ranks, only the lines of user code count.
     """
-    found = _by_place(snapshots, Place.key, Place.text)
+    found = _by_location(snapshots, Location.key, Location.text)
     if len(found) > max(_NAMED, len(snapshots) / 2):
-        found = _by_place(snapshots, Place.own_key, lambda place: place.own.text())
+        found = _by_location(snapshots, Location.own_key, lambda location: location.own.text())
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
 
 
-def _by_place(
-    snapshots: Mapping[int, RankSnapshot], key: Callable[[Place], object], text: Callable[[Place], str]
+def _by_location(
+    snapshots: Mapping[int, RankSnapshot], key: Callable[[Location], object], text: Callable[[Location], str]
 ) -> dict[str, list[int]]:
     texts: dict[object, str] = {}
     found: dict[str, list[int]] = {}
     for rank, snapshot in snapshots.items():
-        place = snapshot.place
+        location = snapshot.location
         if snapshot.is_stopped:
-            where = f" at {place.text()}" if place else ""
+            where = f" at {location.text()}" if location else ""
             at = f"{snapshot.state_text().partition(',')[0]}{where}"
-        elif place is None:
+        elif location is None:
             at = f"no stack, {snapshot.state_text().partition(',')[0]}"
         else:
-            at = texts.setdefault(key(place), f"in {text(place)}")
+            at = texts.setdefault(key(location), f"in {text(location)}")
         found.setdefault(at, []).append(rank)
     return found
 

@@ -17,10 +17,12 @@ import socket
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from hpcdist.bench import output_files, pairs, rpc_calls
+from hpcdist.bench import pairs, plots, rpc_calls
+from hpcdist.bench.bottleneck import bottleneck
 from hpcdist.bench.comm_config import CommConfig
 from hpcdist.bench.correctness import check
 from hpcdist.bench.groups import WORLD, choose_backend, make_teams
@@ -40,6 +42,7 @@ from hpcdist.bench.measurement_plan import (
 from hpcdist.bench.operation import run_together
 from hpcdist.bench.overlap import measure_overlap
 from hpcdist.bench.patterns import DTYPES
+from hpcdist.bench.report import as_csv, as_text
 from hpcdist.bench.results import ARTIFACT, RankPlace, Results, Row
 from hpcdist.config.schema import Config
 from hpcdist.errors import CommError
@@ -67,8 +70,20 @@ def train(ctx: Context, cfg: Config) -> None:
     bench.results.complete = True
     bench.write()
     if ctx.is_main:
-        output_files.write_files(bench.results, ctx.artifact(ARTIFACT).parent)
+        write_files(bench.results, ctx.artifact(ARTIFACT).parent)
     ctx.end_reason = bench.summary(time.monotonic() - began)
+
+
+def write_files(results: Results, folder: Path) -> None:
+    """Write the report, the measurements as CSV and the plots beside `results.json`, and log the bottleneck."""
+    for sentence in bottleneck(results):
+        log.info("bottleneck: %s", sentence)
+    write_atomic(folder / "report.txt", as_text(results))
+    write_atomic(folder / "results.csv", as_csv(results))
+    try:
+        plots.draw(results, folder)
+    except ImportError as error:
+        log.warning("no plots: %s (install matplotlib with the extra `train`)", error)
 
 
 class Bench:

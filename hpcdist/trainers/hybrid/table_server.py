@@ -1,4 +1,4 @@
-"""Parameter server of embedding tables: the exchange with the trainers, whose side is `lookups.py`.
+"""Parameter server of embedding tables: its side of the exchange with the trainers; theirs is `lookups.py`.
 
 The exchange transfers *units*: single rows, which the trainer sums into bags, or sums of the server's rows of a bag. A
 unit is one or more rows of the server. Its value is their sum, and each row gets its gradient. Per step and trainer:
@@ -66,7 +66,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A batch whose gradients have not arrived."""
+    """A batch with gradients that have not arrived."""
 
     requests: Sequence[_Request]
     coalesced: Coalesced

@@ -95,16 +95,7 @@ def train(ctx: Context, cfg: Config) -> None:
             serve_tables(ctx, cfg, layout, groups.exchange, group)
         else:
             loop = make_loop(ctx, cfg, layout, groups, group)
-            ctx.end_reason = run_epochs(
-                ctx,
-                cfg,
-                loop.position,
-                loop.meter,
-                train_epoch=lambda: train_epoch(loop),
-                interval_metrics=lambda: interval_metrics(loop),
-                evaluate=lambda: evaluate(loop),
-                save=lambda metrics: save(loop, metrics),
-            )
+            ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
             loop.lookups.leave()
             if ctx.end_reason and ctx.is_main:
                 _export(ctx, cfg, layout, loop.model, group, num_numeric=loop.test.numeric.shape[1])
@@ -232,7 +223,7 @@ def save(loop: HybridLoop, metrics: Mapping[str, float]) -> None:
 
 
 def _lookup_plan(cfg: Config, layout: Layout, data: Clicks, num_trainers: int) -> LookupPlan:
-    """Return the configured plan; where the config has `auto`, the one with less traffic for the first two batches."""
+    """Return the configured plan; for `auto` the one with less traffic for the first two batches."""
     hybrid = cfg.section(HybridConfig)
     first_two = [data.take(samples).bags for samples in islice(_epoch_samples(cfg, data, epoch=0, start=0), 2)]
     found = choose([(bags.ids, bags.offsets) for bags in first_two], layout.starts, num_trainers)

@@ -1,4 +1,4 @@
-"""Trainer `pipeline`: a ResNet whose stages run on different ranks."""
+"""Trainer `pipeline`: a ResNet in stages on different ranks."""
 
 from __future__ import annotations
 

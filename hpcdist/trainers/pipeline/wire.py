@@ -67,7 +67,7 @@ class Wire:
 
     Args:
         inbox: the RPC target of this rank.
-        mapped: ranks whose GPUs receive tensors directly; others receive them through host memory.
+        mapped: ranks with a GPU that receives tensors directly; others receive them through host memory.
     """
 
     def __init__(self, ctx: Context, group: RpcGroup, inbox: Inbox, mapped: Iterable[int] = ()) -> None:

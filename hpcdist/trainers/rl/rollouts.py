@@ -41,7 +41,7 @@ def random_numbers(seed: int, *stream: int) -> np.random.Generator:
 
 
 class Collector:
-    """Steps environments, whose episodes continue from rollout to rollout.
+    """Steps environments; episodes continue from rollout to rollout.
 
     Args:
         index: unique among the collectors; random numbers depend on it, the seed and the number of the rollout.

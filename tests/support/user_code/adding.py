@@ -1,4 +1,4 @@
-"""The shipped DDP trainer, after every rank has added up what it knows to be right."""
+"""The DDP trainer, after an all-reduce with a known result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpcdist.trainers.ddp import train as ddp
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Add up all ranks' numbers, a vector long enough to be cut into pieces on its way; then train."""
-    places = torch.arange(10_000, dtype=torch.float64)
-    mine = places + ctx.rank
-    dist.all_reduce(mine)
-    wanted = ctx.world_size * places + ctx.world_size * (ctx.world_size - 1) / 2
-    if not torch.equal(mine, wanted):
-        raise ValueError(f"rank {ctx.rank} got {mine[:3].tolist()} instead of {wanted[:3].tolist()}")
-    ctx.log({"check/sum": float(mine[0])}, 0)
+    """All-reduce a vector that is long enough to be sent in several pieces, then train."""
+    indices = torch.arange(10_000, dtype=torch.float64)
+    result = indices + ctx.rank
+    dist.all_reduce(result)
+    expected = ctx.world_size * indices + ctx.world_size * (ctx.world_size - 1) / 2
+    if not torch.equal(result, expected):
+        raise ValueError(f"rank {ctx.rank} got {result[:3].tolist()} instead of {expected[:3].tolist()}")
+    ctx.log({"check/sum": float(result[0])}, 0)
     ddp.train(ctx, cfg)

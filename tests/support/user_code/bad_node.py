@@ -1,6 +1,6 @@
-"""The shipped DDP trainer, on a machine room some of whose nodes are broken.
+"""The DDP trainer, which fails on some nodes.
 
-`params.broken`: a folder that holds a file named like each node whose device fails.
+`params.broken`: a folder with a file for each faulty node, named after the node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hpcdist.trainers.ddp import train as ddp
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train as `ddp` does where the node is whole."""
+    """Train like `ddp`; raise RuntimeError on a faulty node."""
     if (Path(cfg.params["broken"]) / socket.gethostname()).exists():
         raise RuntimeError("device lost")
     ddp.train(ctx, cfg)

@@ -1,4 +1,4 @@
-"""A trainer whose import takes long in the first attempt: until the test releases it. No process group exists yet."""
+"""A trainer that holds the ranks of the first attempt during its import, before the process group exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HOLD_AT_MOST_S = 60.0
+HOLD_AT_MOST_S = 600.0
 
 
 def _hold() -> None:
@@ -17,7 +17,7 @@ def _hold() -> None:
     end = time.monotonic() + HOLD_AT_MOST_S
     while not (attempt / "release").exists():
         if time.monotonic() > end:
-            raise TimeoutError("nobody released this rank")
+            raise TimeoutError("the test did not release this rank")
         time.sleep(0.01)
 
 
@@ -26,7 +26,7 @@ if os.environ["HPCDIST_ATTEMPT"] == "1":
 
 
 def train(ctx: Any, cfg: Any) -> None:
-    """Train as `ddp` does."""
+    """Train like `ddp`."""
     from hpcdist.trainers.ddp import train as ddp
 
     ddp.train(ctx, cfg)

@@ -1,7 +1,7 @@
-"""A trainer with roles: a server holds the weights, workers send gradients; plain collectives, no RPC.
+"""A trainer with roles: workers send gradients to a server, which updates the weights; with collectives, without RPC.
 
-All ranks start from the same weights; the server alone steps them. What each rank is and where it stands goes into
-`who.json` of the attempt. `params.hold_at` lets a test act at a known step, as in `gated.py`.
+The ranks write their roles and hosts to `placement.json` in the attempt's folder. `params.hold_at` holds the ranks at a
+step, as in `gated.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcdist.rank.context import Context
 
 def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(server=1, worker=None)
-    tell_who_is_who(ctx)
+    record_placement(ctx)
     model = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ctx.seed_per_rank()
@@ -53,9 +53,9 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.end_reason = f"trained {step} steps"
 
 
-def tell_who_is_who(ctx: Context) -> None:
-    mine = (ctx.rank, ctx.rpc_name, ctx.role, ctx.role_index, socket.gethostname(), ctx.topology.local_rank)
-    everyone: list[object] = [None] * ctx.world_size
-    dist.all_gather_object(everyone, mine)
+def record_placement(ctx: Context) -> None:
+    own = (ctx.rank, ctx.rpc_name, ctx.role, ctx.role_index, socket.gethostname(), ctx.topology.local_rank)
+    ranks: list[object] = [None] * ctx.world_size
+    dist.all_gather_object(ranks, own)
     if ctx.is_main:
-        write_json(ctx.attempt.path / "who.json", {"ranks": everyone})
+        write_json(ctx.attempt.path / "placement.json", {"ranks": ranks})

@@ -1,4 +1,4 @@
-"""A trainer of one's own whose forward pass takes `params.forward_s`, and on `params.slow_host` half as long again.
+"""A trainer with a forward pass of `params.forward_s` seconds, on `params.slow_host` 50 % longer.
 
 It trains until it is asked to stop.
 """

@@ -1,4 +1,4 @@
-"""The pictures of a communication benchmark; what they look like is for people to judge."""
+"""Plots of a communication benchmark: which files are written, and that lines are distinguishable."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from sample_comm import sample, with_links
 
-from hpcdist.bench import output_files, plots
+from hpcdist.bench import plots
 from hpcdist.bench.results import Results
+from hpcdist.trainers.comm.train import write_files
 
 
 def width(path: Path) -> int:
@@ -29,33 +30,32 @@ def width(path: Path) -> int:
         replace(sample(), rows=[row for row in sample().rows if row.mode == "blocking" and row.size < 16]),
         replace(sample(), rows=sample().rows[:1], pairs=sample().pairs[:1]),
     ],
-    ids=["healthy", "two alike", "many ranks", "far apart", "one mode", "a point"],
+    ids=["healthy", "two equal nodes", "many ranks", "large differences", "one mode", "one point"],
 )
-def test_pictures_are_drawn_without_a_warning(results: Results, tmp_path: Path) -> None:
+def test_all_plots_are_drawn_without_warnings(results: Results, tmp_path: Path) -> None:
     plots.draw(results, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"bandwidth.png", "latency.png", "pairs.png"}
     assert all(700 <= width(path) <= 2000 for path in tmp_path.iterdir())
 
 
-def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+def test_no_plots_without_measurements(tmp_path: Path) -> None:
     plots.draw(replace(sample(1), rows=[]), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lines_are_told_apart() -> None:
-    """By colour, and by marker or dashes: fourteen operations and the ring."""
+def test_fourteen_operations_and_the_ring_have_distinct_line_styles() -> None:
     styles = [plots._style(number, ring=False) for number in range(14)] + [plots._style(0, ring=True)]
-    looks = {(style["color"], style["linestyle"]) for style in styles}
-    forms = {(style["marker"], style["linestyle"]) for style in styles}
-    assert (len(looks), len(forms)) == (15, 15)
+    colours = {(style["color"], style["linestyle"]) for style in styles}
+    markers = {(style["marker"], style["linestyle"]) for style in styles}
+    assert (len(colours), len(markers)) == (15, 15)
 
 
-def test_without_matplotlib_the_rest_is_left(
+def test_report_and_csv_are_written_without_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with caplog.at_level("INFO"):
-        output_files.write_files(sample(), tmp_path)
+        write_files(sample(), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.txt", "results.csv"}
     assert "bottleneck: all 12 pairs have equal bandwidth" in caplog.text
     assert "no plots: " in caplog.text

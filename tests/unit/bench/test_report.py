@@ -1,4 +1,4 @@
-"""The report of a communication benchmark: what people read, and the CSV that programs do."""
+"""The text report and the CSV of a communication benchmark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.bench.results import CheckResult, Results
 
 
 def table(text: str, title: str) -> list[list[str]]:
-    """The lines of one of the report's tables, cells by at least two spaces apart."""
+    """Return the lines of a table of the report, split into cells at two spaces or more."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(title))
     found = []
@@ -26,7 +26,7 @@ def table(text: str, title: str) -> list[list[str]]:
     return found
 
 
-def test_the_head_says_who_was_measured() -> None:
+def test_heading_describes_ranks_nodes_and_versions() -> None:
     text = as_text(sample())
     assert text.startswith("4 ranks on 4 nodes (n1, n2, n3, n4), gloo on cpu, partition main, torch 2.15.0\n")
     assert "correct on every rank: 2 operations × 2 dtypes (float32, int32)\n" in text
@@ -34,7 +34,7 @@ def test_the_head_says_who_was_measured() -> None:
     assert many.startswith("18 ranks on 9 nodes (n1, n2, … n9), gloo on cpu, torch 2.15.0, NCCL 2.30\n")
 
 
-def test_the_ring_stands_beside_the_backend_in_each_table() -> None:
+def test_ring_follows_all_reduce_in_each_table() -> None:
     text = as_text(sample(noise=0.0))
     for title in ("time of one operation", "bandwidth: algorithm / bus"):
         names = [line[0] for line in table(text, title)[2:]]
@@ -48,11 +48,10 @@ def test_the_ring_stands_beside_the_backend_in_each_table() -> None:
             "broadcast",
             "broadcast, async",
         ]
-        # From twice the start-up time to twice the time per byte.
         assert table(text, title)[4] == ["ring / all_reduce", *["2×"] * 6]
 
 
-def test_tables_have_a_choice_of_sizes() -> None:
+def test_tables_show_selected_sizes() -> None:
     head, _, first, *_ = table(as_text(sample(noise=0.0)), "time of one operation: median / p99")
     assert head == ["16 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "256 MiB"]
     assert first == [
@@ -70,7 +69,7 @@ def test_tables_have_a_choice_of_sizes() -> None:
     assert table(as_text(few), "time of one")[0] == ["1 B", "2 B", "4 B", "8 B"]
 
 
-def test_a_narrow_page_has_fewer_columns_not_broken_ones() -> None:
+def test_narrow_report_has_fewer_columns() -> None:
     page = io.StringIO()
     show(Console(file=page, width=100, color_system=None), report(sample(notes=["word " * 100]), 100))
     text = page.getvalue()
@@ -79,7 +78,7 @@ def test_a_narrow_page_has_fewer_columns_not_broken_ones() -> None:
     assert "note: " + "word " * 99 in text
 
 
-def test_what_is_wrong_or_missing_is_said() -> None:
+def test_wrong_skipped_and_incomplete_results_are_reported() -> None:
     checked = [
         CheckResult(operation="reduce", group="halves", dtype="int32", ok=False, error="rank 3, element 7: 28, got 27"),
         CheckResult(operation="all_to_all", group="world", dtype="int32", ok=None, error="gloo has none"),
@@ -93,7 +92,7 @@ def test_what_is_wrong_or_missing_is_said() -> None:
     assert "correct on every rank" not in text
 
 
-def test_parts_besides_the_operations() -> None:
+def test_report_contains_barrier_overlap_rpc_and_pairs() -> None:
     text = as_text(with_links(sample(), slower=lambda source, target: 6.0 if "n3" in (source, target) else 1.0))
     assert "barrier: median 2" in text
     assert table(text, "overlap of communication and computation")[2] == [
@@ -107,20 +106,20 @@ def test_parts_besides_the_operations() -> None:
     assert text.splitlines()[-1].startswith("bottleneck: n3 is ")
 
 
-def test_groups_have_tables_of_their_own() -> None:
+def test_groups_have_separate_tables() -> None:
     rows = [row("all_reduce", "sum", "blocking", 1e-4, size, group="halves", group_size=2) for size in (8, 1024)]
     text = as_text(sample(rows=rows))
     assert table(text, "time of one operation in groups of 2 (halves): median / p99")[2][0] == "all_reduce[sum]"
 
 
-def test_further_types_are_in_the_csv_alone() -> None:
+def test_only_the_csv_contains_further_dtypes() -> None:
     rows = [row("broadcast", "", "blocking", 1e-4, 8), row("broadcast", "", "blocking", 1e-4, 8, dtype="int64")]
     assert main_rows(sample(rows=rows)) == rows[:1]
     lines = list(csv.DictReader(io.StringIO(as_csv(sample(rows=rows)))))
     assert [line["dtype"] for line in lines] == ["float32", "int64"]
 
 
-def test_csv_has_a_line_for_each_point_in_plain_units() -> None:
+def test_csv_has_a_line_for_each_measurement_in_base_units() -> None:
     found = sample()
     lines = list(csv.DictReader(io.StringIO(as_csv(found))))
     assert len(lines) == len(found.rows)
@@ -132,7 +131,7 @@ def test_csv_has_a_line_for_each_point_in_plain_units() -> None:
     assert (lines[-1]["operation"], lines[-1]["busbw"]) == ("barrier", "")
 
 
-def test_what_is_compared_is_marked() -> None:
+def test_comparison_marks_slower_operations() -> None:
     now = sample(noise=0.0)
     slow = replace(
         now,
@@ -149,12 +148,14 @@ def test_what_is_compared_is_marked() -> None:
 
 
 @pytest.mark.parametrize("empty", ["rows", "pairs", "overlap", "rpc", "checked"])
-def test_a_benchmark_may_leave_out_anything(empty: str) -> None:
-    assert as_text(replace(sample(), **{empty: []}))  # type: ignore[arg-type]
+def test_report_of_a_benchmark_without_a_part(empty: str) -> None:
+    text = as_text(replace(sample(), **{empty: []}))  # type: ignore[arg-type]
+    assert text.startswith("4 ranks on 4 nodes (n1, n2, n3, n4)")
+    assert "\nbottleneck: " in text
 
 
-def test_a_stopped_benchmark_has_no_results_yet() -> None:
-    nothing = Results(
+def test_report_of_a_benchmark_without_results() -> None:
+    empty = Results(
         backend="gloo", device="cpu", world_size=1, torch="2", nccl=None, partition=None, nodes=["n1"], ranks=[]
     )
-    assert as_text(nothing).startswith("1 rank on 1 node (n1), gloo on cpu, torch 2\n")
+    assert as_text(empty).startswith("1 rank on 1 node (n1), gloo on cpu, torch 2\n")

@@ -1,4 +1,4 @@
-"""The document that a communication benchmark leaves."""
+"""The results file of a communication benchmark."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ RESULTS = Results(
 )
 
 
-def test_results_come_back_from_their_document(tmp_path: Path) -> None:
+def test_results_are_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / ARTIFACT
     path.parent.mkdir()
     path.write_text(RESULTS.to_json())
     assert read_results(tmp_path) == RESULTS
 
 
-def test_keys_of_later_versions_are_passed_over() -> None:
+def test_unknown_keys_are_ignored() -> None:
     tree = json.loads(RESULTS.to_json())
     tree["rows"][0]["new"] = tree["new"] = 1
     assert Results.from_json(json.dumps(tree)) == RESULTS
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[]", "version None is not 1"),
         ('{"version": 2}', "version 2 is not 1"),
@@ -84,15 +84,15 @@ def test_keys_of_later_versions_are_passed_over() -> None:
         ("{", "cannot be read"),
     ],
 )
-def test_another_document_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_results_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / ARTIFACT
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(RunFolderError, match=said):
+    with pytest.raises(RunFolderError, match=message):
         read_results(tmp_path)
 
 
-def test_a_run_without_results_is_told(tmp_path: Path) -> None:
+def test_missing_results_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         RunFolderError, match=r"comm/results.json does not exist: is this a run of `hpcdist bench comm`"
     ):

@@ -1,4 +1,4 @@
-"""The copy into reused host buffers."""
+"""Copies of a state in reused host buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcdist.checkpoint.host_copy import HostBuffers
 from hpcdist.errors import CheckpointError
 
 
-def test_copies_values_and_keeps_containers() -> None:
+def test_copy_has_equal_values_and_plain_containers() -> None:
     class Kind(IntEnum):
         A = 3
 
@@ -54,7 +54,7 @@ def test_copies_values_and_keeps_containers() -> None:
     assert host[("beta", 1)] == torch.Size([2])
 
 
-def test_containers_are_copies() -> None:
+def test_later_changes_of_containers_are_not_in_the_copy() -> None:
     state = {"milestones": [1, 2], "inner": {"a": 1}}
     host, _ = HostBuffers().copy(state)
     state["milestones"].append(3)
@@ -62,7 +62,7 @@ def test_containers_are_copies() -> None:
     assert host == {"milestones": [1, 2], "inner": {"a": 1}}
 
 
-def test_buffers_are_used_again_and_only_what_changed_is_new() -> None:
+def test_buffers_are_reused_except_for_changed_tensors() -> None:
     buffers = HostBuffers()
     first, _ = buffers.copy({"a": torch.zeros(100), "b": torch.zeros(7), "gone": torch.zeros(3)})
     pointers = {key: tensor.data_ptr() for key, tensor in first.items()}
@@ -75,7 +75,7 @@ def test_buffers_are_used_again_and_only_what_changed_is_new() -> None:
     assert set(buffers._buffers) == {("a",), ("b",), ("new",)}
 
 
-def test_a_tensor_of_another_kind_gets_a_buffer_of_its_own() -> None:
+def test_tensor_with_other_dtype_or_strides_gets_a_new_buffer() -> None:
     buffers = HostBuffers()
     square = torch.randn(4, 4)
     buffers.copy({"w": square})
@@ -86,14 +86,14 @@ def test_a_tensor_of_another_kind_gets_a_buffer_of_its_own() -> None:
         assert torch.equal(host["w"], other)
 
 
-def test_what_a_state_no_longer_has_is_freed() -> None:
+def test_buffers_of_removed_tensors_are_freed() -> None:
     buffers = HostBuffers()
     buffers.copy({"a": torch.zeros(2), "gone": torch.zeros(2)})
     buffers.copy({"a": torch.zeros(2)})
     assert set(buffers._buffers) == {("a",)}
 
 
-def test_no_new_memory_when_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_state_allocates_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = HostBuffers()
     state = {"a": torch.zeros(4), "b": [torch.zeros(2, 2)]}
     buffers.copy(state)
@@ -101,7 +101,7 @@ def test_no_new_memory_when_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> 
     buffers.copy(state)
 
 
-def test_buffers_do_not_overlap_whatever_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_any_sizes_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdist.checkpoint.host_copy._SLAB_BYTES", 1000)
     generator = torch.Generator().manual_seed(0)
     dtypes = [torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64]
@@ -116,7 +116,7 @@ def test_buffers_do_not_overlap_whatever_their_sizes(monkeypatch: pytest.MonkeyP
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
-def test_tied_tensors_share_a_buffer_and_views_take_only_their_own_bytes() -> None:
+def test_tied_tensors_share_a_buffer_and_views_are_copied_without_their_storage() -> None:
     embedding = torch.randn(10, 4)
     big = torch.randn(1000, 1000)
     state = {
@@ -131,7 +131,7 @@ def test_tied_tensors_share_a_buffer_and_views_take_only_their_own_bytes() -> No
     assert torch.equal(host["expanded"], state["expanded"])
 
 
-def test_memory_format_and_gradients() -> None:
+def test_memory_format_is_kept_and_gradients_are_not_required() -> None:
     weight = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
     host, _ = HostBuffers().copy({"w": weight})
     assert host["w"].is_contiguous(memory_format=torch.channels_last)
@@ -160,13 +160,13 @@ def test_memory_format_and_gradients() -> None:
         ({"model": {"w": nn.UninitializedParameter()}}, r"model\['w'\] is a UninitializedParameter"),
     ],
 )
-def test_refuses_what_could_not_be_loaded_and_names_it(state: dict[str, object], message: str) -> None:
+def test_value_that_could_not_be_loaded_is_refused_with_its_path(state: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         HostBuffers().copy(state)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_copy_is_pinned_ordered_and_not_waited_for() -> None:
+def test_cuda_copy_is_pinned_and_queued_without_waiting() -> None:
     buffers = HostBuffers()
     state = {
         "w": torch.randn(1 << 22, device="cuda"),

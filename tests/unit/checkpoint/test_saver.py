@@ -1,4 +1,4 @@
-"""The saver in the background: what it copies, when it waits, how it fails, and what a kill leaves behind."""
+"""Asynchronous saving: the copied state, waiting, errors, and kills at any moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcdist.checkpoint import checkpoint_folder
 from hpcdist.checkpoint.host_copy import HostBuffers
 from hpcdist.checkpoint.rng_state import rng_state, set_rng_state
 from hpcdist.checkpoint.saver import AsyncSaver
-from hpcdist.checkpoint.state_dict import clean_state_dict, load_clean_state_dict
+from hpcdist.checkpoint.state_dict import clean_state_dict
 from hpcdist.checkpoint.store import CheckpointStore
 from hpcdist.checkpoint.weights import load_weights
 from hpcdist.errors import CheckpointError, HpcdistError
@@ -39,7 +39,7 @@ def saver(store: CheckpointStore) -> Iterator[AsyncSaver]:
 
 
 class Gate:
-    """Holds the background thread just before it writes."""
+    """Blocks the background thread directly before it writes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -62,7 +62,7 @@ def value(store: CheckpointStore, step: int) -> float:
     return store.load(store.folder / f"step-{step:08d}").model["w"][0].item()
 
 
-def test_the_content_is_that_of_the_moment_of_saving(
+def test_changes_after_save_are_not_in_the_checkpoint(
     store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
@@ -82,7 +82,7 @@ def test_the_content_is_that_of_the_moment_of_saving(
     assert loaded.trainer["position"] == [1, 2]
 
 
-def test_the_next_save_waits_for_the_one_before(
+def test_next_save_waits_for_the_previous_one(
     store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
@@ -104,12 +104,12 @@ def test_the_next_save_waits_for_the_one_before(
     assert (value(store, 1), value(store, 2)) == (1.0, 2.0)
 
 
-def test_buffers_are_used_again(saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_reuse_host_buffers(saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers: list[int] = []
     write = checkpoint_folder.write_checkpoint
 
     def spy(*args: Any, **kwargs: Any) -> None:
-        pointers.append(kwargs["model"]["w"].data_ptr())
+        pointers.append(args[1].model["w"].data_ptr())
         write(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint_folder, "write_checkpoint", spy)
@@ -119,7 +119,7 @@ def test_buffers_are_used_again(saver: AsyncSaver, monkeypatch: pytest.MonkeyPat
     assert len(set(pointers)) == 1
 
 
-def test_tied_weights_stay_tied_and_are_stored_once(store: CheckpointStore, saver: AsyncSaver) -> None:
+def test_tied_weights_are_stored_once_and_loaded_tied(store: CheckpointStore, saver: AsyncSaver) -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(1000, 64), "head": nn.Linear(64, 1000, bias=False)})
     model["head"].weight = model["embedding"].weight
     saver.save(1, model=clean_state_dict(model), trainer=None, rank_states=[], block=True)
@@ -129,7 +129,7 @@ def test_tied_weights_stay_tied_and_are_stored_once(store: CheckpointStore, save
     assert (path / "model.pt").stat().st_size < 1.1 * 1000 * 64 * 4
 
 
-def test_load_weights_gives_the_model_and_checks_it(store: CheckpointStore, saver: AsyncSaver) -> None:
+def test_load_weights_returns_the_model_and_verifies_hashes(store: CheckpointStore, saver: AsyncSaver) -> None:
     model = nn.Linear(3, 2)
     saver.save(1, model=clean_state_dict(model), trainer={"a": 1}, rank_states=[], block=True)
     path = store.folder / "step-00000001"
@@ -145,7 +145,7 @@ def test_load_weights_gives_the_model_and_checks_it(store: CheckpointStore, save
         load_weights(store.folder / "nowhere")
 
 
-def test_each_complete_save_prunes(store: CheckpointStore, saver: AsyncSaver) -> None:
+def test_each_save_prunes_old_checkpoints(store: CheckpointStore, saver: AsyncSaver) -> None:
     for step in range(5):
         save(saver, step, metrics={"loss": 1.0})
     saver.wait()
@@ -163,7 +163,7 @@ def test_before_publish_is_called_before_the_checkpoint_exists(store: Checkpoint
 # --- refusals and errors
 
 
-def test_an_older_step_is_refused_and_the_same_one_is_not_saved_again(
+def test_older_step_is_refused_and_same_step_is_not_saved_again(
     store: CheckpointStore, saver: AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(saver, 5)
@@ -181,9 +181,7 @@ def test_an_older_step_is_refused_and_the_same_one_is_not_saved_again(
         save(other, 4)
 
 
-def test_a_broken_newest_checkpoint_does_not_refuse_the_steps_before_it(
-    store: CheckpointStore, saver: AsyncSaver
-) -> None:
+def test_steps_before_an_invalid_newest_checkpoint_can_be_saved(store: CheckpointStore, saver: AsyncSaver) -> None:
     save(saver, 5, block=True)
     save(saver, 9, block=True)
     (store.folder / "step-00000009" / "model.pt").write_bytes(b"")
@@ -195,7 +193,7 @@ def test_a_broken_newest_checkpoint_does_not_refuse_the_steps_before_it(
     assert value(store, 9) == 9.0
 
 
-def test_a_negative_step_and_a_closed_saver_are_refused(saver: AsyncSaver) -> None:
+def test_negative_step_and_closed_saver_are_refused(saver: AsyncSaver) -> None:
     with pytest.raises(CheckpointError, match=r"a checkpoint's step must be >= 0, got -1"):
         save(saver, -1)
     saver.close()
@@ -204,7 +202,7 @@ def test_a_negative_step_and_a_closed_saver_are_refused(saver: AsyncSaver) -> No
         save(saver, 1)
 
 
-def test_a_value_that_cannot_be_loaded_is_refused_at_once(saver: AsyncSaver) -> None:
+def test_value_that_cannot_be_loaded_is_refused_by_save(saver: AsyncSaver) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\['x'\] is a builtins.object"):
         saver.save(1, model={}, trainer={"x": object()}, rank_states=[])
 
@@ -225,7 +223,7 @@ def fail_at_step_2(saver: AsyncSaver, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "wait", "close", "with", "block"])
-def test_an_error_of_the_background_is_raised_once(tmp_path: Path, how: str) -> None:
+def test_error_of_the_background_thread_is_raised_once(tmp_path: Path, how: str) -> None:
     (tmp_path / "file").touch()
     store = CheckpointStore(tmp_path / "checkpoints")
     saver = AsyncSaver(store)
@@ -243,15 +241,15 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, how: str) -> 
         assert value(store, 4) == 4.0
 
 
-def test_a_look_at_the_save_under_way_waits_for_nothing_and_raises_what_it_met(store: CheckpointStore) -> None:
+def test_check_does_not_wait_and_raises_the_error_of_a_failed_save(store: CheckpointStore) -> None:
     gate = threading.Event()
 
     def fail_later() -> None:
         assert gate.wait(30)
         raise ValueError("no journal")
 
-    def look_on() -> None:
-        while True:  # the test's own time limit ends it
+    def check_until_error() -> None:
+        while True:  # the time limit of the test ends it
             saver.check()
 
     saver = AsyncSaver(store, before_publish=fail_later)
@@ -260,12 +258,12 @@ def test_a_look_at_the_save_under_way_waits_for_nothing_and_raises_what_it_met(s
     saver.check()
     gate.set()
     with pytest.raises(CheckpointError, match="no journal"):
-        look_on()
+        check_until_error()
     saver.check()
     saver.close()
 
 
-def test_an_error_that_is_not_ours_is_raised_as_ours(store: CheckpointStore) -> None:
+def test_foreign_exception_is_raised_as_checkpoint_error(store: CheckpointStore) -> None:
     def fail() -> None:
         raise ValueError("no journal")
 
@@ -278,7 +276,7 @@ def test_an_error_that_is_not_ours_is_raised_as_ours(store: CheckpointStore) -> 
     saver.close()
 
 
-# --- going on
+# --- resume
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, num_steps: int) -> None:
@@ -295,7 +293,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
 
 
-def test_a_resumed_training_is_bit_equal(store: CheckpointStore, saver: AsyncSaver) -> None:
+def test_resumed_training_is_bit_equal(store: CheckpointStore, saver: AsyncSaver) -> None:
     cpu = torch.device("cpu")
     torch.manual_seed(0)
     model, optimizer, schedule = make()
@@ -312,24 +310,24 @@ def test_a_resumed_training_is_bit_equal(store: CheckpointStore, saver: AsyncSav
     found = store.latest()
     assert found is not None
     loaded = store.load(found.path)
-    again, its_optimizer, its_schedule = make()
-    load_clean_state_dict(again, loaded.model)
-    its_optimizer.load_state_dict(loaded.trainer["optimizer"])
-    its_schedule.load_state_dict(loaded.trainer["schedule"])
+    again, resumed_optimizer, resumed_schedule = make()
+    again.load_state_dict(loaded.model)
+    resumed_optimizer.load_state_dict(loaded.trainer["optimizer"])
+    resumed_schedule.load_state_dict(loaded.trainer["schedule"])
     set_rng_state(loaded.rank_states[0], cpu)
-    train(again, its_optimizer, its_schedule, 3)
+    train(again, resumed_optimizer, resumed_schedule, 3)
 
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    assert its_schedule.state_dict() == schedule.state_dict()
+    assert resumed_schedule.state_dict() == schedule.state_dict()
     for key, state in optimizer.state_dict()["state"].items():
         for name, expected in state.items():
-            assert torch.equal(its_optimizer.state_dict()["state"][key][name], expected)
+            assert torch.equal(resumed_optimizer.state_dict()["state"][key][name], expected)
 
 
 # --- killed at any moment
 
 KILLED = '''
-"""Forks a child that saves steps 1 to 3 and kills itself at its n-th call to the disk, for every n."""
+"""For every n, forks a child that saves steps 1 to 3 and kills itself at its n-th disk operation."""
 import json, os, signal, sys
 from pathlib import Path
 import torch
@@ -350,9 +348,9 @@ def child(folder, fatal, report):
     sys.addaudithook(audit)
     write = checkpoint_folder._HashingFile.write
     def watched_fsync(descriptor):
-        moment()  # a killed process loses nothing that it has written: the sync itself would only take time
+        moment()  # without fsync: a killed process loses no data that it has written
     def torn_write(self, data):
-        if len(data) < 100:  # a zip header like many others
+        if len(data) < 100:  # one of many zip headers
             return write(self, data)
         half = len(data) // 2
         done = write(self, data[:half])
@@ -375,7 +373,7 @@ for fatal in range(1, 1000):
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        reported = len(pipe.read())  # until the child is gone
+        reported = len(pipe.read())  # until the child has ended
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     store = CheckpointStore(folder)
     leftovers = len(store.remove_leftovers())
@@ -393,7 +391,7 @@ print(json.dumps(results))
 
 
 @pytest.mark.processes
-def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_valid(tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_the_old_or_the_new_checkpoint_valid(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *killed, finished = json.loads(done.stdout)
@@ -409,7 +407,7 @@ def test_killed_at_any_moment_the_old_or_the_new_checkpoint_is_valid(tmp_path: P
         assert result["num_left"] >= min(2, result["reported"]), (moment, result)
 
 
-def test_metrics_that_come_later_are_added_to_the_saved_step(tmp_path: Path) -> None:
+def test_metrics_of_a_second_save_are_added_to_the_saved_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, best_metric="accuracy")
     with AsyncSaver(store) as saver:
         saver.save(5, model={"w": torch.zeros(1)}, trainer={}, rank_states=[{}], metrics={"loss": 2.0})
@@ -420,10 +418,10 @@ def test_metrics_that_come_later_are_added_to_the_saved_step(tmp_path: Path) -> 
     assert load_weights(best.path)["w"].item() == 0.0
 
 
-# --- a file system that is away
+# --- unreachable file systems
 
 
-class Away:
+class FailingFsync:
     """Makes every fsync fail while `error` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
@@ -440,15 +438,15 @@ class Away:
 
 
 @pytest.mark.parametrize("how", ["save", "check"])
-def test_a_save_to_a_file_system_that_is_away_is_reported_and_the_next_one_made(
+def test_failed_save_to_an_unreachable_file_system_is_logged_and_next_save_succeeds(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    away = Away(monkeypatch, errno.ESTALE)
+    disk = FailingFsync(monkeypatch, errno.ESTALE)
     with AsyncSaver(store) as saver:
         save(saver, 1)
         assert saver._writer._pending is not None
         saver._writer._pending.exception()
-        away.error = None
+        disk.error = None
         if how == "check":
             saver.check()
         save(saver, 2)
@@ -458,12 +456,12 @@ def test_a_save_to_a_file_system_that_is_away_is_reported_and_the_next_one_made(
     assert [path.name for path in store.folder.iterdir()] == ["step-00000002"]
 
 
-def test_a_save_goes_on_when_its_file_system_is_back_in_time(
+def test_save_is_retried_until_the_file_system_is_reachable(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    away = Away(monkeypatch, errno.EIO)
+    disk = FailingFsync(monkeypatch, errno.EIO)
     monkeypatch.setattr(retry._Mode, "within_s", 30.0)
-    monkeypatch.setattr(retry, "_pause", lambda _: setattr(away, "error", None))
+    monkeypatch.setattr(retry, "_pause", lambda _: setattr(disk, "error", None))
     with AsyncSaver(store) as saver:
         save(saver, 1)
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
@@ -473,17 +471,17 @@ def test_a_save_goes_on_when_its_file_system_is_back_in_time(
 @pytest.mark.parametrize(
     ("error", "how"), [(errno.ESTALE, "close"), (errno.ESTALE, "block"), (errno.ENOSPC, "save")], ids=str
 )
-def test_a_last_save_and_a_full_disk_are_errors(
+def test_failed_last_save_and_full_disk_are_errors(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, how: str
 ) -> None:
-    Away(monkeypatch, error)
+    FailingFsync(monkeypatch, error)
     saver = AsyncSaver(store)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*older checkpoints are unchanged"):
         fail_at_step_2(saver, how)
     assert list(store.folder.iterdir()) == []
 
 
-def test_a_journal_that_is_away_fails_a_save_that_may_pass(store: CheckpointStore) -> None:
+def test_unreachable_journal_fails_only_a_blocking_save(store: CheckpointStore) -> None:
     def flush() -> None:
         raise HpcdistError("the journal cannot be written") from OSError(errno.EIO, "Input/output error")
 

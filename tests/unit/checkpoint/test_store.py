@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what is valid, what is kept, what a full disk or a crafted file does."""
+"""The checkpoint folder of a run: valid checkpoints, pruning, full disks and crafted files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 # --- writing and reading
 
 
-def test_what_is_written_is_read(store: CheckpointStore) -> None:
+def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
     published: list[list[str]] = []
     path = store.write(snapshot(12, accuracy=0.5), before_publish=lambda: published.append(names(store)))
 
@@ -76,7 +76,7 @@ def test_what_is_written_is_read(store: CheckpointStore) -> None:
     assert torch.equal(store.load(str(path), verify=False).model["w"], loaded.model["w"])
 
 
-def test_an_empty_or_missing_folder_holds_nothing(store: CheckpointStore) -> None:
+def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.latest() is None
     assert store.best() is None
     assert store.newest_step() is None
@@ -85,7 +85,7 @@ def test_an_empty_or_missing_folder_holds_nothing(store: CheckpointStore) -> Non
     assert not store.folder.exists()
 
 
-def test_steps_beyond_eight_digits_are_still_in_order(store: CheckpointStore) -> None:
+def test_steps_of_nine_digits_are_in_order(store: CheckpointStore) -> None:
     assert store.newest_step() is None
     for step in (99_999_999, 100_000_000, 5):
         store.write(snapshot(step))
@@ -96,13 +96,13 @@ def test_steps_beyond_eight_digits_are_still_in_order(store: CheckpointStore) ->
     assert store.newest_step() == 100_000_000
 
 
-def test_metrics_that_are_not_finite(store: CheckpointStore) -> None:
+def test_metrics_that_are_not_finite_become_null_and_nan(store: CheckpointStore) -> None:
     path = store.write(snapshot(1, loss=math.nan, accuracy=math.inf))
     assert '"loss": null' in (path / "manifest.json").read_text()
     assert all(math.isnan(value) for value in store.load(path).metrics.values())
 
 
-def test_the_same_step_again_keeps_the_valid_one(store: CheckpointStore) -> None:
+def test_second_write_of_a_step_keeps_a_valid_checkpoint(store: CheckpointStore) -> None:
     path = store.write(snapshot(3))
     before = (path / "manifest.json").stat().st_ino
     assert store.write(snapshot(3, size=99)) == path
@@ -110,7 +110,7 @@ def test_the_same_step_again_keeps_the_valid_one(store: CheckpointStore) -> None
     assert names(store) == ["step-00000003"]
 
 
-def test_the_same_step_again_replaces_a_broken_one(store: CheckpointStore) -> None:
+def test_second_write_of_a_step_replaces_an_invalid_checkpoint(store: CheckpointStore) -> None:
     store.write(snapshot(1))
     path = store.write(snapshot(3))
     (path / "model.pt").write_bytes(b"")
@@ -123,7 +123,7 @@ def test_the_same_step_again_replaces_a_broken_one(store: CheckpointStore) -> No
     assert steps(store) == [3, 4]
 
 
-def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest() -> None:
+def test_short_write_is_completed() -> None:
     class Slow(io.BytesIO):
         def write(self, data: Any) -> int:
             return super().write(data[:7])
@@ -136,7 +136,7 @@ def test_a_disk_that_takes_a_part_of_a_write_gets_the_rest() -> None:
     assert file.record() == FileRecord(size_bytes=100, sha256=hashlib.sha256(content).hexdigest())
 
 
-# --- broken checkpoints
+# --- invalid checkpoints
 
 
 def replace_step(folder: Path, value: str) -> None:
@@ -202,7 +202,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE)
-def test_a_broken_checkpoint_is_skipped_with_the_reason(
+def test_invalid_checkpoint_is_skipped_with_the_reason(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: Any, message: str
 ) -> None:
     store.write(snapshot(1))
@@ -221,14 +221,14 @@ def test_a_broken_checkpoint_is_skipped_with_the_reason(
     assert f"skipping checkpoint {reason}" in caplog.text
 
 
-def test_latest_starts_a_new_list_of_reasons(store: CheckpointStore) -> None:
+def test_latest_resets_the_list_of_skipped_checkpoints(store: CheckpointStore) -> None:
     remove_manifest(store.write(snapshot(1)))
     assert store.latest() is None
     assert store.latest() is None
     assert len(store.skipped) == 1
 
 
-def test_left_over_temporary_folders_are_no_checkpoints_and_are_removed(store: CheckpointStore) -> None:
+def test_leftover_temporary_folders_are_removed(store: CheckpointStore) -> None:
     path = store.write(snapshot(1))
     path.rename(store.folder / ".tmp-step-00000001-0123abcd")
     (store.folder / "notes").mkdir()
@@ -237,7 +237,7 @@ def test_left_over_temporary_folders_are_no_checkpoints_and_are_removed(store: C
     assert names(store) == ["notes"]
 
 
-def test_a_left_over_that_cannot_be_removed(store: CheckpointStore) -> None:
+def test_leftover_that_cannot_be_removed_is_an_error(store: CheckpointStore) -> None:
     store.folder.mkdir()
     (store.folder / ".tmp-step-00000001-0").write_text("a file where a folder was")
     with pytest.raises(
@@ -246,7 +246,7 @@ def test_a_left_over_that_cannot_be_removed(store: CheckpointStore) -> None:
         store.remove_leftovers()
 
 
-def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"checkpoint folder .*file cannot be read: Not a directory"):
         CheckpointStore(tmp_path / "file").latest()
@@ -255,7 +255,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
 # --- crafted files
 
 
-class Evil:
+class Payload:
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -264,7 +264,7 @@ class Evil:
 
 
 def replace_content(folder: Path, name: str, content: Any) -> None:
-    """As one who can write to the folder would: with a manifest that fits."""
+    """Replace a file together with its record in the manifest, as an attacker with write access can."""
     torch.save(content, folder / name)
     raw = (folder / name).read_bytes()
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -273,11 +273,11 @@ def replace_content(folder: Path, name: str, content: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "trainer.pt"])
-def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_path: Path, name: str) -> None:
+def test_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tmp_path: Path, name: str) -> None:
     path = store.write(snapshot(1))
     marker = tmp_path / "executed"
-    replace_content(path, name, {"w": Evil(marker)})
-    assert store.latest() is not None  # its hashes are right
+    replace_content(path, name, {"w": Payload(marker)})
+    assert store.latest() is not None  # the hashes are valid
     with pytest.raises(
         CheckpointError,
         match=rf"{name} was not loaded, because it does not contain plain data only: GLOBAL posix.mkdir$",
@@ -286,7 +286,7 @@ def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tm
     assert not marker.exists()
     with open(path / name, "rb") as file:
         torch.load(file, weights_only=False)
-    assert marker.exists()  # so the trap works
+    assert marker.exists()  # the payload works
 
 
 @pytest.mark.parametrize(
@@ -297,14 +297,14 @@ def test_a_crafted_pickle_is_refused_and_not_executed(store: CheckpointStore, tm
         ("trainer.pt", {"trainer": 1, "rank_states": 2}, r"trainer.pt does not contain `trainer` and `rank_states`"),
     ],
 )
-def test_content_of_another_shape_is_refused(store: CheckpointStore, name: str, content: Any, message: str) -> None:
+def test_content_of_another_structure_is_refused(store: CheckpointStore, name: str, content: Any, message: str) -> None:
     path = store.write(snapshot(1))
     replace_content(path, name, content)
     with pytest.raises(CheckpointError, match=message):
         store.load(path)
 
 
-def test_a_file_that_is_no_archive_is_refused(store: CheckpointStore) -> None:
+def test_file_that_is_not_an_archive_is_refused(store: CheckpointStore) -> None:
     path = store.write(snapshot(1))
     (path / "model.pt").write_bytes(b"PK\x03\x04 nothing")
     raw = (path / "model.pt").read_bytes()
@@ -317,7 +317,7 @@ def test_a_file_that_is_no_archive_is_refused(store: CheckpointStore) -> None:
         store.load(path)
 
 
-# --- what is kept
+# --- pruning
 
 
 def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kept", "best"), [("max", [2, 5, 6], 2), ("min", [3, 5, 6], 3)])
-def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
+def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", monitor_mode=mode)
     for step, score in [(1, 0.5), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
         store.write(snapshot(step, score=score))
@@ -340,7 +340,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, mode: Any, kept: li
     assert found.step == best
 
 
-def test_the_newer_of_two_equally_good_is_the_best(tmp_path: Path) -> None:
+def test_best_of_equal_checkpoints_is_the_newer_valid_one(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, best_metric="score")
     for step in (1, 2, 3):
         store.write(snapshot(step, score=1.0 if step < 3 else 0.0))
@@ -353,14 +353,14 @@ def test_the_newer_of_two_equally_good_is_the_best(tmp_path: Path) -> None:
     assert found.step == 1
 
 
-def test_no_best_without_a_metric(store: CheckpointStore) -> None:
+def test_best_is_none_without_a_metric(store: CheckpointStore) -> None:
     store.write(snapshot(1, score=1.0))
     assert store.best() is None
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_manifest])
 @pytest.mark.parametrize("restored", [True, False])
-def test_prune_counts_only_valid_ones_and_leaves_broken_ones(tmp_path: Path, damage: Any, restored: bool) -> None:
+def test_prune_neither_counts_nor_removes_invalid_checkpoints(tmp_path: Path, damage: Any, restored: bool) -> None:
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3, 8, 9):
         writer.write(snapshot(step))
@@ -375,7 +375,7 @@ def test_prune_counts_only_valid_ones_and_leaves_broken_ones(tmp_path: Path, dam
     assert steps(store) == ([3, 4, 8, 9] if restored else [2, 3, 8, 9])
 
 
-def test_the_only_valid_one_is_never_removed(tmp_path: Path) -> None:
+def test_prune_keeps_the_only_valid_checkpoint(tmp_path: Path) -> None:
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3, 4):
         writer.write(snapshot(step))
@@ -388,7 +388,7 @@ def test_the_only_valid_one_is_never_removed(tmp_path: Path) -> None:
     assert found.step == 1
 
 
-def test_prune_says_what_cannot_be_removed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_that_cannot_be_removed_is_an_error(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         store.write(snapshot(step))
 
@@ -400,10 +400,10 @@ def test_prune_says_what_cannot_be_removed(store: CheckpointStore, monkeypatch: 
         store.prune()
 
 
-# --- disks that refuse
+# --- write errors
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = CheckpointStore(tmp_path / "file" / "checkpoints")
     message = (
@@ -416,7 +416,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MB, which takes root to mount."""
+    """A file system of 2 MB; mounting it requires root."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpcdist-test", str(folder)]
@@ -431,10 +431,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.processes
-def test_a_really_full_disk(small_disk: Path) -> None:
+def test_full_disk_leaves_older_checkpoints_unchanged(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints")
     store.write(snapshot(1))
-    for size in (10**6, 400_000):  # 4 MB: refused inside of one tensor; 1.6 MB: the second such file
+    for size in (10**6, 400_000):  # 4 MB: fails within a tensor; 1.6 MB: fails in the second file
         message = r"step 2 could not be written to .*: No space left on device \([12] MB free\); older"
         with pytest.raises(CheckpointError, match=message):
             store.write(
@@ -452,7 +452,7 @@ def test_a_really_full_disk(small_disk: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_refusing_disk_simulated_by_a_limit_on_file_size(tmp_path: Path) -> None:
+def test_write_beyond_the_file_size_limit_leaves_valid_checkpoints(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch
 from pathlib import Path
@@ -477,7 +477,7 @@ write(3, 10)
     assert steps(CheckpointStore(tmp_path)) == [1, 3]
 
 
-def test_an_error_of_torch_itself_leaves_nothing_behind(store: CheckpointStore) -> None:
+def test_error_of_torch_leaves_no_files(store: CheckpointStore) -> None:
     twice = torch.zeros(4)
     model = {"a": twice, "b": twice.view(torch.int32)}  # torch.save refuses one memory under two dtypes
     bad = Snapshot(step=1, model=model, trainer=None, rank_states=[], metrics={})

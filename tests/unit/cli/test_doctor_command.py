@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import Cli
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.config.loading import load_config
 from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
@@ -90,7 +90,7 @@ def test_doctor_exits_with_1_if_a_run_would_fail(doctor: Cli, tmp_path: Path, mo
 
 
 def test_doctor_reports_an_unavailable_mlflow_as_a_warning(doctor: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{unused_port()}")
     code, out, _ = doctor("--json")
     assert code == 0
     server = checks(out)["MLflow", "server"]

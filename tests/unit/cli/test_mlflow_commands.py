@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import Cli, Result
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.errors import TrackingError
 from hpcdist.files.atomic import write_json
@@ -74,7 +74,7 @@ def test_ui_prints_links_with_a_token_and_starts_mlflow(
     run = RunDir.create(tmp_path / "runs" / "exp" / "first")
     run.config.write_text("{}")
     write_json(run.mlflow, {"experiment_id": "7", "uri": store})
-    port = closed_port()
+    port = unused_port()
     result = hpcdist("ui", "--port", str(port))
     (file,) = tmp_path.glob("state/hpcdist/ui/*.token")
     address = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""What the dev cluster refuses, and in which words; and the parts that can be tried without root."""
+"""Errors of the dev cluster, and its functions that need no root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO = Settings(num_nodes=2)
 
 @pytest.fixture
 def layout() -> Iterator[Layout]:
-    """A state folder of short name, as sockets need."""
+    """A state folder with a short path, because paths of sockets are limited."""
     folder = Path(tempfile.mkdtemp(prefix="dc", dir="/tmp"))
     yield Layout(folder / "state")
     shutil.rmtree(folder)
@@ -34,13 +34,13 @@ def layout() -> Iterator[Layout]:
 
 @pytest.fixture(autouse=True)
 def own_lock(layout: Layout, monkeypatch: Patch) -> None:
-    """A lock of these tests' own: a dev cluster may be going up beside them."""
+    """A separate lock: a dev cluster may be starting on this machine."""
     monkeypatch.setattr(system, "LOCK", f"\0{layout.state}")
 
 
 @pytest.fixture
 def recorded(layout: Layout) -> Layout:
-    """The state folder of a cluster of two nodes that is not up."""
+    """The state folder of a cluster of two nodes that is not running."""
     layout.state.mkdir()
     layout.settings_file.write_text(TWO.to_json())
     return layout
@@ -68,29 +68,29 @@ def own_namespace() -> processes.Namespace:
         ({"subnet": "10.0.0.0/29", "num_nodes": 5}, "--subnet 10.0.0.0/29 has room for 4 nodes, not 5: widen it"),
     ],
 )
-def test_settings_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DevClusterError) as error:
         Settings(**changes)
     assert str(error.value) == message
 
 
-def test_addresses_fill_a_network_without_clash() -> None:
+def test_addresses_in_a_full_network_are_distinct() -> None:
     full = Settings(num_nodes=4, subnet="10.0.0.0/29")
     assert list(full.addresses.values()) == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.6", "10.0.0.5"]
 
 
 @pytest.mark.parametrize("state", ["relative", "/with blank", '/a"b', "/a/../b"])
-def test_a_state_folder_of_a_name_that_slurm_conf_cannot_hold(state: str) -> None:
+def test_state_path_that_slurm_conf_cannot_contain_is_rejected(state: str) -> None:
     with pytest.raises(DevClusterError, match="--state must be an absolute path without blanks or quotes"):
         Layout(Path(state))
 
 
-def test_a_state_folder_too_deep_for_sockets() -> None:
+def test_state_path_too_long_for_sockets_is_rejected() -> None:
     with pytest.raises(DevClusterError, match=r"--state must have at most 60 characters.* got 71"):
         Layout(Path("/" + "a" * 70))
 
 
-def test_settings_are_read_back_unless_a_crash_has_cut_them(recorded: Layout) -> None:
+def test_truncated_settings_file_counts_as_no_cluster(recorded: Layout) -> None:
     assert cluster.recorded_settings(recorded) == TWO
     assert cluster.require_settings(recorded) == TWO
     recorded.settings_file.write_text(TWO.to_json()[:-5])
@@ -99,7 +99,7 @@ def test_settings_are_read_back_unless_a_crash_has_cut_them(recorded: Layout) ->
         Settings.from_json(json.dumps({"num_nodes": 2}))
 
 
-def test_no_cluster_there(layout: Layout) -> None:
+def test_status_and_error_without_a_cluster(layout: Layout) -> None:
     with pytest.raises(DevClusterError, match=r"no dev cluster in .*: `hpcdist devcluster up` creates one"):
         cluster.require_settings(layout)
     assert cluster.status(layout) == cluster.Status(None)
@@ -116,21 +116,22 @@ def test_no_cluster_there(layout: Layout) -> None:
         lambda layout: nodes.slow_node(layout, "n1"),
     ],
 )
-def test_what_needs_root_says_so(call: Callable[[Layout], object], layout: Layout, monkeypatch: Patch) -> None:
+def test_commands_that_need_root_report_it(
+    call: Callable[[Layout], object], layout: Layout, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(DevClusterError, match=r"needs root .*: sudo \$\(which hpcdist\) devcluster "):
         call(layout)
 
 
-def test_missing_commands_come_with_the_way_to_get_them(monkeypatch: Patch) -> None:
+def test_missing_commands_are_reported_with_the_install_option(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "COMMANDS", ("sh", "no-such-command"))
     with pytest.raises(DevClusterError, match=r"^no-such-command not found: `hpcdist devcluster up --install` .*munge"):
         host.require_commands()
 
 
 @pytest.mark.processes
-def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> None:
-    """A real process of that name, whoever started it."""
+def test_another_slurm_on_this_machine_is_an_error(layout: Layout, tmp_path: Path) -> None:
     sleep = shutil.which("sleep")
     assert sleep is not None
     shutil.copy(sleep, tmp_path / "slurmctld")
@@ -143,13 +144,13 @@ def test_a_slurm_that_is_not_ours_is_refused(layout: Layout, tmp_path: Path) -> 
             daemon.kill()
 
 
-def test_no_namespaces_allowed(monkeypatch: Patch) -> None:
+def test_missing_permission_for_namespaces_is_an_error(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "succeeds", lambda command: False)
     with pytest.raises(DevClusterError, match=r"does not allow root to create network namespaces.*--privileged"):
         host.require_namespaces()
 
 
-def test_a_state_folder_of_somebody_else(layout: Layout) -> None:
+def test_state_folder_with_other_files_is_rejected(layout: Layout) -> None:
     layout.state.mkdir()
     (layout.state / "thesis.tex").touch()
     with pytest.raises(DevClusterError, match="contains other files than a dev cluster's"):
@@ -157,13 +158,13 @@ def test_a_state_folder_of_somebody_else(layout: Layout) -> None:
     assert (layout.state / "thesis.tex").exists()
 
 
-def test_a_state_folder_without_a_place(layout: Layout) -> None:
+def test_state_folder_without_a_parent_is_rejected(layout: Layout) -> None:
     with pytest.raises(DevClusterError, match=r"its parent folder .*/nowhere does not exist"):
         host.require_folder(Layout(layout.state.parent / "nowhere" / "state"))
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_a_state_folder_that_daemons_cannot_reach_or_trust(layout: Layout, mode: int) -> None:
+def test_state_folder_below_a_private_or_world_writable_folder_is_rejected(layout: Layout, mode: int) -> None:
     layout.state.parent.chmod(mode)
     with pytest.raises(
         DevClusterError, match="must be accessible to users munge and mysql, and writable by its owner only"
@@ -173,14 +174,14 @@ def test_a_state_folder_that_daemons_cannot_reach_or_trust(layout: Layout, mode:
     host.require_folder(layout)
 
 
-def test_names_that_hosts_has_already(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_node_name_in_etc_hosts_is_an_error(layout: Layout, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
     host.HOSTS.write_text("10.0.0.1 n1\n")
     with pytest.raises(DevClusterError, match="hosts already names n1"):
         host.require_free_network(TWO, layout)
 
 
-def test_an_interface_of_another_cluster(layout: Layout, monkeypatch: Patch) -> None:
+def test_interface_of_another_cluster_is_an_error(layout: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "LINK", "lo")
     monkeypatch.setattr(render, "taken_names", lambda text, settings: [])
     with pytest.raises(DevClusterError, match=r"interface lo already exists: .* with its own --state"):
@@ -195,7 +196,7 @@ ROUTES: list[dict[str, str]] = [
 ]
 
 
-def test_overlapping_networks(layout: Layout, monkeypatch: Patch) -> None:
+def test_overlapping_network_is_an_error(layout: Layout, monkeypatch: Patch) -> None:
     assert host.overlapping_route(json.dumps(ROUTES), TWO) is None
     vpn = json.dumps([*ROUTES, {"dst": "10.0.0.0/8", "dev": "tun0"}])
     assert host.overlapping_route(vpn, TWO) == "10.0.0.0/8 (tun0)"
@@ -207,7 +208,7 @@ def test_overlapping_networks(layout: Layout, monkeypatch: Patch) -> None:
         host.require_free_network(TWO, layout)
 
 
-def test_hosts_is_written_in_place(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_etc_hosts_is_written_in_place(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(host, "HOSTS", tmp_path / "hosts")
     host.HOSTS.write_text("a long line that goes\n")
     inode = host.HOSTS.stat().st_ino
@@ -218,7 +219,7 @@ def test_hosts_is_written_in_place(tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def bare_machine(monkeypatch: Patch, tmp_path: Path) -> Path:
-    """A machine without the packages; returns the folder of its commands."""
+    """A machine without the packages: the only folder on PATH."""
     monkeypatch.setattr(host, "COMMANDS", ("no-such-command",))
     monkeypatch.setattr(host, "SITE_CONF", tmp_path / "slurm.conf")
     monkeypatch.setattr(host, "POLICY", tmp_path / "policy-rc.d")
@@ -231,19 +232,19 @@ def put_command(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_nothing_is_installed_over_a_slurm_of_the_site(bare_machine: Path) -> None:
+def test_install_is_rejected_beside_another_slurm(bare_machine: Path) -> None:
     host.SITE_CONF.touch()
     with pytest.raises(DevClusterError, match=r"slurm.conf belongs to another Slurm on this machine"):
         host.install({})
 
 
-def test_install_knows_apt_alone(bare_machine: Path) -> None:
+def test_install_supports_only_apt_get(bare_machine: Path) -> None:
     with pytest.raises(DevClusterError, match=r"--install supports apt-get only: install slurmctld .* by the package"):
         host.install({})
 
 
 @pytest.mark.processes
-def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) -> None:
+def test_install_is_rejected_if_a_policy_lets_services_start(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", "exit 1")
     put_command(host.POLICY, "exit 0")
     with pytest.raises(DevClusterError, match=r"policy-rc.d lets packages start services"):
@@ -252,7 +253,7 @@ def test_install_respects_a_policy_that_lets_services_start(bare_machine: Path) 
 
 
 @pytest.mark.processes
-def test_install_tries_again_and_tells_the_last_complaint(bare_machine: Path) -> None:
+def test_install_is_repeated_and_reports_the_last_error(bare_machine: Path) -> None:
     put_command(bare_machine / "apt-get", f"echo x >> {bare_machine}/tries; echo 'E: no network' >&2; exit 100")
     with pytest.raises(DevClusterError, match=r"`apt-get .* update` failed 3 times: E: no network"):
         host.install({})
@@ -261,7 +262,7 @@ def test_install_tries_again_and_tells_the_last_complaint(bare_machine: Path) ->
 
 
 @pytest.mark.processes
-def test_install_holds_services_back_while_it_installs(bare_machine: Path) -> None:
+def test_install_prevents_packages_from_starting_services(bare_machine: Path) -> None:
     seen = bare_machine / "seen"
     script = f"{host.POLICY} slurmctld start; echo $6 $? >> {seen}; : > {bare_machine}/no-such-command"
     put_command(bare_machine / "apt-get", f"{script}; /bin/chmod +x {bare_machine}/no-such-command")
@@ -273,14 +274,14 @@ def test_install_holds_services_back_while_it_installs(bare_machine: Path) -> No
 def test_down_removes_the_policy_of_a_killed_install(bare_machine: Path) -> None:
     host.POLICY.write_text("#!/bin/sh\nexit 101\n")
     host.remove_left_policy()
-    assert host.POLICY.exists(), "somebody else's"
+    assert host.POLICY.exists(), "a policy of the site is kept"
     host.POLICY.write_text(host.DENY_STARTS)
     host.remove_left_policy()
     assert not host.POLICY.exists()
 
 
 @pytest.mark.processes
-def test_a_command_that_fails_is_told_with_its_last_line() -> None:
+def test_failed_command_is_reported_with_its_last_line() -> None:
     with pytest.raises(DevClusterError, match=r"^`sh -c 'echo first; echo last >&2; exit 3'` failed: last$"):
         system.run(["sh", "-c", "echo first; echo last >&2; exit 3"])
     with pytest.raises(DevClusterError, match=r"`false` failed: exit code 1$"):
@@ -290,27 +291,27 @@ def test_a_command_that_fails_is_told_with_its_last_line() -> None:
 
 
 @pytest.mark.processes
-def test_a_command_that_does_not_end(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(system, "COMMAND_WITHIN_S", 0.05)
+def test_command_is_killed_after_a_timeout(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(system, "COMMAND_TIMEOUT_S", 0.05)
     with pytest.raises(DevClusterError, match=r"`sleep 9` did not end within 0.05 s"):
         system.run(["sleep", "9"])
 
 
 @pytest.mark.processes
-def test_commands_see_nothing_of_the_callers_slurm(monkeypatch: Patch) -> None:
+def test_commands_do_not_inherit_the_callers_slurm_variables(monkeypatch: Patch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "SLURM" not in system.run(["env"])
     assert "SLURM_CONF=/x\n" in system.run(["env"], env={"SLURM_CONF": "/x"})
 
 
-def test_one_command_at_a_time() -> None:
+def test_exclusive_lock_allows_one_command_at_a_time() -> None:
     with system.exclusive(), pytest.raises(DevClusterError, match="another `hpcdist devcluster` is at work"):
         system.exclusive().__enter__()
     with system.exclusive():
         pass
 
 
-def test_a_daemon_that_is_not_ready_in_time_is_told_with_its_last_words(recorded: Layout) -> None:
+def test_timeout_of_a_daemon_is_reported_with_its_last_output(recorded: Layout) -> None:
     recorded.logs.mkdir()
     recorded.output("slurmctld").write_text("starting\nfatal: no such thing\n")
     with pytest.raises(DevClusterError, match=r"^it is silent within 0 s; .*slurmctld.out ends with: fatal: no such"):
@@ -318,7 +319,7 @@ def test_a_daemon_that_is_not_ready_in_time_is_told_with_its_last_words(recorded
 
 
 @pytest.mark.processes
-def test_a_daemon_that_ends_is_not_waited_for(recorded: Layout) -> None:
+def test_wait_fails_at_once_if_the_daemon_ends(recorded: Layout) -> None:
     recorded.logs.mkdir()
     recorded.run.mkdir()
     recorded.output("slurmctld").touch()
@@ -329,19 +330,19 @@ def test_a_daemon_that_ends_is_not_waited_for(recorded: Layout) -> None:
         system.wait_until(lambda: False, "it is silent", recorded, argv.slurmctld(), 60)
 
 
-def test_processes_of_a_namespace_are_found() -> None:
+def test_members_are_the_processes_of_a_namespace() -> None:
     assert os.getpid() in processes.members([own_namespace()])
     assert processes.members([(0, 0)]) == []
 
 
-def test_processes_that_outlive_sigkill_are_told(monkeypatch: Patch) -> None:
+def test_processes_that_survive_sigkill_are_an_error(monkeypatch: Patch) -> None:
     monkeypatch.setattr(processes, "members", lambda namespaces: [2**22 + 1])  # no process can have this id
     monkeypatch.setattr(processes, "KILL_WITHIN_S", 0.0)
     with pytest.raises(DevClusterError, match=r"processes 4194305 do not end after SIGKILL"):
         processes.kill_members([(0, 0)])
 
 
-def test_a_pid_file_of_another_process_deceives_nobody(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
+def test_stale_pid_file_is_ignored(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
     recorded.run.mkdir()
     recorded.pid_file("slurmctld").write_text(str(os.getpid()))
     assert not processes.is_running(recorded, argv.slurmctld())
@@ -349,13 +350,13 @@ def test_a_pid_file_of_another_process_deceives_nobody(recorded: Layout, monkeyp
     assert processes.is_running(recorded, argv.slurmctld())
 
 
-def test_a_file_is_no_namespace(recorded: Layout) -> None:
+def test_plain_file_is_not_a_namespace(recorded: Layout) -> None:
     recorded.namespaces.mkdir()
     recorded.namespace("n1").touch()
     assert processes.mounted_namespaces(recorded) == {}
 
 
-def test_a_namespace_that_stays_mounted_is_told(recorded: Layout, monkeypatch: Patch) -> None:
+def test_namespace_that_cannot_be_unmounted_is_an_error(recorded: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
     monkeypatch.setattr(provision, "succeeds", lambda command: False)
     monkeypatch.setattr(provision, "LINK", "no-such-link")
@@ -364,7 +365,7 @@ def test_a_namespace_that_stays_mounted_is_told(recorded: Layout, monkeypatch: P
         provision.remove_network(recorded)
 
 
-def test_another_shape_needs_a_down_first(recorded: Layout, monkeypatch: Patch) -> None:
+def test_changed_settings_of_a_running_cluster_are_rejected(recorded: Layout, monkeypatch: Patch) -> None:
     monkeypatch.setattr(processes, "members", lambda namespaces: [1])
     assert cluster._choose(recorded, {"num_nodes": 2}) == TWO
     assert cluster._choose(recorded, {}) == TWO
@@ -372,7 +373,7 @@ def test_another_shape_needs_a_down_first(recorded: Layout, monkeypatch: Patch) 
         cluster._choose(recorded, {"num_nodes": 8})
 
 
-def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) -> None:
+def test_remains_of_a_crash_are_replaced(recorded: Layout) -> None:
     recorded.conf.mkdir()
     eight = cluster._choose(recorded, {"num_nodes": 8})
     assert eight == Settings(num_nodes=8)
@@ -381,7 +382,7 @@ def test_what_a_crash_has_left_makes_room_for_another_shape(recorded: Layout) ->
     assert not recorded.conf.exists()
 
 
-def test_faults_need_a_node_that_is_there(recorded: Layout, as_root: None) -> None:
+def test_unknown_node_and_stopped_cluster_are_errors(recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match="no node 'n3' in the dev cluster: it has n1, n2"):
         nodes.kill_node(recorded, "n3")
     with pytest.raises(DevClusterError, match=r"the dev cluster in .* is not running: `hpcdist devcluster up`"):
@@ -389,27 +390,27 @@ def test_faults_need_a_node_that_is_there(recorded: Layout, as_root: None) -> No
 
 
 @pytest.mark.parametrize(("option", "name"), [("--rate-mbit", "rate_mbit"), ("--delay-ms", "delay_ms")])
-def test_a_link_cannot_be_slower_than_nothing(option: str, name: str, recorded: Layout, as_root: None) -> None:
+def test_rate_and_delay_must_be_positive(option: str, name: str, recorded: Layout, as_root: None) -> None:
     with pytest.raises(DevClusterError, match=f"{option} must be > 0, got 0"):
         nodes.slow_node(recorded, "n1", **{name: 0.0})
 
 
-def test_a_kernel_without_netem_is_told(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
-    def complain(command: list[str]) -> str:
-        raise DevClusterError(said)
+def test_kernel_without_netem_is_reported(recorded: Layout, monkeypatch: Patch, as_root: None) -> None:
+    def fail(command: list[str]) -> str:
+        raise DevClusterError(message)
 
     monkeypatch.setattr(processes, "mounted_namespaces", lambda layout: {"n1": (0, 0)})
-    monkeypatch.setattr(nodes, "run", complain)
-    said = "`tc` failed: Error: Specified qdisc kind is unknown."
+    monkeypatch.setattr(nodes, "run", fail)
+    message = "`tc` failed: Error: Specified qdisc kind is unknown."
     with pytest.raises(DevClusterError, match=r"the kernel has no netem \(module sch_netem\)"):
         nodes.slow_node(recorded, "n1", delay_ms=5)
-    said = "`tc` failed: something else"
+    message = "`tc` failed: something else"
     with pytest.raises(DevClusterError, match="something else"):
         nodes.slow_node(recorded, "n1", delay_ms=5)
 
 
 @pytest.mark.processes
-def test_help_needs_nothing_heavy() -> None:
+def test_help_imports_no_heavy_module() -> None:
     code = (
         "import sys; import hpcdist.cli.devcluster; "
         "heavy = ('torch', 'mlflow', 'omegaconf', 'hpcdist.devcluster.cluster'); "
@@ -419,7 +420,7 @@ def test_help_needs_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_status_ends_with_1_where_no_cluster_is(layout: Layout) -> None:
+def test_status_exits_with_1_without_a_cluster(layout: Layout) -> None:
     done = CliRunner().invoke(devcluster.app, ["status", "--state", str(layout.state)], standalone_mode=False)
     assert done.return_value == 1
     assert done.output == f"no dev cluster in {layout.state}: `hpcdist devcluster up --nodes 4` makes one\n"

@@ -1,4 +1,4 @@
-"""The dev cluster's texts and commands, compared whole."""
+"""Configuration files and commands of the dev cluster, compared as a whole."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PartitionName=high Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF DefaultTime=01:0
     )
 
 
-def test_a_single_node_has_no_range() -> None:
+def test_single_node_is_not_a_range() -> None:
     text = render.slurm_conf(ONE, LAYOUT)
     assert "NodeName=n1 CPUs=8 RealMemory=32768 Gres=gpu:1\n" in text
     assert "PartitionName=main Nodes=n1 Default=YES" in text
@@ -74,12 +74,12 @@ def test_gres_conf_names_a_device_for_each_gpu() -> None:
     assert render.gres_conf(ONE, LAYOUT) == "NodeName=n1 Name=gpu File=/var/lib/dc/gpus/gpu0\n"
 
 
-def test_a_cluster_without_gpus_mentions_none() -> None:
+def test_configuration_without_gpus() -> None:
     assert render.gres_conf(BARE, LAYOUT) == ""
     assert "NodeName=n[1-3] CPUs=8 RealMemory=32768\n" in render.slurm_conf(BARE, LAYOUT)
 
 
-def test_cgroup_conf_asks_for_the_plugin_that_touches_nothing() -> None:
+def test_cgroup_conf_selects_the_v1_plugin() -> None:
     assert render.cgroup_conf() == "CgroupPlugin=cgroup/v1\n"
 
 
@@ -127,7 +127,7 @@ BLOCK = """
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1 localhost\n", "127.0.0.1 localhost", "127.0.0.1 a\n\n", "\n"])
-def test_hosts_block_comes_and_goes_to_the_byte(text: str) -> None:
+def test_removed_hosts_block_restores_the_original_text(text: str) -> None:
     added = render.with_hosts_block(text, TWO)
     assert added == text + BLOCK
     assert render.without_hosts_block(added) == text
@@ -135,9 +135,9 @@ def test_hosts_block_comes_and_goes_to_the_byte(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1 localhost\n", "127.0.0.1 localhost"])
-def test_hosts_block_keeps_what_came_behind_it(text: str) -> None:
-    behind = render.with_hosts_block(text, TWO) + "10.0.0.1 other\n"
-    assert render.without_hosts_block(behind) == "127.0.0.1 localhost\n10.0.0.1 other\n"
+def test_removed_hosts_block_keeps_later_lines(text: str) -> None:
+    extended = render.with_hosts_block(text, TWO) + "10.0.0.1 other\n"
+    assert render.without_hosts_block(extended) == "127.0.0.1 localhost\n10.0.0.1 other\n"
 
 
 def test_hosts_block_replaces_an_older_one() -> None:
@@ -179,7 +179,7 @@ link set hpcdist0 up
     assert argv.node_batch(TWO, "n2") == "link set lo up\naddr add 10.213.77.2/24 dev eth0\nlink set eth0 up\n"
 
 
-def test_a_daemon_lives_in_the_network_and_under_the_name_of_its_node() -> None:
+def test_daemon_has_the_network_and_host_name_of_its_node() -> None:
     command = [
         *("setsid", "--fork", "nsenter", "--net=/var/lib/dc/netns/n2", "unshare", "--uts", "sh", "-c"),
         'hostname "$0" && cd / && umask 022 && echo $$ > "$1" && shift && exec "$@"',
@@ -190,7 +190,7 @@ def test_a_daemon_lives_in_the_network_and_under_the_name_of_its_node() -> None:
     assert argv.daemon(LAYOUT, argv.slurmd("n2", own_mounts=True)) == command
 
 
-def test_daemons_start_in_the_order_of_their_needs() -> None:
+def test_daemons_start_after_their_dependencies() -> None:
     found = argv.daemons(TWO, LAYOUT)
     assert [(daemon.name, daemon.node) for daemon in found] == [
         *(("munged", HEAD), ("mariadbd", HEAD), ("slurmdbd", HEAD), ("slurmctld", HEAD)),
@@ -198,7 +198,7 @@ def test_daemons_start_in_the_order_of_their_needs() -> None:
     ]
 
 
-def test_munge_and_mariadb_use_nothing_of_the_machines_own() -> None:
+def test_munge_and_mariadb_use_only_files_of_the_cluster() -> None:
     assert argv.munged(LAYOUT).argv == (
         *("setpriv", "--reuid=munge", "--regid=munge", "--init-groups"),
         *("munged", "--foreground", "--num-threads=10", "--socket", "/var/lib/dc/munge/socket"),
@@ -218,7 +218,7 @@ def test_munge_and_mariadb_use_nothing_of_the_machines_own() -> None:
     ]
 
 
-def test_daemons_get_an_environment_of_their_own() -> None:
+def test_environment_of_daemons() -> None:
     assert argv.daemon_env(LAYOUT) == {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LANG": "C.UTF-8",
@@ -227,7 +227,7 @@ def test_daemons_get_an_environment_of_their_own() -> None:
     }
 
 
-def test_a_command_on_a_node() -> None:
+def test_command_on_a_node() -> None:
     assert argv.on_node(LAYOUT, "n1", ["hostname", "-i"]) == [
         *("nsenter", "--net=/var/lib/dc/netns/n1", "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', "n1"),
         *("hostname", "-i"),
@@ -242,11 +242,11 @@ def test_a_command_on_a_node() -> None:
         (0.5, 100, "netem delay 100ms rate 0.5mbit"),
     ],
 )
-def test_a_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: str) -> None:
+def test_slow_link(rate_mbit: float | None, delay_ms: float | None, expected: str) -> None:
     assert " ".join(argv.slow_link(rate_mbit, delay_ms)) == expected
 
 
-def test_status_in_words() -> None:
+def test_describe_status() -> None:
     idle, dead = NodeStatus("n1", "10.213.77.1", "idle", "none"), NodeStatus("n2", "10.213.77.2", "down*", "no answer")
     assert list(describe(Status(TWO, (idle, dead), dead=("slurmd-n2",), controller_answers=True), LAYOUT)) == [
         "not running: slurmd-n2; `hpcdist devcluster up` starts what is missing",

@@ -9,7 +9,6 @@ import pytest
 from hpcdist.diagnostics.doctor.job_endings import job_end_checks
 from hpcdist.diagnostics.doctor.slurm_checks import (
     NEEDED,
-    Cached,
     SlurmFacts,
     client_checks,
     partition_checks,
@@ -117,13 +116,6 @@ def test_facts_include_missing_commands_and_controller_errors(monkeypatch: pytes
         False,
         "scontrol: slurm_load_ctl_conf error: Unable to contact",
     )
-
-
-def test_sections_share_one_query() -> None:
-    queries = []
-    cached = Cached(lambda: queries.append(1) or SlurmFacts())  # type: ignore[func-returns-value]
-    assert cached() is cached()
-    assert queries == [1]
 
 
 # --- partitions

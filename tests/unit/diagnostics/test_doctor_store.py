@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from hpcdist_runs import closed_port
+from hpcdist_runs import unused_port
 
 from hpcdist.diagnostics.doctor import mlflow_store as module
 from hpcdist.diagnostics.doctor.mlflow_store import MlflowStore, revisions, store_checks
@@ -149,7 +149,7 @@ def test_working_server_is_ok(start_server: Callable[..., str]) -> None:
 
 
 def test_unreachable_server_is_a_warning() -> None:
-    uri = f"http://ada:secret@127.0.0.1:{closed_port()}"
+    uri = f"http://ada:secret@127.0.0.1:{unused_port()}"
     check = last_check(uri)
     assert check.level == "warning", "training continues without a server"
     assert "cannot be reached ([Errno 111] Connection refused): training continues" in check.text
@@ -196,7 +196,7 @@ def test_file_store_is_a_warning_and_unknown_stores_are_a_note() -> None:
 
 @pytest.mark.processes
 def test_unusable_database_server_is_a_warning_without_its_password() -> None:
-    port = closed_port()
+    port = unused_port()
     check = last_check(f"postgresql+nosuchdriver://ada:secret@127.0.0.1:{port}/mlflow")
     assert (check.level, "secret" in check.text + check.fix) == ("warning", False)
     check = last_check(f"postgresql+pg8000://ada:secret@127.0.0.1:{port}/mlflow")

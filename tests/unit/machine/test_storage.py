@@ -6,21 +6,50 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hpcdist.machine import storage
 
-MOUNTS = """\
-22 1 0:20 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-23 22 0:21 / /home rw shared:2 master:3 - nfs4 server:/my\\040home rw,vers=4.2
-"""
+
+def set_mounts(monkeypatch: pytest.MonkeyPatch, *mounts: tuple[str, str, str]) -> None:
+    """Set mount point, type and source of all mounts in their order."""
+    found = [SimpleNamespace(mountpoint=point, fstype=kind, device=source) for point, kind, source in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: found)
 
 
-def test_mount_has_type_and_source() -> None:
-    assert storage.mount_of(Path("/home/ada/runs"), MOUNTS) == ("nfs4", "server:/my home")
-    assert storage.mount_of(Path("/srv/runs"), MOUNTS) == ("ext4", "/dev/sda1")
-    assert storage.mount_of(Path("/srv/runs"), "") == ("", "")
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/home/ada/runs", ("nfs4", "server:/my home")),
+        ("/homeless/runs", ("ext4", "/dev/sda1")),
+        ("/home/ada/scratch/runs", ("xfs", "/dev/sdb")),
+        ("/over", ("beegfs", "beegfs_nodev")),
+    ],
+)
+def test_mount_is_the_last_one_on_the_nearest_parent(
+    monkeypatch: pytest.MonkeyPatch, path: str, mount: tuple[str, str]
+) -> None:
+    set_mounts(
+        monkeypatch,
+        ("/", "ext4", "/dev/sda1"),
+        ("/home", "nfs4", "server:/my home"),
+        ("/home/ada/scratch", "xfs", "/dev/sdb"),
+        ("/over", "ext4", "/dev/sdc"),
+        ("/over", "beegfs", "beegfs_nodev"),
+    )
+    assert storage.mount_of(Path(path)) == mount
+
+
+def test_mount_without_information_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_mounts(monkeypatch)
+    assert storage.mount_of(Path("/srv/runs")) == ("", "")
+
+
+def test_mounts_of_this_machine_are_read() -> None:
+    assert storage.file_system(Path("/proc/self")) == "proc"
 
 
 @pytest.mark.processes

@@ -13,13 +13,13 @@ from hpcdist.models.image import build_model
 
 
 @pytest.mark.parametrize(("in_channels", "image_size"), [(1, 28), (3, 32), (1, 8), (3, 31), (2, 4)])
-def test_simple_cnn_fits_any_size_and_number_of_channels(in_channels: int, image_size: int) -> None:
+def test_simple_cnn_accepts_any_size_and_number_of_channels(in_channels: int, image_size: int) -> None:
     model = build_model("simple_cnn", num_classes=7, in_channels=in_channels, image_size=image_size)
     logits = model(torch.zeros(5, in_channels, image_size, image_size))
     assert logits.shape == (5, 7)
 
 
-def test_simple_cnn_has_the_layers_its_docstring_names() -> None:
+def test_simple_cnn_has_the_documented_layers() -> None:
     model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("weight")}
     assert shapes == {
@@ -30,11 +30,11 @@ def test_simple_cnn_has_the_layers_its_docstring_names() -> None:
     }
 
 
-def test_simple_cnn_equals_the_textbook_order_of_relu_before_pooling() -> None:
+def test_simple_cnn_equals_relu_before_pooling() -> None:
     torch.manual_seed(0)
     model = build_model("simple_cnn", num_classes=10, in_channels=1, image_size=28)
     pool = nn.MaxPool2d(2)
-    textbook = nn.Sequential(
+    expected = nn.Sequential(
         model.conv1,
         nn.ReLU(),
         pool,
@@ -47,55 +47,55 @@ def test_simple_cnn_equals_the_textbook_order_of_relu_before_pooling() -> None:
         model.fc2,
     )
     images = torch.randn(4, 1, 28, 28)
-    assert torch.equal(model(images), textbook(images))
+    assert torch.equal(model(images), expected(images))
 
 
-def test_resnet_is_torchvisions_own() -> None:
+def test_resnet_equals_the_one_of_torchvision() -> None:
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
-    ours = build_model("resnet18", num_classes=5, in_channels=3, image_size=32)
+    found = build_model("resnet18", num_classes=5, in_channels=3, image_size=32)
     torch.manual_seed(0)
-    theirs = resnet18(weights=None, num_classes=5)
-    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+    expected = resnet18(weights=None, num_classes=5)
+    pairs = zip(found.state_dict().items(), expected.state_dict().items(), strict=True)
     assert all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
 
 
-def test_resnet_takes_grey_images() -> None:
+def test_resnet_accepts_grey_images() -> None:
     model = build_model("resnet18", num_classes=5, in_channels=1, image_size=28).eval()
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 5)
     coloured = build_model("resnet18", num_classes=5, in_channels=3, image_size=28)
     assert list(model.state_dict()) == list(coloured.state_dict())
 
 
-def test_resnet_names_are_all_of_torchvisions() -> None:
+def test_resnet_names_are_those_of_torchvision() -> None:
     from torchvision.models import resnet
 
     functions = {name for name in resnet.__all__ if name[0].islower()}
     assert set(RESNET_NAMES) == functions
 
 
-def test_unknown_model_names_the_nearest() -> None:
+def test_error_of_an_unknown_model_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"^model\.name 'resnet51' is not known: did you mean 'resnet5?[0-9]+'\?$"):
         build_model("resnet51", num_classes=2, in_channels=3, image_size=32)
 
 
-def test_unknown_model_with_nothing_near_lists_all() -> None:
+def test_error_of_an_unknown_model_without_a_near_name_lists_all() -> None:
     (problem,) = model_name_problems("transformer")
     assert "expected one of simple_cnn, resnet18" in problem
 
 
-def test_known_names_pass() -> None:
+def test_known_names_have_no_problems() -> None:
     assert [problem for name in MODEL_NAMES for problem in model_name_problems(name)] == []
 
 
-def test_too_small_an_image_is_a_mistake_in_the_config() -> None:
+def test_too_small_image_size_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"data\.image_size must be >= 4 for model\.name=simple_cnn, got 3"):
         build_model("simple_cnn", num_classes=2, in_channels=1, image_size=3)
 
 
 @pytest.mark.processes
-def test_names_need_no_torch_and_simple_cnn_no_torchvision() -> None:
+def test_names_do_not_import_torch_and_simple_cnn_does_not_import_torchvision() -> None:
     code = (
         "import sys, hpcdist.models, hpcdist.data\n"
         "assert 'torch' not in sys.modules\n"

@@ -1,4 +1,4 @@
-"""Probes as real processes, each on a loopback address of its own, and what they tell of each other."""
+"""Probes as real processes on different loopback addresses, and their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpcdist.preflight.node_checks import check_nodes
 from hpcdist.preflight.probe import Request, answer_lines, probe_command, probe_env, read_answers
 from hpcdist.preflight.protocol import connected
 
-#: Far more than a probe takes, so that a hang is told as one.
+#: Far longer than a probe takes.
 LIMIT_S = 60
 
 
@@ -47,7 +47,7 @@ def request_for(folder: Path, num_nodes: int) -> Request:
 
 
 class Probes:
-    """Probes that have been started; all are gone when the test ends."""
+    """Started probes; all end with the test."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[str]] = {}
@@ -62,12 +62,12 @@ class Probes:
         )
 
     def answers(self) -> dict[str, dict[str, Any]]:
-        told = ""
+        output = ""
         for node, process in self._running.items():
-            said, errors = process.communicate(timeout=LIMIT_S)
+            printed, errors = process.communicate(timeout=LIMIT_S)
             assert (process.returncode, errors) == (0, ""), node
-            told += said
-        return read_answers(told)
+            output += printed
+        return read_answers(output)
 
     def end(self) -> None:
         for process in self._running.values():
@@ -90,7 +90,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.processes
-def test_healthy_nodes_reach_each_other_though_one_starts_before_the_others(tmp_path: Path, probes: Probes) -> None:
+def test_healthy_nodes_measure_each_other_although_one_starts_first(tmp_path: Path, probes: Probes) -> None:
     request = request_for(tmp_path, 4)
     probes.start(request, "n2")
     wait_for((tmp_path / "preflight" / "started-n2").exists)
@@ -102,20 +102,20 @@ def test_healthy_nodes_reach_each_other_though_one_starts_before_the_others(tmp_
         (one, other): answers[one]["network"]["peers"][other] for one in answers for other in answers if one != other
     }
     assert {peer["status"] for peer in pairs.values()} == {"ok"}
-    assert all(abs(peer["offset_s"]) < 1 for peer in pairs.values()), "one machine has one clock"
+    assert all(abs(peer["offset_s"]) < 1 for peer in pairs.values()), "all have the same clock"
     measured = {
         pair for pair, peer in pairs.items() if {"latency_s", "sent_bytes_s", "received_bytes_s"} <= peer.keys()
     }
-    assert measured == {(one, other) for one, other in pairs if one < other}, "the first one of each pair"
+    assert measured == {(one, other) for one, other in pairs if one < other}, "by the first node of each pair"
     assert not any("ephemeral" in peer or "stalled" in peer for peer in pairs.values())
     assert all(answer["witness"] and answer["checkpoints"]["bytes_s"] > 0 for answer in answers.values())
     assert [check.level for check in check_nodes(request, answers) if check.level == "failure"] == []
-    assert list(tmp_path.iterdir()) == [tmp_path / "preflight"], "what was written for a speed is gone"
+    assert list(tmp_path.iterdir()) == [tmp_path / "preflight"], "the file of the write test is removed"
 
 
 @contextmanager
-def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
-    """Something that greets whoever connects, as mail and ssh servers do."""
+def greeting_server(address: str, port: int, greeting: bytes) -> Iterator[None]:
+    """Run a server that greets each client, as mail and SSH servers do."""
     with closing(socket.create_server((address, port))) as server:
 
         def greet() -> None:
@@ -125,7 +125,7 @@ def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
                 except OSError:
                     return
                 with connection:
-                    connection.recv(4096)  # closing a socket with unread bytes would take the greeting back
+                    connection.recv(4096)  # closing a socket with unread bytes discards the greeting
                     connection.sendall(greeting)
 
         thread = threading.Thread(target=greet)
@@ -138,8 +138,8 @@ def stranger(address: str, port: int, greeting: bytes) -> Iterator[None]:
 
 
 @pytest.mark.processes
-def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes) -> None:
-    """n3 does not listen though it has started; n4's port is taken; on n5's is a probe of another job; n6 is n1."""
+def test_status_shows_why_a_node_cannot_be_reached(tmp_path: Path, probes: Probes) -> None:
+    """n3 has started but does not listen; n4's port is in use; n5 runs a probe of another job; n6 resolves to n1."""
     request = request_for(tmp_path, 7)
     addresses = {node: address for node, address in request.addresses.items() if node != "n7"}
     request = replace(
@@ -149,11 +149,11 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
     )
     for node in request.nodes[2:]:
         (tmp_path / "preflight" / f"started-{node}").touch()
-    text = b"[" * 1000  # too deep for a parser, if anything parsed it
+    text = b"[" * 1000  # too deep for a JSON parser
     hello = b"hpf2" + bytes(16) + struct.pack(">H32s", len(text), bytes(32)) + text
     with (
-        stranger(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
-        stranger(request.addresses["n5"], request.port, hello),
+        greeting_server(request.addresses["n4"], request.port, b"220 ready when you are\r\n"),
+        greeting_server(request.addresses["n5"], request.port, hello),
     ):
         for node in ("n1", "n2", "n4"):
             probes.start(request, node)
@@ -166,22 +166,22 @@ def test_whoever_cannot_be_reached_is_told_apart(tmp_path: Path, probes: Probes)
         assert peers["n7.invalid"]["status"] == "unresolved"
         if node != "n4":
             assert peers["n4"] == {"status": "stranger", "detail": "another program"}
-    assert answers["n1"]["network"]["peers"]["n2"]["sent_bytes_s"] > 0, "the others are measured all the same"
+    assert answers["n1"]["network"]["peers"]["n2"]["sent_bytes_s"] > 0, "reachable pairs are measured"
     assert answers["n4"]["network"]["port_problem"] == "Address already in use"
-    assert answers["n4"]["network"]["listener"], "one of those that listen on this port of this machine's addresses"
+    assert answers["n4"]["network"]["listener"], "a program that listens on this port on any of the machine's addresses"
     found = [
         (check.name, check.node) for check in check_nodes(request, answers) if check.level in ("failure", "warning")
     ]
-    assert found == [("answer", ""), ("port", "n4")], "the four that gave none in one, and who keeps n4 from listening"
+    assert found == [("answer", ""), ("port", "n4")], "the four missing answers are merged"
 
 
 @pytest.mark.processes
-def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes) -> None:
-    """Idle connections, garbage, JSON that is too deep to parse, a hello without the token, and a peer's own hello."""
+def test_connections_of_other_programs_do_not_change_the_result(tmp_path: Path, probes: Probes) -> None:
+    """Idle connections, garbage, deeply nested JSON, a hello without the token, and a reflected hello."""
     request = request_for(tmp_path, 2)
     probes.start(request, "n1")
     wait_for((tmp_path / "preflight" / "started-n1").exists)
-    where = request.addresses["n1"], request.port
+    address = request.addresses["n1"], request.port
     deep = b"[" * 1000
     forged = b"hpf2" + bytes(16) + struct.pack(">H32s", len(deep), bytes(32)) + deep
     greetings = [
@@ -191,12 +191,12 @@ def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes)
         forged,
         b"hpf2",
     ]
-    with ExitStack() as held:
-        reflected = held.enter_context(socket.create_connection(where))
+    with ExitStack() as connections:
+        reflected = connections.enter_context(socket.create_connection(address))
         reflected.sendall(reflected.recv(20))
         reflected.sendall(reflected.recv(65536))
         for number in range(400):
-            sock = held.enter_context(socket.create_connection(where))
+            sock = connections.enter_context(socket.create_connection(address))
             with suppress(ConnectionError):
                 sock.sendall(greetings[number % len(greetings)])
         probes.start(request, "n2")
@@ -214,21 +214,21 @@ def test_strangers_on_the_port_change_no_finding(tmp_path: Path, probes: Probes)
     ]
 
 
-def test_answers_that_are_damaged_are_left_out() -> None:
+def test_damaged_answers_are_omitted() -> None:
     deep = "[" * 100_000
     text = f"hpcdist-preflight n1 0/1 {deep}\nhpcdist-preflight n2 0/1 [1]\nhpcdist-preflight n3 5/1 {{}}\n"
     assert read_answers(f"{text}hpcdist-preflight n4 0/1 {'9' * 5000}\nhpcdist-preflight n5 {'9' * 5000}/1 1") == {}
 
 
-def test_a_connection_that_is_made_counts_though_nobody_had_time_to_look() -> None:
+def test_connection_made_by_the_kernel_within_no_time_counts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         asyncio.run(connected("127.0.0.1", server.getsockname()[1], limit_s=0.0)).close()
 
 
-def test_packets_that_vanish_are_told_from_refusals() -> None:
+def test_dropped_packets_are_a_timeout_and_not_a_refusal() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address, port = full.getsockname()
-        waiting = [socket.create_connection((address, port))]  # nobody accepts: the queue has room for one
+        waiting = [socket.create_connection((address, port))]  # fills the queue, which has room for one
         with pytest.raises(TimeoutError):
             asyncio.run(connected(address, port, limit_s=0.2))
         waiting[0].close()
@@ -237,7 +237,7 @@ def test_packets_that_vanish_are_told_from_refusals() -> None:
 
 
 @pytest.mark.processes
-def test_a_node_that_is_none_of_the_job_says_so(tmp_path: Path) -> None:
+def test_probe_on_a_node_outside_of_the_job_fails(tmp_path: Path) -> None:
     request = request_for(tmp_path, 2)
     command, env = probe_command(request), {**os.environ, "SLURMD_NODENAME": "n9", **probe_env(request)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -249,22 +249,22 @@ async def nowhere(name: str) -> str:
     raise OSError(name)
 
 
-def test_in_large_runs_each_node_meets_some_that_are_spread_evenly_and_meet_it_too() -> None:
+def test_nodes_of_large_runs_connect_to_an_even_selection_in_both_directions() -> None:
     nodes = [f"n{number}" for number in range(151)]
-    met = {
+    peers = {
         node: set(Mesh(nodes, node, port=1, token="t", resolve=nowhere, mark=lambda: None, marks=list).peers)
         for node in nodes
     }
-    assert all(node in met[other] for node in nodes for other in met[node])
-    assert all(MEASURED_ROUNDS < len(others) < ALL_PAIRS for others in met.values())
-    near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in met[node]) for node in nodes]
-    assert max(near) < ALL_PAIRS / 2, "not its neighbours alone, which may share a switch"
+    assert all(node in peers[other] for node in nodes for other in peers[node])
+    assert all(MEASURED_ROUNDS < len(others) < ALL_PAIRS for others in peers.values())
+    near = [sum(abs(int(node[1:]) - int(other[1:])) % 151 < 30 for other in peers[node]) for node in nodes]
+    assert max(near) < ALL_PAIRS / 2, "not only neighbours, which may share a switch"
 
 
-def test_an_answer_survives_srun_labels_and_other_output() -> None:
+def test_answers_are_read_from_labelled_and_interleaved_output() -> None:
     answers = {"n1": {"text": "ö " * 3000}, "n2": {"text": "short"}}
     lines = [(task, line) for task, node in enumerate(answers) for line in answer_lines(node, answers[node])]
-    assert max(len(line.encode()) for _, line in lines) < 1000, "srun cuts after 1,024 bytes"
+    assert max(len(line.encode()) for _, line in lines) < 1000, "srun splits lines after 1,024 bytes"
     mixed = sorted(lines, key=lambda item: item[1][-1])
     for text in (
         "".join(f"{line}\n" for _, line in lines),
@@ -273,12 +273,12 @@ def test_an_answer_survives_srun_labels_and_other_output() -> None:
         assert read_answers(text) == answers
 
 
-def test_an_answer_that_was_cut_short_is_none() -> None:
+def test_incomplete_answer_is_omitted() -> None:
     lines = answer_lines("n1", {"text": "a" * 3000})
     assert read_answers("\n".join(lines[:-1])) == {}
 
 
-def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
+def test_request_is_passed_on_the_command_line_without_the_token(tmp_path: Path) -> None:
     request = replace(request_for(tmp_path, 3), checkpoint_bytes=7, mode="full")
     command = probe_command(request, "python3")
     assert command[:4] == ["python3", "-P", "-m", "hpcdist.preflight.probe"]
@@ -288,8 +288,8 @@ def test_a_request_survives_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_probe_needs_the_standard_library_alone() -> None:
-    """It starts on every node before anything else does, and also where torch is what is broken."""
+def test_probe_imports_the_standard_library_only() -> None:
+    """The probe must also run on nodes with a broken torch."""
     code = (
         "import sys, hpcdist.preflight.probe, hpcdist.preflight.node_checks\n"
         "print([name for name in ('torch', 'psutil', 'numpy', 'omegaconf') if name in sys.modules])"

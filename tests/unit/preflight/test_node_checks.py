@@ -1,11 +1,11 @@
-"""What is wrong with a node, by the answers of all."""
+"""Checks that compare the probe answers of all nodes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from preflight_scene import findings, healthy, request, sentences
+from preflight_answers import findings, healthy, messages, request
 
 from hpcdist.preflight.node_checks import ORDER
 
@@ -22,17 +22,17 @@ INFINIBAND = {"ports": ["mlx5_0:1 (InfiniBand)"], "device": True, "library": Tru
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 16])
-def test_a_healthy_cluster_has_nothing_wrong(num_nodes: int) -> None:
-    assert sentences(request(num_nodes), healthy(num_nodes)) == []
+def test_healthy_cluster_has_no_findings(num_nodes: int) -> None:
+    assert messages(request(num_nodes), healthy(num_nodes)) == []
 
 
-def test_a_healthy_gpu_cluster_has_nothing_wrong() -> None:
+def test_healthy_gpu_cluster_has_no_findings() -> None:
     gpus = [GPU | {"index": index} for index in range(8)]
     answers = healthy(gpus=gpus, visible_gpus=8, gpu_device_files=8, infiniband=INFINIBAND)
-    assert sentences(request(gpus_per_node=8, backend="nccl", num_workers=4, tasks_per_node=2), answers) == []
+    assert messages(request(gpus_per_node=8, backend="nccl", num_workers=4, tasks_per_node=2), answers) == []
 
 
-def test_a_node_without_an_answer_is_a_failure() -> None:
+def test_missing_answer_is_a_failure() -> None:
     answers = healthy()
     del answers["n3"]
     (found,) = findings(request(), answers)
@@ -60,27 +60,27 @@ def test_a_node_without_an_answer_is_a_failure() -> None:
         ("driver", "570.1.2", "note", "driver 570.1.2, the other 3 nodes have 580.82.07"),
     ],
 )
-def test_the_odd_one_out_is_named_against_the_majority(key: str, other: str, level: str, text: str) -> None:
+def test_version_is_compared_with_the_majority(key: str, other: str, level: str, text: str) -> None:
     answers = healthy()
     answers["n2"]["versions"][key] = other
-    (found,) = sentences(request(), answers)
+    (found,) = messages(request(), answers)
     assert found.startswith(f"{level} n2: version: {text}")
 
 
-def test_another_version_has_other_code_which_is_not_said_too() -> None:
+def test_source_is_compared_only_between_equal_versions() -> None:
     answers = healthy()
     answers["n2"]["versions"] |= {"hpcdist": "0.0.9", "source": "xyz"}
-    assert len(sentences(request(), answers)) == 1
+    assert len(messages(request(), answers)) == 1
 
 
-def test_of_two_nodes_the_first_one_is_right() -> None:
+def test_version_is_compared_with_the_first_of_two_nodes() -> None:
     answers = healthy(2)
     answers["n1"]["versions"]["torch"] = "2.14.0"
-    (found,) = sentences(request(2), answers)
+    (found,) = messages(request(2), answers)
     assert "n2: version: torch 2.15.0, the first node has 2.14.0; install torch as on the others on n2" in found
 
 
-def test_nccl_matters_where_it_is_used() -> None:
+def test_other_nccl_is_a_failure_with_backend_nccl() -> None:
     answers = healthy(gpus=[GPU], visible_gpus=1)
     answers["n2"]["versions"]["nccl"] = "2.29.1"
     (found,) = findings(request(backend="nccl", gpus_per_node=1), answers)
@@ -88,15 +88,15 @@ def test_nccl_matters_where_it_is_used() -> None:
 
 
 def node_finding(change: dict[str, Any], **asked: Any) -> str:
-    """The one finding when n3 answers otherwise."""
+    """Return the only finding after a change of n3's answer."""
     answers = healthy()
     answers["n3"] |= change
-    (found,) = sentences(request(**asked), answers)
+    (found,) = messages(request(**asked), answers)
     assert " n3: " in found
     return found
 
 
-def test_a_run_folder_that_is_not_there() -> None:
+def test_invisible_run_folder_is_a_failure() -> None:
     found = node_finding({"witness": False})
     assert found.startswith("failure n3: run folder: /runs/e/r is not visible there, or not the same one; mount")
 
@@ -119,7 +119,7 @@ def test_a_run_folder_that_is_not_there() -> None:
          " other nodes 500 MB/s"),
     ],
 )  # fmt: skip
-def test_a_disk_that_checkpoints_will_not_like(
+def test_unwritable_full_or_slow_disk_is_reported(
     disk: dict[str, Any], checkpoint_bytes: int | None, finding: str
 ) -> None:
     assert node_finding({"checkpoints": {"folder": "/c", **disk}}, checkpoint_bytes=checkpoint_bytes).startswith(
@@ -127,9 +127,9 @@ def test_a_disk_that_checkpoints_will_not_like(
     )
 
 
-def test_what_is_enough_for_small_checkpoints_is_enough() -> None:
+def test_free_space_is_compared_with_the_size_of_the_last_checkpoint() -> None:
     answers = healthy(checkpoints={"folder": "/c", "free": 500 * 10**6})
-    assert sentences(request(checkpoint_bytes=10**6), answers) == []
+    assert messages(request(checkpoint_bytes=10**6), answers) == []
 
 
 @pytest.mark.parametrize(
@@ -147,32 +147,32 @@ def test_what_is_enough_for_small_checkpoints_is_enough() -> None:
         ({"gpus": [GPU | {"used_mb": None, "uncorrected_errors": None}], "visible_gpus": 0}, "failure", "0 of 2 GPUs"),
     ],
 )  # fmt: skip
-def test_gpus_that_will_not_do(change: dict[str, Any], level: str, text: str) -> None:
+def test_missing_faulty_or_used_gpu_is_reported(change: dict[str, Any], level: str, text: str) -> None:
     answers = healthy(gpus=[GPU, GPU | {"index": 1}], visible_gpus=2, gpu_device_files=2)
     answers["n3"] |= change
-    (found,) = sentences(request(backend="nccl", gpus_per_node=2), answers)
+    (found,) = messages(request(backend="nccl", gpus_per_node=2), answers)
     assert found.startswith(f"{level} n3: gpu: {text}")
 
 
-def test_gpus_do_not_matter_where_none_are_asked_for() -> None:
-    assert sentences(request(), healthy(gpus=[GPU | {"uncorrected_errors": 7}])) == []
+def test_gpus_are_not_checked_if_none_are_requested() -> None:
+    assert messages(request(), healthy(gpus=[GPU | {"uncorrected_errors": 7}])) == []
 
 
-def test_a_gloo_run_may_go_on_without_gpus() -> None:
-    (found,) = sentences(request(gpus_per_node=2), healthy())
+def test_missing_gpus_are_a_warning_with_gloo() -> None:
+    (found,) = messages(request(gpus_per_node=2), healthy())
     assert found.startswith("warning gpu: on all 4 nodes (n1, n2, n3, n4): 0 of 2 GPUs are usable")
 
 
-def test_a_driver_that_is_older_than_torchs_cuda() -> None:
+def test_driver_older_than_torchs_cuda_is_a_failure() -> None:
     answers = healthy(gpus=[GPU], visible_gpus=1)
     answers["n3"]["versions"]["driver"] = "550.54.15"
-    found = sentences(request(backend="nccl", gpus_per_node=1), answers)
+    found = messages(request(backend="nccl", gpus_per_node=1), answers)
     assert found[0].startswith("failure n3: driver: torch 2.15.0 needs driver 580.65 or newer for its CUDA 13.2, found")
     assert found[1:] == [line for line in found if "version: driver 550.54.15" in line]
 
 
 @pytest.mark.parametrize(
-    ("look", "finding"),
+    ("lookup", "finding"),
     [
         ({"error": "Name or service not known", "forward_s": 0.1}, "failure n3: names: its own name cannot be looked"),
         ({"late": 5.0}, "warning n3: names: looking up its own name, or its address, took more than 5 s"),
@@ -181,28 +181,28 @@ def test_a_driver_that_is_older_than_torchs_cuda() -> None:
          "warning n3: names: the reverse lookup of 10.0.0.3 took 4.0 s; torch repeats"),
     ],
 )  # fmt: skip
-def test_names_that_are_slow_or_unknown(look: dict[str, Any], finding: str) -> None:
-    assert node_finding({"lookups": {"n3": look}}).startswith(finding)
+def test_slow_or_failed_name_lookup_is_reported(lookup: dict[str, Any], finding: str) -> None:
+    assert node_finding({"lookups": {"n3": lookup}}).startswith(finding)
 
 
-def test_an_address_without_a_name_does_not_matter_when_that_is_told_at_once() -> None:
-    look = {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 0.01}
-    assert sentences(request(), healthy(lookups={"n1": look})) == []
+def test_failed_reverse_lookup_is_ignored_if_it_is_fast() -> None:
+    lookup = {"address": "10.0.0.3", "forward_s": 0.0, "reverse_error": "Unknown host", "reverse_s": 0.01}
+    assert messages(request(), healthy(lookups={"n1": lookup})) == []
 
 
-def test_the_first_node_must_not_take_itself_for_loopback() -> None:
+def test_loopback_address_is_a_failure_on_the_first_node_only() -> None:
     loopback = {"address": "127.0.1.1", "forward_s": 0.0}
     answers = healthy()
     answers["n2"]["lookups"] = {"n2": loopback}
-    assert sentences(request(), answers) == [], "the others go by the way to the first one"
+    assert messages(request(), answers) == [], "ranks connect to the first node only"
     answers["n1"]["lookups"] = {"n1": loopback}
-    (found,) = sentences(request(), answers)
+    (found,) = messages(request(), answers)
     assert found.startswith(
         "failure n1: names: its own name resolves to 127.0.1.1, which other nodes cannot reach; set"
     )
     for answer in answers.values():
         answer["network"]["addresses"] = ["127.0.0.1"]
-    assert sentences(request(), answers) == [], "all nodes are on one machine"
+    assert messages(request(), answers) == [], "all nodes are on one machine"
 
 
 @pytest.mark.parametrize(
@@ -215,16 +215,16 @@ def test_the_first_node_must_not_take_itself_for_loopback() -> None:
         ({"infiniband": {}}, "has 0 active InfiniBand ports, most nodes have 1"),
     ],
 )
-def test_infiniband_that_nccl_will_not_use(change: dict[str, Any], text: str) -> None:
+def test_infiniband_that_nccl_cannot_use_is_reported(change: dict[str, Any], text: str) -> None:
     answers = healthy(gpus=[GPU], visible_gpus=1, infiniband=INFINIBAND)
     answers["n3"] |= change
-    (found,) = sentences(request(backend="nccl", gpus_per_node=1), answers)
+    (found,) = messages(request(backend="nccl", gpus_per_node=1), answers)
     assert found.startswith("warning n3: infiniband: ")
     assert text in found
-    assert sentences(request(), answers) == [], "gloo does not use it"
+    assert messages(request(), answers) == [], "gloo does not use it"
 
 
-def test_a_faster_interface_lies_idle() -> None:
+def test_unused_faster_interface_is_reported() -> None:
     slow = {"name": "eno1", "address": "10.0.0.3", "up": True, "speed_mbit": 1000}
     fast = {"name": "ib0", "address": "10.1.0.3", "up": True, "speed_mbit": 100000}
     found = node_finding({"interfaces": [slow, fast]})
@@ -235,30 +235,30 @@ def test_a_faster_interface_lies_idle() -> None:
     for harmless in (fast | {"up": False}, fast | {"speed_mbit": None}, fast | {"speed_mbit": 1000}):
         answers = healthy()
         answers["n3"]["interfaces"] = [slow, harmless]
-        assert sentences(request(), answers) == []
+        assert messages(request(), answers) == []
 
 
-def test_memory_that_data_workers_share() -> None:
+def test_small_shared_memory_is_reported_if_data_workers_use_it() -> None:
     small = {"folder": "/dev/shm", "free": 2**26, "total": 2**26}
     found = node_finding({"shm": small}, num_workers=2)
     assert found.startswith(
         "warning n3: shm: /dev/shm has 64 MiB; data workers and NCCL pass tensors through it; start"
     )
-    assert sentences(request(), healthy(shm=small)) == [], "nobody uses it"
+    assert messages(request(), healthy(shm=small)) == [], "no data workers"
 
 
-def test_a_full_temporary_folder() -> None:
+def test_full_temporary_folder_is_reported() -> None:
     found = node_finding({"tmp": {"folder": "/tmp", "free": 10**6, "total": 10**9}})
     assert found.startswith("warning n3: temporary files: 1 MB are free in /tmp; free space, or set cluster.env.TMPDIR")
 
 
-def test_more_data_workers_than_the_affinity_mask_has_cores() -> None:
+def test_more_data_workers_than_cores_are_reported() -> None:
     found = node_finding({"cores": 1}, num_workers=4, tasks_per_node=2)
     assert found.startswith("warning n3: cores: 2 ranks with 4 data workers each share 1 cores; raise")
-    assert sentences(request(), healthy(cores=1)) == [], "no data workers"
+    assert messages(request(), healthy(cores=1)) == [], "no data workers"
 
 
-def test_what_all_nodes_have_in_common_is_said_once() -> None:
+def test_finding_shared_by_most_nodes_is_reported_once() -> None:
     answers = healthy()
     for index, answer in enumerate(answers.values()):
         answer["checkpoints"] = {"folder": "/c", "free": (500 + index) * 10**6}
@@ -269,10 +269,12 @@ def test_what_all_nodes_have_in_common_is_said_once() -> None:
     (found,) = findings(request(), answers)
     assert found.sentence().startswith("disk: on 3 of 4 nodes (n1, n2, n3): 500 MB")
     answers["n3"]["checkpoints"]["free"] = 10**12
-    assert [check.node for check in findings(request(), answers)] == ["n1", "n2"], "no common cause"
+    assert [check.node for check in findings(request(), answers)] == ["n1", "n2"], (
+        "half of the nodes are not a majority"
+    )
 
 
-def test_the_worst_comes_first_and_causes_before_what_follows() -> None:
+def test_findings_are_ordered_by_level_and_cause() -> None:
     answers = healthy()
     answers["n2"]["checkpoints"] = {"folder": "/c", "free": 500 * 10**6}
     answers["n3"]["witness"] = False
@@ -281,7 +283,7 @@ def test_the_worst_comes_first_and_causes_before_what_follows() -> None:
     answers["n4"]["versions"]["driver"] = "1.2"
     found = [(check.level, check.node, check.name) for check in findings(request(), answers)]
     assert found == [
-        ("failure", "n3", "run folder"),  # and nothing of a disk that is not the run's
+        ("failure", "n3", "run folder"),  # its disk is not checked, because it is not the run's
         ("failure", "n3", "version"),
         ("warning", "n2", "disk"),
         ("note", "n4", "version"),
@@ -289,10 +291,10 @@ def test_the_worst_comes_first_and_causes_before_what_follows() -> None:
     assert {name for _, _, name in found} <= set(ORDER)
 
 
-def test_a_node_whose_machine_facts_are_missing_is_judged_by_the_rest() -> None:
+def test_node_without_machine_facts_is_a_warning() -> None:
     answers = healthy()
     for key in ("versions", "gpus", "visible_gpus", "gpu_device_files", "cores", "interfaces", "infiniband"):
         del answers["n3"][key]
     del answers["n3"]["locked_memory"], answers["n3"]["variables"]
-    (found,) = sentences(request(), answers)
+    (found,) = messages(request(), answers)
     assert found.startswith("warning n3: driver: its driver or Python's file system does not answer")

@@ -1,4 +1,4 @@
-"""What a rank tells of its collectives; that it does so at a signal is tested with processes, in test_stacks.py."""
+"""Flight records of a rank; the tests of hang diagnostics send the signal to real processes."""
 
 from __future__ import annotations
 
@@ -25,58 +25,58 @@ def entry(number: int, group: str = "0", *, done: bool = True) -> dict[str, Any]
     return {"collective_seq_id": number, "process_group": [group, ""], "retired": done}
 
 
-def recorder(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+def replace_recorder(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**functions))
 
 
-def test_the_last_entries_of_each_group_are_kept_and_those_that_have_not_ended(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_and_unfinished_entries_of_each_group_are_kept(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry(1, "7"), *(entry(number, done=number not in (5, 400, 500)) for number in range(1, 501))]
     recorded = json.dumps({"entries": entries, "pg_status": {"0": {}}}).encode()
-    recorder(monkeypatch, _dump_fr_trace_json=lambda: recorded, _dump_nccl_trace_json=lambda: b"{}")
+    replace_recorder(monkeypatch, _dump_fr_trace_json=lambda: recorded, _dump_nccl_trace_json=lambda: b"{}")
     write_records(attempt, 0, 4)
     record = read_json(attempt.flight(0)) or {}
-    assert set(record["recorders"]) == {"gloo"}, "NCCL has recorded nothing"
+    assert set(record["recorders"]) == {"gloo"}, "NCCL has no entries"
     kept = [(e["process_group"][0], e["collective_seq_id"]) for e in record["recorders"]["gloo"]["entries"]]
-    assert kept == [("7", 1), ("0", 400), *(("0", number) for number in range(481, 501))], "5 is too long ago"
+    assert kept == [("7", 1), ("0", 400), *(("0", number) for number in range(481, 501))], (
+        "unfinished entry 5 is beyond the limit"
+    )
     assert record["recorders"]["gloo"]["pg_status"] == {"0": {}}
     assert not list(attempt.path.glob("flight-rank-*"))
 
 
 @pytest.mark.parametrize(("world_size", "only_active"), [(64, False), (65, True)])
-def test_nccls_own_dump_by_a_stand_in_for_want_of_a_gpu(
+def test_nccl_dump_is_written_unchanged(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, world_size: int, only_active: bool
 ) -> None:
-    """Its pickle is left as it is; in large runs only what has not ended is in it."""
+    """In large runs the dump has only unfinished entries. NCCL is simulated."""
     recorded = json.dumps({"entries": [entry(1)]}).encode()
-    asked: list[tuple[bool, ...]] = []
+    dumped: list[tuple[bool, ...]] = []
 
-    def dump(*which: bool) -> bytes:
-        asked.append(which)
+    def dump(*flags: bool) -> bytes:
+        dumped.append(flags)
         return b"a pickle"
 
-    recorder(monkeypatch, _dump_nccl_trace_json=lambda: recorded, _dump_nccl_trace=dump)
+    replace_recorder(monkeypatch, _dump_nccl_trace_json=lambda: recorded, _dump_nccl_trace=dump)
     write_records(attempt, 3, world_size)
-    assert asked == [(True, True, only_active)]
+    assert dumped == [(True, True, only_active)]
     assert (attempt.path / "flight-rank-3").read_bytes() == b"a pickle"
 
 
-def test_without_torch_there_is_nothing_to_tell(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_without_torch_is_empty(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
     write_records(attempt, 0, 2)
     assert (read_json(attempt.flight(0)) or {})["recorders"] == {}
 
 
-def test_the_recorders_are_on_and_write_into_the_attempts_folder_unless_somebody_has_set_them(attempt: Attempt) -> None:
+def test_recorders_are_enabled_unless_the_user_has_set_their_variables(attempt: Attempt) -> None:
     env: dict[str, str] = {}
     enable_flight_recorders(attempt, env)
     prefix = str(attempt.path / "flight-rank-")
     assert env == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": prefix}
-    for theirs in ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}):
-        env = dict(theirs)
+    for user_env in ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}):
+        env = dict(user_env)
         enable_flight_recorders(attempt, env)
-        assert env == {**theirs, "TORCH_FR_DUMP_TEMP_FILE": prefix}
+        assert env == {**user_env, "TORCH_FR_DUMP_TEMP_FILE": prefix}
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         env = {name: "/tmp/mine"}
         enable_flight_recorders(attempt, env)

@@ -1,4 +1,4 @@
-"""A rank's sign of life: noted by the trainer, written by a thread, and silent when there is nothing to say."""
+"""The heartbeat of a rank: set by the trainer, written by a thread, and only after a new beat."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 
 
-class Turns:
-    """Stands in for the thread's event: each wait is a turn, before which something may happen."""
+class Intervals:
+    """Replaces the event of the thread: each wait is one interval, before which an action is called."""
 
     def __init__(self, *before: Callable[[], object]) -> None:
         self._before = list(before)
@@ -33,7 +33,7 @@ class Turns:
         return False
 
     def set(self) -> None:
-        """The real thread has ended before."""
+        """Do nothing: the real thread has ended."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def attempt(runs_dir: Path) -> Attempt:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The step in every heartbeat that was written."""
+    """Return the steps of all heartbeats written so far."""
     seen: list[int] = []
     real = os.pwrite
 
@@ -55,19 +55,19 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def stopped(attempt: Attempt, rank: int = 0, num_ranks: int = 2, hang_timeout_s: float = 1800.0) -> Heartbeat:
-    """A heartbeat whose thread has ended, so that a test can take its turns."""
+def without_thread(attempt: Attempt, rank: int = 0, num_ranks: int = 2, hang_timeout_s: float = 1800.0) -> Heartbeat:
+    """Return a heartbeat whose thread has ended, for `run_intervals`."""
     beat = Heartbeat(attempt, rank, num_ranks, hang_timeout_s)
     beat._ended.set()
     beat._thread.join()
     return beat
 
 
-def take_turns(beat: Heartbeat, *before: Callable[[], object]) -> list[float]:
-    turns = Turns(*before)
-    beat._ended = turns  # type: ignore[assignment]
+def run_intervals(beat: Heartbeat, *before: Callable[[], object]) -> list[float]:
+    intervals = Intervals(*before)
+    beat._ended = intervals  # type: ignore[assignment]
     beat._keep_writing()
-    return turns.waits
+    return intervals.waits
 
 
 def step(beat: Heartbeat, number: int) -> Callable[[], None]:
@@ -79,7 +79,7 @@ def step(beat: Heartbeat, number: int) -> Callable[[], None]:
 
 
 def nothing() -> None:
-    """The trainer hangs."""
+    """A hung trainer."""
 
 
 def read(attempt: Attempt, rank: int = 0) -> dict[str, Any]:
@@ -87,28 +87,28 @@ def read(attempt: Attempt, rank: int = 0) -> dict[str, Any]:
     return value
 
 
-def test_a_rank_that_has_just_started_is_seen_at_once(attempt: Attempt, writes: list[int]) -> None:
-    beat = stopped(attempt)
+def test_heartbeat_is_written_at_start(attempt: Attempt, writes: list[int]) -> None:
+    beat = without_thread(attempt)
     assert writes == [0]
     assert read(attempt)["time"] > 0
     beat.close()
 
 
-def test_turns_without_a_sign_of_life_write_nothing(attempt: Attempt, writes: list[int]) -> None:
-    beat = stopped(attempt)
-    take_turns(beat, step(beat, 1), nothing, nothing, step(beat, 2), nothing)
+def test_intervals_without_a_beat_write_nothing(attempt: Attempt, writes: list[int]) -> None:
+    beat = without_thread(attempt)
+    run_intervals(beat, step(beat, 1), nothing, nothing, step(beat, 2), nothing)
     assert writes == [0, 1, 2]
 
 
-def test_what_is_written_late_tells_when_the_rank_was_last_alive(attempt: Attempt) -> None:
-    beat = stopped(attempt)
+def test_late_write_has_the_time_of_the_last_beat(attempt: Attempt) -> None:
+    beat = without_thread(attempt)
     step(beat, 7)()
-    alive = beat._noted
-    take_turns(beat, nothing)
-    assert (read(attempt)["step"], read(attempt)["time"]) == (7, alive)
+    noted = beat._noted
+    run_intervals(beat, nothing)
+    assert (read(attempt)["step"], read(attempt)["time"]) == (7, noted)
 
 
-def test_the_last_word_is_written_at_the_end(attempt: Attempt) -> None:
+def test_close_writes_the_last_values_and_ends_the_thread(attempt: Attempt) -> None:
     beat = Heartbeat(attempt, 1, 4096, 1800.0)
     beat.step, beat.total_steps, beat.metrics = 9, 10, {"loss": 0.5}
     beat.close()
@@ -117,39 +117,39 @@ def test_the_last_word_is_written_at_the_end(attempt: Attempt) -> None:
     assert not beat._thread.is_alive()
 
 
-def test_the_thread_writes_by_itself(attempt: Attempt, writes: list[int]) -> None:
+def test_thread_writes_a_new_beat(attempt: Attempt, writes: list[int]) -> None:
     beat = Heartbeat(attempt, 0, 1, 0.04)
     step(beat, 3)()
-    while 3 not in writes:  # the test's own time limit ends a thread that does nothing
+    while 3 not in writes:  # the time limit of the test ends the loop if the thread fails
         beat._ended.wait(0.005)
     beat.close()
 
 
-def test_ranks_that_start_together_take_turns(attempt: Attempt) -> None:
-    beats = [stopped(attempt, rank, 4096) for rank in (1, 2047, 4095)]
-    first = [take_turns(beat, nothing) for beat in beats]
+def test_ranks_that_start_together_write_at_different_times(attempt: Attempt) -> None:
+    beats = [without_thread(attempt, rank, 4096) for rank in (1, 2047, 4095)]
+    first = [run_intervals(beat, nothing) for beat in beats]
     assert [round(waits[0]) for waits in first] == [0, 32, 64]
     assert {waits[1] for waits in first} == {64.0}
 
 
-def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
+def test_full_disk_is_logged_once_and_write_is_retried(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beat = stopped(attempt)
+    beat = without_thread(attempt)
     real = os.pwrite
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    def refuse() -> None:
+    def fill_disk() -> None:
         monkeypatch.setattr(heartbeat.os, "pwrite", full)
         step(beat, 1)()
 
-    def accept() -> None:
+    def free_disk() -> None:
         monkeypatch.setattr(heartbeat.os, "pwrite", real)
 
     with caplog.at_level(logging.WARNING):
-        take_turns(beat, refuse, nothing, accept)
+        run_intervals(beat, fill_disk, nothing, free_disk)
     assert caplog.messages == [
         f"the heartbeat {attempt.beat(0)} cannot be written: No space left on device",
         f"the heartbeat {attempt.beat(0)} can be written again",
@@ -157,10 +157,8 @@ def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(
     assert read(attempt)["step"] == 1
 
 
-def test_a_stale_handle_is_opened_anew_and_a_short_write_is_completed(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    beat = stopped(attempt)
+def test_stale_file_is_reopened_and_short_write_is_completed(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = without_thread(attempt)
     real, opened = os.pwrite, []
     real_open = os.open
 
@@ -184,7 +182,7 @@ def test_a_stale_handle_is_opened_anew_and_a_short_write_is_completed(
     assert read(attempt)["step"] == 1
 
 
-def test_metrics_of_any_number_and_type_are_bounded_and_written(attempt: Attempt) -> None:
+def test_number_of_metrics_and_length_of_names_are_limited(attempt: Attempt) -> None:
     numpy = pytest.importorskip("numpy")
     beat = Heartbeat(attempt, 0, 1, 60.0)
     beat.note_metrics({"loss": numpy.float32(0.5), "n" * 300_000: 1.0})

@@ -1,4 +1,4 @@
-"""What the log of NCCL tells of its way between nodes; lines as in NVIDIA/nccl issues #952, #707 and #1814."""
+"""Transport between nodes in the log of NCCL; lines as in NVIDIA/nccl issues #952, #707 and #1814."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ TOPOLOGY = Topology(
         ("n2:91:114 [4] NCCL INFO Channel 06/0 : 36[4] -> 20[4] [send] via NET/IBext_v8/3\n", OTHER),
     ],
 )
-def test_the_way_between_nodes_is_read_from_recorded_lines(log: str, expected: int) -> None:
+def test_transport_is_read_from_recorded_lines(log: str, expected: int) -> None:
     assert transport(log) == expected
 
 
-def test_nodes_on_sockets_are_named_with_what_to_look_at() -> None:
+def test_warning_names_the_nodes_that_use_sockets() -> None:
     assert judge([OTHER, NOT_SEEN], ["n1", "n2"]) == []
     (line,) = judge([SOCKETS, OTHER, SOCKETS], ["n1", "n2", "n3"])
     assert line.startswith("NCCL uses TCP sockets on n1, n3, although InfiniBand is active there: ")
@@ -68,7 +68,7 @@ def device(sysfs: Path, name: str, state: str, link: str) -> None:
     (port / "link_layer").write_text(f"{link}\n")
 
 
-def test_nccl_is_asked_for_its_log_where_there_is_infiniband(tmp_path: Path) -> None:
+def test_nccl_log_is_enabled_on_nodes_with_infiniband(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path / "001")
     device(tmp_path, "mlx5_1", "1: DOWN", "InfiniBand")
     device(tmp_path, "mlx5_2", "4: ACTIVE", "Ethernet")
@@ -82,7 +82,7 @@ def test_nccl_is_asked_for_its_log_where_there_is_infiniband(tmp_path: Path) -> 
         "NCCL_DEBUG_FILE": f"{tmp_path}/001/nccl.node-00001.log",
     }
     assert log_env(TOPOLOGY, attempt, {}, tmp_path) == wanted
-    # Someone else's wish comes first, and one rank of a node is enough.
+    # Variables of the user take precedence, and only the first rank of a node writes a log.
     assert log_env(TOPOLOGY, attempt, {"NCCL_DEBUG": "WARN"}, tmp_path) == {}
     assert log_env(replace(TOPOLOGY, local_rank=1, rank=3), attempt, {}, tmp_path) == {}
     assert nccl_log.file_of(attempt, 1).name == "nccl.node-00001.log"

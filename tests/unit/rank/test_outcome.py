@@ -1,4 +1,4 @@
-"""A rank's report of its failure is short, whatever the exception says."""
+"""The outcome file of a failed rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcdist.rank.outcome import Outcome
 from hpcdist.run.folder import RunDir
 
 
-def test_a_long_exception_is_cut_in_the_middle(runs_dir: Path) -> None:
+def test_middle_of_a_long_exception_is_removed(runs_dir: Path) -> None:
     attempt = RunDir.create(runs_dir / "exp" / "run").new_attempt()
     outcome = Outcome(attempt, 0)
     with pytest.raises(ValueError, match="begin") as caught:

@@ -1,4 +1,4 @@
-"""The sockets of this process, and what the kernel drops for it."""
+"""TCP sockets of this process and their packet filters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     return client, server
 
 
-def test_no_data_arrives_before_a_connection_is_exempted() -> None:
+def test_no_data_filter_holds_data_until_it_is_detached() -> None:
     with socket.create_server((HERE, 0)) as listener:
         attach(listener, own_sockets.NO_DATA)
         client, server = connected(listener)
@@ -31,11 +31,11 @@ def test_no_data_arrives_before_a_connection_is_exempted() -> None:
                 server.recv(9)
             detach(server)
             server.settimeout(30)
-            assert server.recv(9) == b"early", "sent again by the kernel"
-            detach(server)  # a second time does nothing
+            assert server.recv(9) == b"early", "retransmitted by the kernel"
+            detach(server)  # has no effect the second time
 
 
-def test_a_closed_door_answers_no_handshake_and_leaves_connections_alone() -> None:
+def test_nothing_filter_refuses_new_connections_and_keeps_established_ones() -> None:
     with socket.create_server((HERE, 0)) as listener:
         client, server = connected(listener)
         attach(listener, own_sockets.NOTHING)
@@ -46,7 +46,7 @@ def test_a_closed_door_answers_no_handshake_and_leaves_connections_alone() -> No
             assert server.recv(9) == b"known"
 
 
-def test_only_named_ports_of_one_address_pass() -> None:
+def test_only_from_filter_passes_given_ports_of_one_address() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket() as ours, socket.socket() as theirs:
         ours.bind((HERE, 0))
         port = ours.getsockname()[1]
@@ -59,12 +59,12 @@ def test_only_named_ports_of_one_address_pass() -> None:
         ours.connect(listener.getsockname())
 
 
-def test_connections_are_listed_with_both_ends() -> None:
+def test_connections_are_listed_with_both_addresses() -> None:
     with socket.create_server((HERE, 0)) as listener, socket.socket() as ours:
         before = own_sockets.inodes()
         ours.connect(listener.getsockname())
         local, peer = ours.getsockname(), listener.getsockname()
-        assert own_sockets.connections_to(peer[1]) == {local}, "also before it is accepted"
+        assert own_sockets.connections_to(peer[1]) == {local}, "includes connections that are not accepted yet"
         server, _ = listener.accept()
         with server:
             ours.sendall(b"four")
@@ -81,7 +81,7 @@ def test_connections_are_listed_with_both_ends() -> None:
 
 
 @pytest.mark.processes
-def test_the_sockets_of_other_processes_are_not_own() -> None:
+def test_connections_of_other_processes_are_not_own() -> None:
     with socket.create_server((HERE, 0)) as listener:
         code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); sys.stdin.read()"
         command = [sys.executable, "-c", code, str(listener.getsockname()[1])]

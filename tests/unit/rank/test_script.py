@@ -1,4 +1,4 @@
-"""Unchanged scripts: what they notice of being run by us."""
+"""Unmodified scripts as trainers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ script.run_script([sys.argv[1]], RunDir(Path(sys.argv[1]).parent), None)
 """
 
 
-def test_torch_is_imported_quietly_and_nothing_else_is_different(tmp_path: Path) -> None:
+def test_garbage_collection_is_disabled_only_during_the_import_of_torch(tmp_path: Path) -> None:
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -46,7 +46,7 @@ def test_torch_is_imported_quietly_and_nothing_else_is_different(tmp_path: Path)
     assert done.stdout.splitlines() == ["False yes True True", "True"], done.stderr
 
 
-def test_a_script_that_needs_no_torch_needs_none(tmp_path: Path) -> None:
+def test_script_without_torch_runs_where_torch_is_not_installed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("try:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)\n")
     hidden = f"import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]\n{RUN}"

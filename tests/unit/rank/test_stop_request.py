@@ -1,4 +1,4 @@
-"""A request file whose file system is away."""
+"""Stop requests on a file system that is temporarily unreachable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.stop_signals import StopFlag
 
 
-def test_a_request_that_cannot_be_looked_for_is_looked_for_again(
+def test_check_for_a_stop_request_is_retried_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stop_agreement, "REQUEST_INTERVAL_S", 0.0)
@@ -23,13 +23,13 @@ def test_a_request_that_cannot_be_looked_for_is_looked_for_again(
     errors = [errno.ESTALE, errno.EIO]
     exists = Path.exists
 
-    def look(path: Path) -> bool:
+    def fail_first(path: Path) -> bool:
         if errors:
             number = errors.pop(0)
             raise OSError(number, os.strerror(number))
         return exists(path)
 
-    monkeypatch.setattr(Path, "exists", look)
+    monkeypatch.setattr(Path, "exists", fail_first)
     agreement = StopAgreement(None, StopFlag(), request, watch_request=True)
     assert [agreement.at_boundary() for _ in range(3)] == [False, False, True]
     assert caplog.messages == [f"{request}: Stale file handle; the next check for a stop request is in a second"]

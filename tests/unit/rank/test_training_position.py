@@ -1,4 +1,4 @@
-"""Where training stands, and the rules that end it."""
+"""The position in training, and the stop rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hpcdist.errors import ConfigError
 from hpcdist.rank.training_position import TrainingPosition
 
 
-def judged(cfg: Config, values: list[float]) -> list[str]:
-    """Why training would be over after each of the evaluations."""
-    at, reasons = TrainingPosition(steps_per_epoch=10, total_steps=100), []
+def end_reasons(cfg: Config, values: list[float]) -> list[str]:
+    """Return the reason to end training after each evaluation; empty while training continues."""
+    position, reasons = TrainingPosition(steps_per_epoch=10, total_steps=100), []
     for number, value in enumerate(values, start=1):
-        at.step, at.epoch = 10 * number, number
-        assert at.end_reason(cfg.stop, cfg.checkpoint) == "", "never before the last step's evaluation"
-        at.record_evaluation({"eval/loss": value, "eval/accuracy": value}, cfg.checkpoint)
-        reasons.append(at.end_reason(cfg.stop, cfg.checkpoint))
+        position.step, position.epoch = 10 * number, number
+        assert position.end_reason(cfg.stop, cfg.checkpoint) == "", "training ends only after an evaluation"
+        position.record_evaluation({"eval/loss": value, "eval/accuracy": value}, cfg.checkpoint)
+        reasons.append(position.end_reason(cfg.stop, cfg.checkpoint))
     return reasons
 
 
@@ -47,34 +47,36 @@ def judged(cfg: Config, values: list[float]) -> list[str]:
         (StopConfig(max_epochs=10), CheckpointConfig(), [0.5] * 10, "trained 100 steps, 10 epochs"),
     ],
 )
-def test_stop_rules(stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str) -> None:
-    *before, last = judged(Config(stop=stop, checkpoint=checkpoint), values)
+def test_training_ends_by_each_stop_rule(
+    stop: StopConfig, checkpoint: CheckpointConfig, values: list[float], reason: str
+) -> None:
+    *before, last = end_reasons(Config(stop=stop, checkpoint=checkpoint), values)
     assert before == [""] * len(before)
     assert last.startswith(reason)
 
 
-def test_better_again_starts_the_patience_anew() -> None:
-    assert judged(Config(stop=StopConfig(patience=2)), [0.5, 0.4, 0.6, 0.5]) == ["", "", "", ""]
+def test_improvement_resets_the_patience() -> None:
+    assert end_reasons(Config(stop=StopConfig(patience=2)), [0.5, 0.4, 0.6, 0.5]) == ["", "", "", ""]
 
 
-def test_the_best_must_be_measured() -> None:
+def test_monitored_metric_must_be_measured() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.monitor='f1' is not measured: use one of eval/loss"):
-        judged(Config(checkpoint=CheckpointConfig(monitor="f1")), [0.5])
+        end_reasons(Config(checkpoint=CheckpointConfig(monitor="f1")), [0.5])
 
 
-def test_a_goal_of_the_task_holds_where_the_config_has_none() -> None:
-    at, cfg = (
+def test_goal_of_the_task_applies_if_the_config_has_no_threshold() -> None:
+    position, cfg = (
         TrainingPosition(step=10, epoch=1, steps_per_epoch=10, total_steps=100),
         Config(checkpoint=CheckpointConfig(monitor="eval/return")),
     )
-    at.record_evaluation({"eval/return": 480.0}, cfg.checkpoint)
+    position.record_evaluation({"eval/return": 480.0}, cfg.checkpoint)
     goal = (475.0, "the environment's own threshold")
     reason = "eval/return reached 480 (the environment's own threshold=475) at step 10"
-    assert at.end_reason(cfg.stop, cfg.checkpoint, goal=goal) == reason
-    assert at.end_reason(StopConfig(threshold=490.0), cfg.checkpoint, goal=goal) == ""
+    assert position.end_reason(cfg.stop, cfg.checkpoint, goal=goal) == reason
+    assert position.end_reason(StopConfig(threshold=490.0), cfg.checkpoint, goal=goal) == ""
 
 
-def test_a_resumed_run_continues_at_its_position() -> None:
+def test_resumed_run_continues_at_its_position() -> None:
     saved = asdict(TrainingPosition(step=15, epoch=1, step_in_epoch=5, steps_per_epoch=10))
     assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3)).total_steps == 30
     assert TrainingPosition.resume(saved, 10, StopConfig(max_epochs=3, max_steps=12)).total_steps == 12
@@ -82,7 +84,7 @@ def test_a_resumed_run_continues_at_its_position() -> None:
     assert (position.step_in_epoch, position.epochs, position.total_steps) == (10, 1.5, 15 + 50 - 20)
 
 
-def test_an_epoch_is_counted_once_all_of_its_steps_are_done() -> None:
+def test_epoch_is_counted_after_all_of_its_steps() -> None:
     position = TrainingPosition(step=18, epoch=1, step_in_epoch=8, steps_per_epoch=10, total_steps=30)
     position.finish_epoch()
     assert (position.epoch, position.step_in_epoch, position.remaining_steps_in_epoch) == (1, 8, 2)

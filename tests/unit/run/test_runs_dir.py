@@ -78,7 +78,7 @@ def test_folder_of_root_is_accepted_and_of_another_user_rejected(
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """Yield a folder that all users can enter, unlike pytest's temporary folders."""
     folder = Path(tempfile.mkdtemp(prefix="hpcdist-users-", dir="/var/tmp"))
     folder.chmod(0o755)
@@ -136,10 +136,10 @@ def create_as(python: list[str], user: int, run: Path, uri: str = "", umask: int
 
 
 @pytest.mark.processes
-def test_second_user_of_a_folder_is_rejected_before_any_change(python: list[str], place: Path) -> None:
-    (place / "ada").mkdir()
-    os.chown(place / "ada", ADA, ADA)
-    runs = place / "ada" / "runs"
+def test_second_user_of_a_folder_is_rejected_before_any_change(python: list[str], shared_folder: Path) -> None:
+    (shared_folder / "ada").mkdir()
+    os.chown(shared_folder / "ada", ADA, ADA)
+    runs = shared_folder / "ada" / "runs"
     store = f"sqlite:///{runs}/mlflow.db"
     assert create_as(python, ADA, runs / "exp" / "first", store, umask=0o002) == "created"
     assert {path.name: mode(path) for path in [runs, *runs.iterdir()]} == {
@@ -158,17 +158,17 @@ def test_second_user_of_a_folder_is_rejected_before_any_change(python: list[str]
     assert create_as(python, BOB, runs / "other" / "second").startswith(f"runs_dir {runs} belongs to user {ADA}")
     assert sorted(path.name for path in runs.iterdir()) == ["exp", "mlartifacts", "mlflow.db", "mlflow.db.lock"]
     # The database of another user is rejected for runs in any folder.
-    (place / "bob").mkdir()
-    os.chown(place / "bob", BOB, BOB)
-    assert create_as(python, BOB, place / "bob" / "runs" / "exp" / "first", store).startswith(
+    (shared_folder / "bob").mkdir()
+    os.chown(shared_folder / "bob", BOB, BOB)
+    assert create_as(python, BOB, shared_folder / "bob" / "runs" / "exp" / "first", store).startswith(
         f"the database {runs}/mlflow.db belongs"
     )
 
 
 @pytest.mark.processes
-def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: list[str], place: Path) -> None:
+def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: list[str], shared_folder: Path) -> None:
     """As /runs in the image: the first user owns the database, and each experiment belongs to one user."""
-    runs = place / "scratch"
+    runs = shared_folder / "scratch"
     runs.mkdir()
     runs.chmod(0o1777)
     assert create_as(python, ADA, runs / "exp" / "first") == "created"
@@ -186,14 +186,14 @@ def test_shared_folder_of_root_has_one_user_per_experiment_and_database(python: 
 
 
 @pytest.mark.processes
-def test_two_users_share_an_experiment_on_a_server(python: list[str], place: Path, tmp_path: Path) -> None:
+def test_two_users_share_an_experiment_on_a_server(python: list[str], shared_folder: Path, tmp_path: Path) -> None:
     server = Server(tmp_path)
     server.start()
     try:
         for user, name in ((ADA, "ada"), (BOB, "bob")):
-            (place / name).mkdir(mode=0o700)
-            os.chown(place / name, user, user)
-            assert create_as(python, user, place / name / "runs" / "digits" / "first", server.uri) == "created"
+            (shared_folder / name).mkdir(mode=0o700)
+            os.chown(shared_folder / name, user, user)
+            assert create_as(python, user, shared_folder / name / "runs" / "digits" / "first", server.uri) == "created"
         with sqlite3.connect(tmp_path / "mlflow.db") as database:
             rows = database.execute(
                 "select e.name, t.value from runs r join experiments e using (experiment_id)"

@@ -161,7 +161,7 @@ def test_several_jobs_take_one_query(jobs: Any, runs_dir: Path) -> None:
     assert query_jobs([local]) == {}
 
 
-def test_a_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
+def test_run_is_lost_only_after_two_snapshots(jobs: Any) -> None:
     runs, queries, answers = jobs
     now = 0.0
     watch = StatusWatch(clock=lambda: now)

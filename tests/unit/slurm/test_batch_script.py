@@ -1,4 +1,4 @@
-"""What sbatch is told, compared whole; nothing is submitted."""
+"""The rendered batch script and rank step, compared as a whole."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def parameters(cluster: Mapping[str, Any]) -> dict[str, Any]:
     return batch_script.sbatch_parameters(Config(cluster=ClusterConfig(**cluster)), RUN)
 
 
-def test_what_is_not_said_is_left_to_slurm() -> None:
+def test_default_parameters() -> None:
     assert parameters({}) == SMALL
 
 
-def test_all_that_a_site_can_say() -> None:
+def test_parameters_of_a_site() -> None:
     assert parameters(SITE) == SMALL | {
         "partition": "gpu",
         "account": "climate",
@@ -90,7 +90,7 @@ def test_all_that_a_site_can_say() -> None:
     }
 
 
-def test_the_whole_script_and_step() -> None:
+def test_script_and_step() -> None:
     script, step = batch_script.render(Config(cluster=ClusterConfig(**SITE)), RUN)
     lines = script.splitlines()
     folder = RUN.path / "submitit"
@@ -132,7 +132,7 @@ def test_the_whole_script_and_step() -> None:
     )
 
 
-def test_flags_of_one_submission() -> None:
+def test_flags_of_a_submission_are_in_the_script() -> None:
     flags = {"dependency": "afterok:12", "begin": "now+1hour"}
     script, _ = batch_script.render(Config(), RUN, flags)
     assert "\n#SBATCH --dependency=afterok:12\n" in script
@@ -157,8 +157,8 @@ def with_roles(**cluster: Any) -> Config:
     )
 
 
-def test_the_script_of_a_heterogeneous_job() -> None:
-    """A further component's lines stand before the first command, or sbatch would not read them."""
+def test_script_of_a_heterogeneous_job() -> None:
+    """sbatch reads only #SBATCH lines before the first command, so those of all components come first."""
     script, step = batch_script.render(with_roles(), RUN)
     folder = RUN.path / "submitit"
     assert [line for line in script.splitlines() if line] == [
@@ -200,7 +200,7 @@ def test_the_script_of_a_heterogeneous_job() -> None:
     assert step.startswith("srun --het-group=0 ")
 
 
-def test_the_script_of_one_allocation_for_all_roles() -> None:
+def test_parameters_of_one_allocation_for_all_roles() -> None:
     roles = {"server": RoleRequest(cpus_per_task=8), "worker": RoleRequest(nodes=2, gpus_per_node=4, mem="64G")}
     found = batch_script.sbatch_parameters(
         Config(roles={"server": 1, "worker": 8}, cluster=ClusterConfig(roles=roles, het=False)), RUN
@@ -215,7 +215,7 @@ def test_the_script_of_one_allocation_for_all_roles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "code", "starts"),
+    ("command", "code", "starts"),
     [
         ("exit 0", 0, 1),
         ("exit 1", 1, 1),
@@ -223,16 +223,14 @@ def test_the_script_of_one_allocation_for_all_roles() -> None:
         ("kill -KILL $$", 137, 4),
         ("kill -SEGV $$", 139, 4),
         ("test $(wc -l < starts) -ge 2 && exit 0; kill -KILL $$", 0, 2),
-        # Slurm has told the whole job to end.
+        # SIGTERM to the whole job.
         ("kill -TERM $PPID; kill -KILL $$", 137, 1),
     ],
 )
 @pytest.mark.parametrize("first", ["", "set -e", "set -eu"])
-def test_a_supervisor_that_is_killed_is_started_again(
-    tmp_path: Path, first: str, does: str, code: int, starts: int
-) -> None:
+def test_killed_supervisor_is_restarted(tmp_path: Path, first: str, command: str, code: int, starts: int) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho $4 >> starts\n{does}\n")
+    python.write_text(f"#!/bin/sh\necho $4 >> starts\n{command}\n")
     python.chmod(0o755)
     script = "\n".join([first, SUPERVISE.replace(sys.executable, str(python)), "supervise argument"])
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -241,7 +239,7 @@ def test_a_supervisor_that_is_killed_is_started_again(
     assert done.stdout.count(": restarting it\n") == starts - 1
 
 
-def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_path: Path) -> None:
+def test_batch_step_runs_submitits_pickle_without_numpy(tmp_path: Path) -> None:
     delayed = DelayedSubmission(os.path.basename, "/a/b")
     delayed.set_timeout(1, 0)
     delayed.dump(tmp_path / "7_submitted.pkl")
@@ -253,10 +251,10 @@ def test_the_batch_step_runs_what_submitit_has_pickled_and_imports_no_numpy(tmp_
     assert done.returncode == 0, done.stdout
     assert pickle.loads((tmp_path / "7_0_result.pkl").read_bytes()) == ("success", "b")
     assert "submitit.core.submission" in done.stderr
-    assert "numpy." not in done.stderr, "its parts: the attempt itself is listed"
+    assert "numpy." not in done.stderr, "submodules: the failed import of numpy itself is listed"
 
 
-def test_no_secret_is_in_the_script_or_the_step() -> None:
+def test_script_and_step_contain_no_secret() -> None:
     env = {"WANDB_API_KEY": "s3cret", "HTTPS_PROXY": "http://u:s3cret@proxy", "PLAIN": "visible"}
     mine = {**SITE, "env": env}
     other = {"A_TOKEN": "s3cret"}
@@ -273,8 +271,8 @@ def test_no_secret_is_in_the_script_or_the_step() -> None:
     assert "WANDB_API_KEY|HTTPS_PROXY|PLAIN|A_TOKEN" in step
 
 
-def test_no_secret_of_a_role_is_in_the_step_of_a_heterogeneous_job() -> None:
-    """srun has one environment for all components; what differs between them becomes words of `env`."""
+def test_step_of_a_heterogeneous_job_contains_no_secret() -> None:
+    """srun has one environment for all components; different variables become arguments of `env`."""
     roles = {"cpu": RoleRequest(nodes=1), "gpu": RoleRequest(nodes=1, gpus_per_node=1)}
     config = Config(
         roles={"cpu": 1, "gpu": 1},

@@ -1,4 +1,4 @@
-"""How a run goes on after its allocation: decisions over a fake job, and what ranks find in their environment."""
+"""The state of a run after its attempts in a job, with a fake job, and the job's log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hpcdist.supervisor.restart_policy import Failure
 
 
 class FakeJob:
-    """Slurm's side of the decision; remembers whether it was asked to queue the job again."""
+    """A job that records its requeues."""
 
-    def __init__(self, restart_count: int = 0, *, again: bool = False, refuses: str = "") -> None:
+    def __init__(self, restart_count: int = 0, *, requeued: bool = False, error: str = "") -> None:
         self.id = "41"
         self.restart_count = restart_count
         self.requeues: list[list[str]] = []
-        self._again = again
-        self._refuses = refuses
+        self._requeued = requeued
+        self._error = error
 
     def is_requeued(self) -> bool:
-        return self._again
+        return self._requeued
 
     def requeue(self, *, exclude: Sequence[str]) -> None:
-        if self._refuses:
-            raise HpcdistError(self._refuses)
+        if self._error:
+            raise HpcdistError(self._error)
         self.requeues.append(list(exclude))
 
 
@@ -46,66 +46,65 @@ def run(runs_dir: Path) -> RunDir:
 def after(
     run: RunDir, job: FakeJob, status: Status, by: str | None = None, avoid: tuple[str, ...] = (), max_requeues: int = 2
 ) -> State:
-    """The state that follows an attempt which ended as `status`, stopped `by` someone."""
+    """Return the state after an attempt that ended with `status` on a request `by` a user or signal."""
     if by is not None:
         run.attempt(1).send_request("stop", by=by, reason=f"asked by {by}")
     state = State(status=status, attempt=1, reason="a reason", ended=7.0)
     before = run.read_state()
     after = batch_step._after(run, cast(CurrentJob, job), state, avoid, max_requeues)
-    assert run.read_state() == before, "nobody is to see a run that goes on as ended"
+    assert run.read_state() == before, "a run that continues is never recorded as ended"
     return after
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "signal"])
 @pytest.mark.parametrize("status", ["stopped", "failed"])
-def test_what_slurm_has_queued_again_waits(run: RunDir, by: str, status: Status) -> None:
-    job = FakeJob(again=True)
+def test_run_of_a_requeued_job_is_queued(run: RunDir, by: str, status: Status) -> None:
+    job = FakeJob(requeued=True)
     state = after(run, job, status, by)
     assert (state.status, state.reason, state.ended, job.requeues) == ("queued", "a reason", None, [])
 
 
-def test_a_cancelled_job_stays_stopped(run: RunDir) -> None:
-    job = FakeJob(again=False)
+def test_run_of_a_cancelled_job_is_stopped(run: RunDir) -> None:
+    job = FakeJob(requeued=False)
     state = after(run, job, "stopped", "SIGTERM", avoid=("n2",))
     assert (state.status, state.ended, job.requeues) == ("stopped", 7.0, [])
 
 
 @pytest.mark.parametrize("by", [batch_step.TIME_LIMIT, None])
-def test_a_time_limit_queues_the_job_again(run: RunDir, by: str | None) -> None:
-    """Nobody has asked where Slurm's own signal was first."""
+def test_time_limit_requeues_the_job(run: RunDir, by: str | None) -> None:
+    """There is no request if Slurm's own signal came first."""
     job = FakeJob()
     assert after(run, job, "stopped", by).status == "queued"
     assert job.requeues == [[]]
 
 
-def test_a_node_that_failed_is_avoided(run: RunDir) -> None:
+def test_requeue_excludes_failed_nodes(run: RunDir) -> None:
     job = FakeJob(1)
     assert after(run, job, "stopped", avoid=("n2",)).status == "queued"
     assert job.requeues == [["n2"]]
 
 
-def test_a_stop_that_someone_asked_for_is_obeyed_also_where_a_node_was_lost(run: RunDir) -> None:
+def test_stop_requested_by_a_user_is_obeyed_after_a_node_failure(run: RunDir) -> None:
     job = FakeJob()
     assert after(run, job, "stopped", "ada", avoid=("n2",)).status == "stopped"
     assert job.requeues == []
 
 
-def test_the_trips_through_the_queue_are_counted(run: RunDir) -> None:
+def test_run_fails_after_max_requeues(run: RunDir) -> None:
     job = FakeJob(2)
     state = after(run, job, "stopped", batch_step.TIME_LIMIT)
     assert (state.status, state.reason) == ("failed", "a reason; cluster.max_requeues=2 is reached")
     assert (state.ended, job.requeues) == (7.0, [])
 
 
-def test_a_job_that_slurm_does_not_queue_again_is_left_to_its_owner(run: RunDir) -> None:
-    job = FakeJob(refuses="scontrol requeue 41: Requested operation is presently disabled")
+def test_run_is_stopped_if_slurm_rejects_the_requeue(run: RunDir) -> None:
+    job = FakeJob(error="scontrol requeue 41: Requested operation is presently disabled")
     state = after(run, job, "stopped", batch_step.TIME_LIMIT)
     why = "Slurm does not requeue the job (scontrol requeue 41: Requested operation is presently disabled)"
     assert (state.status, state.reason, state.ended) == ("stopped", f"a reason; {why}", 7.0)
 
 
-def test_a_run_that_failed_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may depend on it."""
+def test_job_of_a_failed_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_step, "supervise", lambda run_dir: State(status="failed", reason=f"{run_dir} is broken"))
     with pytest.raises(HpcdistError, match=r"^/runs/first is broken$"):
         batch_step.supervise_in_job("/runs/first")
@@ -116,8 +115,8 @@ def test_a_run_that_failed_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("status", "by"), [("finished", None), ("failed", None), ("stopped", "ada"), ("cancelled", "ada")]
 )
-def test_what_is_over_stays_over(run: RunDir, status: Status, by: str | None) -> None:
-    job = FakeJob(again=True)
+def test_ended_run_is_not_requeued(run: RunDir, status: Status, by: str | None) -> None:
+    job = FakeJob(requeued=True)
     assert after(run, job, status, by).status == status
     assert job.requeues == []
 
@@ -137,7 +136,7 @@ def test_what_is_over_stays_over(run: RunDir, status: Status, by: str | None) ->
         ("running", "ada", False),
     ],
 )
-def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
+def test_restarted_job_continues_its_run_unless_a_user_stopped_it(
     run: RunDir, status: Status, by: str | None, over: bool
 ) -> None:
     if by is not None:
@@ -149,12 +148,14 @@ def test_a_job_that_is_started_again_goes_on_unless_someone_stopped_it(
 @pytest.mark.parametrize(
     ("status", "over"), [("queued", False), ("running", False), ("stopped", True), ("failed", True), ("finished", True)]
 )
-def test_a_supervisor_that_was_killed_is_followed_by_one_that_goes_on(run: RunDir, status: Status, over: bool) -> None:
-    """In the same life of the job nothing but the supervisor's own last word makes an end."""
+def test_restarted_supervisor_continues_unless_the_run_has_an_end_status(
+    run: RunDir, status: Status, over: bool
+) -> None:
+    """The job itself was not restarted."""
     assert batch_step._is_over(run, State(status=status, attempt=1), cast(CurrentJob, FakeJob(0))) == over
 
 
-def test_the_jobs_log_tells_of_attempts_and_failures(
+def test_job_log_contains_attempts_notes_and_failures(
     run: RunDir, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     report, beat = batch_step.JobLog(), cast(Mapping[str, Any], {"step": 1})
@@ -172,7 +173,7 @@ def test_the_jobs_log_tells_of_attempts_and_failures(
     ]
 
 
-def test_what_the_ranks_find_of_the_network_is_told_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_network_report_of_the_ranks_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     report, attempt = batch_step.JobLog(), run.attempt(1)
     attempt.path.mkdir(exist_ok=True)
     with caplog.at_level(logging.INFO, "hpcdist"):
@@ -187,23 +188,23 @@ def test_what_the_ranks_find_of_the_network_is_told_once(run: RunDir, caplog: py
     report.progress({"step": 1})
     write_json(attempt.network, {"text": "late", "warnings": []})
     report.progress({"step": 2})
-    assert "preflight: late" not in caplog.messages, "looked for as long as the run lasts"
+    assert "preflight: late" not in caplog.messages, "only a report from before the second step is logged"
 
 
-def test_where_the_job_runs_is_noted_once_the_first_ranks_are_started(
+def test_start_of_the_job_is_recorded_with_the_first_attempt(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    noted: list[RunDir] = []
-    monkeypatch.setattr(batch_step, "record_job_start", lambda life, _env: noted.append(life))
-    report = batch_step.JobLog(life=run)
-    assert noted == []
+    recorded: list[RunDir] = []
+    monkeypatch.setattr(batch_step, "record_job_start", lambda run, _env: recorded.append(run))
+    report = batch_step.JobLog(run)
+    assert recorded == []
     report.attempt(run.attempt(1), 4)
     report.attempt(run.attempt(2), 4)
-    assert noted == [run]
+    assert recorded == [run]
 
-    def full(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(batch_step, "record_job_start", full)
-    batch_step.JobLog(life=run).attempt(run.attempt(1), 4)
+    monkeypatch.setattr(batch_step, "record_job_start", fail)
+    batch_step.JobLog(run).attempt(run.attempt(1), 4)
     assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"

@@ -1,4 +1,4 @@
-"""What is told before a submission. Slurm's part is played by scripts; tests/slurm has the real one."""
+"""The checks before a submission, with fake Slurm commands; tests/slurm uses a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_recordings import FakeCommands
 
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
@@ -24,52 +25,40 @@ SCRIPTS = {
 }
 
 
-class Slurm:
-    """Scripts in the place of Slurm's commands, alone on PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name, body in SCRIPTS.items():
-            self.says(name, body)
-
-    def says(self, name: str, body: str) -> None:
-        (self.folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {self.folder}/calls\n{body}\n')
-        (self.folder / name).chmod(0o755)
-
-    def refuses(self, reason: str) -> None:
-        self.says("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
-
-    @property
-    def calls(self) -> list[str]:
-        return [line.split()[0] for line in (self.folder / "calls").read_text().splitlines()]
-
-
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """Fake Slurm commands, the only commands on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    return Slurm(folder)
+    commands = FakeCommands(folder)
+    for name, lines in SCRIPTS.items():
+        commands.add_script(name, lines)
+    return commands
 
 
-def ask(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
-    """What a check says; the runs folder counts as shared unless the test says otherwise."""
+def reject(slurm: FakeCommands, reason: str) -> None:
+    slurm.add_script("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
+
+
+def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
+    """Return warnings and estimate of `check_submission`; by default `shared_runs` is set."""
     cluster = ClusterConfig(**{"shared_runs": True, **config.pop("cluster", {})})
     config = {"experiment": "exp", "name": "first", "runs_dir": str(tmp_path / "runs"), **config}
     return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
 
 
-def test_a_request_that_fits_costs_three_calls(slurm: Slurm, tmp_path: Path) -> None:
-    assert ask(tmp_path) == ([], "Job 1 to start at noon")
-    *asked, last = slurm.calls
-    assert (sorted(asked), last) == (["scontrol", "sinfo"], "sbatch"), "both questions at once, then sbatch"
+def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path) -> None:
+    assert check(tmp_path) == ([], "Job 1 to start at noon")
+    *queries, last = slurm.programs()
+    assert (sorted(queries), last) == (["scontrol", "sinfo"], "sbatch"), "two concurrent queries, then sbatch"
     assert list(tmp_path.iterdir()) == [slurm.folder]
 
 
-def test_all_mistakes_at_once(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.refuses("Requested node configuration is not available")
+def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Requested node configuration is not available")
     with pytest.raises(ConfigError) as caught:
-        ask(
+        check(
             tmp_path,
             missing_data="mnist was not found in /data",
             data=DataConfig(download=False),
@@ -86,37 +75,37 @@ def test_all_mistakes_at_once(slurm: Slurm, tmp_path: Path) -> None:
     assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
 
 
-def test_what_we_hold_for_wrong_can_be_forced(slurm: Slurm, tmp_path: Path) -> None:
-    doubts, estimate = ask(tmp_path, cluster={"nodes": 9}, force=True)
-    assert doubts == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
+def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
+    warnings, estimate = check(tmp_path, cluster={"nodes": 9}, force=True)
+    assert warnings == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
     assert estimate == "Job 1 to start at noon"
-    slurm.refuses("Too many")
+    reject(slurm, "Too many")
     with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
-        ask(tmp_path, cluster={"nodes": 9}, force=True)
+        check(tmp_path, cluster={"nodes": 9}, force=True)
 
 
-def test_an_account_that_slurm_refuses_is_told_with_those_there_are(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.refuses("Invalid account")
-    said = "Slurm rejects this job: Invalid account"
+def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Invalid account")
+    error = "Slurm rejects this job: Invalid account"
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, cluster={"account": "eve", "nodes": 9})
-    assert caught.value.problems[1] == f"cluster.account=eve: {said}; your accounts are ada, bob"
+        check(tmp_path, cluster={"account": "eve", "nodes": 9})
+    assert caught.value.problems[1] == f"cluster.account=eve: {error}; your accounts are ada, bob"
     (slurm.folder / "sacctmgr").unlink()
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path)
-    assert caught.value.problems == (f"cluster.account is not set: {said}",)
+        check(tmp_path)
+    assert caught.value.problems == (f"cluster.account is not set: {error}",)
 
 
-def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm, tmp_path: Path) -> None:
+def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
+        check(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
     assert [problem.split(" ")[0] for problem in caught.value.problems] == [
         "cluster.sbatch.time",
         "trainer.target:",
         "cluster.nodes=9:",
     ]
-    assert "sbatch" not in slurm.calls
+    assert "sbatch" not in slurm.programs()
     config = Config(trainer=trainer, cluster=ClusterConfig(sbatch={"time": "3"}))
     with pytest.raises(
         ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time repeats a key .*\n  - trainer\.target: "
@@ -124,16 +113,16 @@ def test_mistakes_of_the_config_are_told_with_those_of_the_cluster(slurm: Slurm,
         check_config(config, tmp_path)
     check_config(Config(), tmp_path)
     config = Config(trainer=trainer, cluster=ClusterConfig(shared_runs=True))
-    assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "a run that has its code already"
+    assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "an existing run has its own code"
 
 
-def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "main")
     save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
     save.mkdir(parents=True)
     write_json(save / "manifest.json", {"write_s": 70.4})
-    doubts, _ = ask(tmp_path, missing_data="mnist was not found in /data")
-    assert doubts == [
+    warnings, _ = check(tmp_path, missing_data="mnist was not found in /data")
+    assert warnings == [
         "cluster.signal_lead_s=120: run before needed 70 s for a checkpoint: set at least twice that,"
         " cluster.signal_lead_s=141",
         "mnist was not found in /data: the nodes will download it if they have internet access",
@@ -141,27 +130,27 @@ def test_doubts(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_a_script_brings_its_own_data(slurm: Slurm, tmp_path: Path) -> None:
+def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     trainer = TrainerConfig(script=[str(script)])
-    assert ask(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
+    assert check(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
 
 
-def test_a_slurm_that_tells_nothing_leaves_it_to_sbatch(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.says("scontrol", "exit 1")
-    assert ask(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "Job 1 to start at noon")
+def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
+    slurm.add_script("scontrol", "exit 1")
+    assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "Job 1 to start at noon")
 
 
-def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
     ):
-        ask(tmp_path)
+        check(tmp_path)
 
 
-def test_the_longest_save_of_an_experiment(tmp_path: Path) -> None:
+def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
     assert longest_save(tmp_path) == (0.0, "")
     for name, content in (("old", {"step": 1}), ("a", {"write_s": 1.5}), ("b", {"write_s": 12.0})):
         folder = tmp_path / name / "checkpoints" / "step-00000001"
@@ -170,13 +159,13 @@ def test_the_longest_save_of_an_experiment(tmp_path: Path) -> None:
     assert longest_save(tmp_path) == (12.0, "b")
 
 
-def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> None:
+def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
     roles = {
         "server": RoleRequest(partition="mian"),
         "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
     }
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
+        check(tmp_path, roles={"server": 1, "worker": 4}, cluster={"roles": roles})
     assert caught.value.problems[1:3] == (
         "cluster.partition=mian: no such partition, did you mean 'main'? the cluster has main",
         "cluster.gpus_per_node=9: partition main offers at most 2 GPUs per node: lower it or choose another",
@@ -184,7 +173,7 @@ def test_what_each_role_asks_for_is_checked(slurm: Slurm, tmp_path: Path) -> Non
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
 
 
-def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm, tmp_path: Path) -> None:
+def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
     config = Config(
         runs_dir=str(tmp_path),
         cluster=ClusterConfig(
@@ -205,5 +194,5 @@ def test_a_secret_that_would_stand_in_the_script_or_a_command_line(slurm: Slurm,
     with pytest.raises(ConfigError) as caught:
         check_submission(config, {}, tmp_path, missing_data="", force=True)
     assert len(caught.value.problems) == 3
-    assert not (slurm.folder / "calls").exists()  # no program was started with the secret among its words
+    assert slurm.calls() == []  # no program was started with the secret in its arguments
     assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

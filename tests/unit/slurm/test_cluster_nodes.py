@@ -49,12 +49,12 @@ def test_gpus_of_a_node(gres: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("state", ["idle", "mixed", "allocated", "idle~", "planned", "reserved"])
-def test_nodes_that_take_jobs(state: str) -> None:
+def test_usable_node_states(state: str) -> None:
     assert usable(state)
 
 
 @pytest.mark.parametrize("state", ["down", "drained", "draining", "idle*", "fail", "down*"])
-def test_nodes_that_take_none(state: str) -> None:
+def test_unusable_node_states(state: str) -> None:
     assert not usable(state)
 
 
@@ -63,7 +63,7 @@ def usable(state: str) -> bool:
     return partition.nodes[0].usable
 
 
-def test_states_of_nodes() -> None:
+def test_node_states_with_reason() -> None:
     """sinfo prints a line per node and partition; a reason may contain the separator."""
     two, one = parse_node_states(
         "n2|drained|(null)|(null)|8|32768|2026-11-20T14:50:00|root|bad DIMM in slot 4 | see ticket\n"

@@ -42,19 +42,19 @@ def runs(runs_dir: Path) -> Path:
         ("afterany:third", "afterany:43"),
     ],
 )
-def test_names_become_jobs(runs: Path, text: str, resolved: str) -> None:
+def test_run_names_are_replaced_by_job_ids(runs: Path, text: str, resolved: str) -> None:
     assert resolve(text, runs) == resolved
 
 
 @pytest.mark.parametrize("text", ["12", "afterko:12", "afterok", "afterok:", "singleton:12", "afterok:12,", ""])
-def test_what_is_no_dependency(runs: Path, text: str) -> None:
+def test_malformed_dependency_is_rejected(runs: Path, text: str) -> None:
     with pytest.raises(
         UserMistake, match=r"^--dependency .* is not a dependency: write afterok:RUN or afterok:JOB \(or after, "
     ):
         resolve(text, runs)
 
 
-def test_what_would_never_start(runs: Path) -> None:
+def test_dependency_that_cannot_be_satisfied_is_rejected(runs: Path) -> None:
     with pytest.raises(
         UserMistake, match=r"^--dependency afterok:third: run third is failed: the job would never start$"
     ):
@@ -63,7 +63,7 @@ def test_what_would_never_start(runs: Path) -> None:
         resolve("afternotok:second", runs)
 
 
-def test_runs_that_are_no_jobs(runs: Path) -> None:
+def test_dependency_on_a_run_without_a_job_is_rejected(runs: Path) -> None:
     with pytest.raises(UserMistake, match=r"^--dependency afterok:local: run local was never submitted to Slurm$"):
         resolve("afterok:local", runs)
     with pytest.raises(RunFolderError, match=r"^no run 'nowhere' under "):

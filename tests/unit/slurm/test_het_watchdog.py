@@ -1,4 +1,4 @@
-"""When the rest of a heterogeneous job is queued again."""
+"""Detection of a heterogeneous job of which only a part was requeued."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpcdist.slurm.job.het_watchdog import is_partly_requeued
 
 
 @pytest.mark.parametrize(
-    ("states", "torn"),
+    ("states", "expected"),
     [
         ([], False),
         (["RUNNING", "RUNNING"], False),
@@ -19,5 +19,6 @@ from hpcdist.slurm.job.het_watchdog import is_partly_requeued
         (["COMPLETING", "RUNNING"], False),
     ],
 )
-def test_a_job_is_partly_requeued_when_its_leader_waits_and_others_run(states: list[str], torn: bool) -> None:
-    assert is_partly_requeued([{"JobId": str(index), "JobState": state} for index, state in enumerate(states)]) == torn
+def test_job_is_partly_requeued_if_its_leader_is_pending_and_others_run(states: list[str], expected: bool) -> None:
+    records = [{"JobId": str(index), "JobState": state} for index, state in enumerate(states)]
+    assert is_partly_requeued(records) == expected

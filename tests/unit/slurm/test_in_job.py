@@ -1,4 +1,4 @@
-"""A run in a job of the user's own script; a script stands in for scontrol, and nothing is supervised."""
+"""A run in a job of the user's own batch script, with a fake scontrol and without a supervisor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
 
 
 @pytest.mark.processes
-def test_the_first_start_makes_a_run_of_what_the_job_has(
+def test_first_start_creates_a_run_with_the_resources_of_the_job(
     config: Config, supervised: list[RunDir], tmp_path: Path
 ) -> None:
     assert run_in_job(config, JOB, tmp_path).status == "finished"
@@ -75,9 +75,7 @@ def test_the_first_start_makes_a_run_of_what_the_job_has(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["", "mine"])
-def test_a_requeued_job_finds_its_run_again(
-    config: Config, supervised: list[RunDir], tmp_path: Path, name: str
-) -> None:
+def test_requeued_job_continues_its_run(config: Config, supervised: list[RunDir], tmp_path: Path, name: str) -> None:
     config = replace(config, name=name)
     run_in_job(config, JOB, tmp_path)
     (supervised[0].path / "checkpoints" / "step-00000001").mkdir()
@@ -87,7 +85,7 @@ def test_a_requeued_job_finds_its_run_again(
 
 
 @pytest.mark.processes
-def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+def test_run_of_another_job_is_an_error(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
     config = replace(config, name="mine")
     run_in_job(config, JOB, tmp_path)
     with pytest.raises(
@@ -98,14 +96,16 @@ def test_the_run_of_another_job_is_left_alone(config: Config, supervised: list[R
 
 
 @pytest.mark.processes
-def test_what_a_killed_start_has_left_is_made_again(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+def test_incomplete_run_folder_of_a_killed_start_is_completed(
+    config: Config, supervised: list[RunDir], tmp_path: Path
+) -> None:
     RunDir.create(Path(config.runs_dir) / "exp" / "ddp-job41")
     run_in_job(config, JOB, tmp_path)
     assert supervised[0].config.is_file()
 
 
 @pytest.mark.processes
-def test_a_job_that_slurm_will_not_queue_again_is_told_so(
+def test_job_without_requeue_logs_a_warning(
     config: Config, supervised: list[RunDir], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_in_job(config, JOB, tmp_path)
@@ -118,7 +118,7 @@ def test_a_job_that_slurm_will_not_queue_again_is_told_so(
     )
 
 
-def test_outside_of_a_job(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
+def test_error_outside_a_job(config: Config, supervised: list[RunDir], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_JOB_ID is not set: .*: use `sbatch slurm/run\.sbatch CONFIG`, or "):
         run_in_job(config, {}, tmp_path)
     assert not Path(config.runs_dir).exists()
@@ -133,12 +133,12 @@ def test_outside_of_a_job(config: Config, supervised: list[RunDir], tmp_path: Pa
         ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_GPUS_PER_NODE": "3"}, {"gpus_per_node": 3}),
     ],
 )
-def test_what_the_job_has(env: dict[str, str], changes: dict[str, Any]) -> None:
+def test_cluster_section_is_read_from_the_job(env: dict[str, str], changes: dict[str, Any]) -> None:
     expected = replace(ClusterConfig(nodes=2, max_requeues=3), **changes)
     assert cluster_from_job(ClusterConfig(max_requeues=3), {"SLURM_JOB_NUM_NODES": "2", **env}, None) == expected
 
 
-def test_nodes_with_different_numbers_of_tasks() -> None:
+def test_nodes_with_different_numbers_of_tasks_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^2,1 tasks per node: request the same number for each node, with `#SBATCH --ntasks-per-"
     ):
@@ -146,7 +146,6 @@ def test_nodes_with_different_numbers_of_tasks() -> None:
 
 
 @pytest.mark.parametrize(("size", "het"), [("", False), ("2", True)])
-def test_roles_share_what_the_script_has_asked_for(size: str, het: bool) -> None:
-    """Components are the script's to make: with one allocation the ranks are placed in it."""
-    asked = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
-    assert cluster_from_job(asked, JOB | {"SLURM_HET_SIZE": size}, 90).het is het
+def test_job_is_heterogeneous_if_the_script_requests_components(size: str, het: bool) -> None:
+    cluster = ClusterConfig(roles={"server": RoleRequest(gpus_per_node=0)})
+    assert cluster_from_job(cluster, JOB | {"SLURM_HET_SIZE": size}, 90).het is het

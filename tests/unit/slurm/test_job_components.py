@@ -1,4 +1,4 @@
-"""What roles ask of Slurm, and where their ranks are placed."""
+"""Requests of roles to Slurm, and the placement of their ranks."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def part(*roles: str, **changes: Any) -> JobComponent:
 HYBRID = {"master": 1, "trainer": 4, "parameter_server": 3}
 
 
-def test_without_roles_there_is_one_component() -> None:
+def test_config_without_roles_is_one_component() -> None:
     assert components(config({}, nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G")) == (
         part("trainer", nodes=2, tasks_per_node=4, gpus_per_node=4, mem="64G"),
     )
 
 
-def test_roles_that_ask_for_nothing_share_the_nodes() -> None:
-    asked = config(HYBRID, nodes=2, tasks_per_node=4)
-    assert components(asked) == (part(*HYBRID, nodes=2, tasks_per_node=4),)
-    assert not is_het(asked)
+def test_roles_without_requests_share_the_nodes() -> None:
+    shared = config(HYBRID, nodes=2, tasks_per_node=4)
+    assert components(shared) == (part(*HYBRID, nodes=2, tasks_per_node=4),)
+    assert not is_het(shared)
 
 
-def test_a_role_with_an_entry_has_nodes_of_its_own_and_takes_the_rest_from_the_section() -> None:
-    asked = config(
+def test_role_with_a_request_has_its_own_nodes_and_inherits_other_settings() -> None:
+    cfg = config(
         HYBRID,
         {"trainer": {"gpus_per_node": 2, "partition": "gpu", "mem": "64G", "nodes": 2, "sbatch": {"gpu-freq": "high"}}},
         tasks_per_node=4,
@@ -65,17 +65,17 @@ def test_a_role_with_an_entry_has_nodes_of_its_own_and_takes_the_rest_from_the_s
     )
     rest: dict[str, Any] = {"cpus_per_task": 3, "constraint": "new"}
     gpus: dict[str, Any] = {"gpus_per_node": 2, "mem": "64G", "partition": "gpu", "sbatch": {"gpu-freq": "high"}}
-    assert components(asked) == (
+    assert components(cfg) == (
         part("master", partition="cpu", **rest),
         part("trainer", nodes=2, tasks_per_node=2, **gpus, **rest),
         part("parameter_server", tasks_per_node=3, partition="cpu", **rest),
     )
-    assert is_het(asked)
+    assert is_het(cfg)
 
 
-def test_neighbours_without_an_entry_share_a_component() -> None:
-    asked = config({"master": 1, "helper": 3, "trainer": 2}, {"trainer": {"gpus_per_node": 1}}, tasks_per_node=2)
-    assert components(asked) == (
+def test_adjacent_roles_without_requests_share_a_component() -> None:
+    cfg = config({"master": 1, "helper": 3, "trainer": 2}, {"trainer": {"gpus_per_node": 1}}, tasks_per_node=2)
+    assert components(cfg) == (
         part("master", "helper", nodes=2, tasks_per_node=2),
         part("trainer", tasks_per_node=2, gpus_per_node=1),
     )
@@ -91,9 +91,9 @@ def test_neighbours_without_an_entry_share_a_component() -> None:
         ({"nodes": 1, "tasks_per_node": 6}, (1, 6)),
     ],
 )
-def test_what_is_not_said_follows_from_the_count(request_: dict[str, int], shape: tuple[int, int]) -> None:
-    asked = config({"a": 1, "b": 6}, {"b": {"cpus_per_task": 2, **request_}}, tasks_per_node=3)
-    found = components(asked)[1]
+def test_nodes_and_tasks_are_derived_from_the_number_of_ranks(request_: dict[str, int], shape: tuple[int, int]) -> None:
+    cfg = config({"a": 1, "b": 6}, {"b": {"cpus_per_task": 2, **request_}}, tasks_per_node=3)
+    found = components(cfg)[1]
     assert (found.nodes, found.tasks_per_node) == shape
 
 
@@ -135,7 +135,7 @@ def test_what_is_not_said_follows_from_the_count(request_: dict[str, int], shape
         ),
     ],
 )
-def test_numbers_that_do_not_fit(
+def test_inconsistent_numbers_are_rejected(
     counts: dict[str, int], requests: dict[str, dict[str, Any]], cluster: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -152,19 +152,19 @@ def test_numbers_that_do_not_fit(
         ({"partition": "gpu"}, None, True),
         ({"constraint": "a100"}, None, True),
         ({"sbatch": {"gres": "x"}}, None, True),
-        ({"nodes": 1}, None, False),  # they differ in numbers alone
+        ({"nodes": 1}, None, False),  # only the numbers of nodes differ
         ({"nodes": 1}, True, True),
         ({"gpus_per_node": 1}, False, False),
     ],
 )
-def test_a_heterogeneous_job_is_for_different_hardware(
+def test_roles_with_different_hardware_need_a_heterogeneous_job(
     request_: dict[str, Any], het: bool | None, expected: bool
 ) -> None:
     assert is_het(config({"server": 1, "worker": 2}, {"worker": request_}, het=het)) == expected
 
 
-def test_one_allocation_has_the_sum_of_nodes_and_the_most_of_the_rest() -> None:
-    asked = config(
+def test_single_allocation_has_the_sum_of_nodes_and_the_maximum_of_other_requests() -> None:
+    cfg = config(
         {"server": 1, "worker": 4},
         {
             "server": {"cpus_per_task": 8, "mem": "900M", "constraint": "cpu"},
@@ -173,7 +173,7 @@ def test_one_allocation_has_the_sum_of_nodes_and_the_most_of_the_rest() -> None:
         het=False,
         partition="main",
     )
-    assert allocations(asked) == (
+    assert allocations(cfg) == (
         part(
             *("server", "worker"),
             nodes=3,
@@ -188,14 +188,16 @@ def test_one_allocation_has_the_sum_of_nodes_and_the_most_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memories", "most"),
+    ("memories", "maximum"),
     [((None, None), None), ((None, "1G"), "1G"), (("1T", "1000G"), "1T"), (("5000", "4G"), "5000"), (("1G", "0"), "0")],
 )
-def test_the_most_memory(memories: tuple[str | None, str | None], most: str | None) -> None:
-    assert merged([part("a", mem=memories[0]), part("b", mem=memories[1])]).mem == most
+def test_single_allocation_requests_the_maximum_memory(
+    memories: tuple[str | None, str | None], maximum: str | None
+) -> None:
+    assert merged([part("a", mem=memories[0]), part("b", mem=memories[1])]).mem == maximum
 
 
-def test_kinds_of_nodes_are_counted() -> None:
+def test_single_allocation_counts_the_nodes_of_each_constraint() -> None:
     assert merged([part("a", constraint="x"), part("b", constraint="x")]).constraint == "x"
     assert merged([part("a"), part("b", constraint="x", nodes=3)]).constraint == "[x*3]"
     three = [part("a", constraint="x"), part("b", constraint="y"), part("c", constraint="x", nodes=2)]
@@ -220,12 +222,12 @@ def test_kinds_of_nodes_are_counted() -> None:
         ({"mem": "lots"}, "cluster.mem must be like 64G, got 'lots'"),
     ],
 )
-def test_what_one_allocation_cannot_give(request_: dict[str, Any], message: str) -> None:
+def test_requests_that_need_a_heterogeneous_job_are_rejected(request_: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         allocations(config({"server": 1, "worker": 2}, {"worker": request_}, het=False, mem="1G"))
 
 
-def test_memory_that_slurm_would_hand_on_must_be_said() -> None:
+def test_memory_must_be_set_for_all_components_or_none() -> None:
     with pytest.raises(ConfigError, match=r"^cluster\.roles\.worker\.mem must be set because server sets it$"):
         allocations(config({"server": 1, "worker": 2}, {"server": {"mem": "64G"}, "worker": {}}))
 
@@ -234,16 +236,16 @@ TWO = [part("server"), part("worker", nodes=2, tasks_per_node=2)]
 KINDS = {name: frozenset(kinds.split()) for name, kinds in {"n1": "a b", "n2": "a", "n3": "b", "n4": "b"}.items()}
 
 
-def test_nodes_are_shared_out_in_their_order() -> None:
+def test_nodes_are_assigned_in_order() -> None:
     assert assign_nodes(TWO, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
     alike = [part("server", constraint="a|b"), part("worker", constraint="a|b", nodes=2)]
     assert assign_nodes(alike, ["n1", "n2", "n3"], {}) == [("n1",), ("n2", "n3")]
 
 
-def test_features_come_before_the_order() -> None:
-    wants = [part("server"), part("worker", constraint="b", nodes=2)]
-    assert assign_nodes(wants, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
-    assert assign_nodes(wants[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
+def test_nodes_are_assigned_by_feature() -> None:
+    requests = [part("server"), part("worker", constraint="b", nodes=2)]
+    assert assign_nodes(requests, ["n1", "n3", "n4"], KINDS) == [("n1",), ("n3", "n4")]
+    assert assign_nodes(requests[::-1], ["n1", "n3", "n4"], KINDS) == [("n3", "n4"), ("n1",)]
     assert assign_nodes(
         [part("server", constraint="b"), part("worker", constraint="a", nodes=2)], ["n1", "n2", "n3"], KINDS
     ) == [
@@ -252,38 +254,38 @@ def test_features_come_before_the_order() -> None:
     ]
 
 
-def test_too_few_nodes_of_a_kind() -> None:
-    wants = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
+def test_too_few_nodes_with_a_feature_are_an_error() -> None:
+    requests = [part("server"), part("worker", "helper", constraint="b", nodes=2)]
     with pytest.raises(HpcdistError) as caught:
-        assign_nodes(wants, ["n1", "n2"], KINDS)
+        assign_nodes(requests, ["n1", "n2"], KINDS)
     assert str(caught.value) == "worker and helper need 2 nodes × 1, b, but only 1 of n1, n2 are left and match"
 
 
-def test_ranks_fill_one_node_after_the_other() -> None:
+def test_consecutive_ranks_share_a_node() -> None:
     assert hosts_by_rank(TWO, [("n3",), ("n1", "n2")]) == ["n3", "n1", "n1", "n2", "n2"]
 
 
-# --- the table
+# --- the rank table
 
-ASKED = config(
+ROLES = config(
     {"server": 1, "worker": 4},
     {"worker": {"nodes": 2, "gpus_per_node": 2, "constraint": "a100"}},
     partition="main",
 )
 
 
-def test_the_table_before_the_nodes_are_known() -> None:
-    assert rank_table_lines(ASKED) == [
+def test_table_without_hosts() -> None:
+    assert rank_table_lines(ROLES) == [
         "rank  role        device  place",
         "0     server:0    cpu     component 0: 1 node × 1, partition main",
         "1-4   worker:0-3  cuda    component 1: 2 nodes × 2, 2 GPUs each, partition main, a100",
     ]
-    placed = Config(roles=ASKED.roles, cluster=ClusterConfig(roles={"worker": RoleRequest(nodes=2)}))
+    placed = Config(roles=ROLES.roles, cluster=ClusterConfig(roles={"worker": RoleRequest(nodes=2)}))
     assert [line.split("cpu")[1].strip() for line in rank_table_lines(placed)[1:]] == ["1 node × 1", "2 nodes × 2"]
 
 
-def test_the_table_with_hosts() -> None:
-    assert rank_table_lines(ASKED, [("n3",), ("n1", "n2")]) == [
+def test_table_with_hosts() -> None:
+    assert rank_table_lines(ROLES, [("n3",), ("n1", "n2")]) == [
         "rank  role        device  place",
         "0     server:0    cpu     n3",
         "1-2   worker:0-1  cuda    n1",
@@ -291,14 +293,14 @@ def test_the_table_with_hosts() -> None:
     ]
 
 
-def test_the_table_of_a_large_world() -> None:
-    asked = config({"server": 1, "worker": 4096}, {"worker": {"nodes": 512, "gpus_per_node": 8}})
-    assert rank_table_lines(asked, [("n1",), tuple(f"n{number}" for number in range(2, 514))])[1:] == [
+def test_table_of_many_ranks_is_abbreviated() -> None:
+    cfg = config({"server": 1, "worker": 4096}, {"worker": {"nodes": 512, "gpus_per_node": 8}})
+    assert rank_table_lines(cfg, [("n1",), tuple(f"n{number}" for number in range(2, 514))])[1:] == [
         "0       server:0       cpu     n1",
         "1-4096  worker:0-4095  cuda    n2 … n513 (512 nodes × 8, 8 GPUs each)",
     ]
 
 
-def test_a_config_that_names_devices_has_the_last_word_in_the_table() -> None:
-    asked = Config(cluster=ClusterConfig(gpus_per_node=4), launch=LaunchConfig(device="cpu"))
-    assert rank_table_lines(asked)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]
+def test_table_shows_the_configured_device() -> None:
+    cfg = Config(cluster=ClusterConfig(gpus_per_node=4), launch=LaunchConfig(device="cpu"))
+    assert rank_table_lines(cfg)[1].split() == ["0", "trainer:0", "cpu", "1", "node", "×", "1,", "4", "GPUs", "each"]

@@ -1,4 +1,4 @@
-"""What a node does about ranks that Slurm cannot reach: find them and kill them."""
+"""Search for ranks on a node, and their end, without Slurm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from still_ranks import still_ranks
+from hung_ranks import hung_ranks
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
@@ -21,14 +21,14 @@ def attempt(runs_dir: Path) -> Attempt:
 
 
 @pytest.mark.processes
-def test_ranks_are_found_and_killed_with_what_they_have_started(
+def test_ranks_are_found_and_killed_with_their_children(
     attempt: Attempt, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     run = attempt.path.parent.parent
-    with still_ranks(attempt, tmp_path, 2) as ranks:
-        started = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
-        assert len(started) == 3, "two ranks, and a process that rank 1 has forked"
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
+        processes = [child for child in psutil.Process().children(recursive=True) if "-P" in child.cmdline()]
+        assert len(processes) == 3, "two ranks and a child of rank 1"
         main([str(run), "list"])
         main([str(run.parent), "list"])
         assert capsys.readouterr().out == "n1 0 1\nn1\n"
@@ -38,11 +38,11 @@ def test_ranks_are_found_and_killed_with_what_they_have_started(
         assert capsys.readouterr().out == "n1\n"
         ranks.wait(30)
         assert set(ranks.exits.values()) == {-9}
-        assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in started)
+        assert all(not child.is_running() or child.status() == psutil.STATUS_ZOMBIE for child in processes)
 
 
-def test_ranks_that_survive_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as processes that wait for a file system; here: none dies of what it gets."""
+def test_ranks_that_survive_sigkill_are_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that wait for a file system survive, for example."""
     monkeypatch.setattr(node_ranks, "KILL_S", 0.1)
     monkeypatch.setattr(node_ranks, "find_ranks", lambda run, attempt, node: [Survivor()])
     killed: list[int] = []
@@ -55,6 +55,6 @@ class Survivor:
     pid, rank, children = 7, 3, (8,)
 
 
-def test_only_answers_of_the_jobs_nodes_count() -> None:
-    said = "srun: something\nn2 0 5\n\nn9 1\nn1\n"
-    assert parse_answers(said, ["n1", "n2", "n3"]) == {"n1": [], "n2": [0, 5]}
+def test_lines_of_other_nodes_are_ignored() -> None:
+    output = "srun: something\nn2 0 5\n\nn9 1\nn1\n"
+    assert parse_answers(output, ["n1", "n2", "n3"]) == {"n1": [], "n2": [0, 5]}

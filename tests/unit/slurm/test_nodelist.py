@@ -1,4 +1,4 @@
-"""Slurm's node lists and task counts: what they expand to, and what is refused with which words."""
+"""Expansion of Slurm's node lists and task counts, and errors of malformed ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hpcdist.slurm.nodelist import MAX_HOSTS, expand, expand_tasks
         ("a[[1-2],3]", "a1 a2 a3"),
     ],
 )
-def test_expands_in_the_order_given(nodelist: str, hosts: str) -> None:
+def test_nodelist_is_expanded_in_order(nodelist: str, hosts: str) -> None:
     assert expand(nodelist) == hosts.split()
 
 
@@ -72,18 +72,18 @@ def test_expands_in_the_order_given(nodelist: str, hosts: str) -> None:
         ("x" * 250 + "[1000001-1000002]", "character 1: a node name of more than 255 characters begins here"),
     ],
 )
-def test_refuses_and_names_the_place(nodelist: str, problem: str) -> None:
+def test_error_names_the_position(nodelist: str, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)):
         expand(nodelist)
 
 
-def test_a_malformed_list_says_what_was_expected_and_stays_short() -> None:
+def test_error_contains_an_example_and_is_short() -> None:
     with pytest.raises(TopologyError, match=r"; expected a form like n1,n\[2-4\]") as caught:
         expand("n" * 5000 + "[")
     assert len(str(caught.value)) < 300
 
 
-def test_the_largest_list_is_still_expanded() -> None:
+def test_largest_nodelist_is_expanded() -> None:
     hosts = expand(f"n[1-{MAX_HOSTS}]")
     assert (len(hosts), hosts[-1]) == (MAX_HOSTS, f"n{MAX_HOSTS}")
 
@@ -109,6 +109,6 @@ def test_tasks_per_node(text: str, tasks: list[int]) -> None:
         ("1(x600000),1(x600000)", "more than 1,000,000 nodes; check the value"),
     ],
 )
-def test_tasks_per_node_refused(text: str, problem: str) -> None:
+def test_malformed_tasks_per_node_are_rejected(text: str, problem: str) -> None:
     with pytest.raises(TopologyError, match=re.escape(problem)):
         expand_tasks(text)

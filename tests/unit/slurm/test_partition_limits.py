@@ -1,4 +1,4 @@
-"""Requests against partitions: each mistake is one line with key, value and fix."""
+"""Comparison of requests with partitions: each problem is one line with key, value and fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of(**facts: str) -> Partition:
     return replace(GPU, facts={**GPU.facts, **facts})
 
 
-def test_a_request_that_fits() -> None:
+def test_valid_request() -> None:
     assert found(**FITTING) == Findings()
     assert found(nodes=4) == Findings()
 
@@ -83,7 +83,7 @@ def test_a_request_that_fits() -> None:
         ({"DenyQos": "long"}, {"qos": "long"}, "cluster.qos=long may not use partition gpu: choose another"),
     ],
 )
-def test_a_mistake_is_one_line(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
+def test_impossible_request_is_an_error(facts: dict[str, str], cluster: dict[str, Any], line: str) -> None:
     assert found(of(**facts), **cluster) == Findings(errors=[line])
 
 
@@ -103,19 +103,19 @@ def test_a_mistake_is_one_line(facts: dict[str, str], cluster: dict[str, Any], l
         ),
     ],
 )
-def test_a_doubt_is_one_line(partition: Partition, cluster: dict[str, Any], line: str) -> None:
+def test_doubtful_request_is_a_warning(partition: Partition, cluster: dict[str, Any], line: str) -> None:
     assert found(partition, **cluster) == Findings(warnings=[line])
 
 
-def test_all_mistakes_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     assert len(found(of(MaxTime="00:30:00"), nodes=9, gpus_per_node=9, mem="900G", cpus_per_task=99).errors) == 5
 
 
-def test_a_partition_without_nodes_that_sinfo_shows_is_left_to_slurm() -> None:
+def test_partition_without_visible_nodes_is_not_checked() -> None:
     assert found(replace(GPU, nodes=()), **FITTING) == Findings()
 
 
-def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_reserved_for_groups_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(partition_limits, "_own_groups", lambda: ["users"])
     assert found(of(AllowGroups="users,staff")) == Findings()
@@ -126,11 +126,11 @@ def test_who_may_use_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(of(AllowGroups="staff", RootOnly="YES")) == Findings()
 
 
-def test_the_groups_of_whoever_runs_this_are_found() -> None:
+def test_current_user_has_groups() -> None:
     assert partition_limits._own_groups()
 
 
-def test_the_partitions_that_are_meant() -> None:
+def test_requested_partitions_default_and_unknown_names() -> None:
     findings = Findings()
     other = replace(GPU, name="other", facts={})
     assert requested_partitions(ClusterConfig(), [other, GPU], findings) == [GPU]
@@ -144,7 +144,7 @@ def test_the_partitions_that_are_meant() -> None:
     ]
 
 
-def test_one_of_several_partitions_is_enough() -> None:
+def test_request_must_fit_one_of_several_partitions() -> None:
     tight = of(MaxTime="00:30:00", MaxNodes="1")
     findings = Findings()
     check_partitions(ClusterConfig(nodes=2), [tight, GPU], findings)

@@ -1,4 +1,4 @@
-"""The preflight of a job, with a stand-in for srun and a judge that says what the test wants."""
+"""The preflight of a job, with a fake srun and fake checks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hpcdist.slurm.job_components import components
 pytestmark = pytest.mark.processes
 
 NODES = ("n1", "n2", "n3")
-WELL = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
+OK = Check(name="preflight", level="ok", text="3 nodes alike, 0.1 ms and 9 Gbit/s between them")
 DISK = Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs", node="n3")
 
 
 class FakeJob:
-    """A job in a partition that can do without the nodes named `spare`."""
+    """A job in a partition that can replace the nodes in `spare`."""
 
     partition = "main"
 
@@ -44,7 +44,7 @@ class FakeJob:
 
 
 class Scene:
-    """A run of three nodes whose srun prints what `said` and `errors` have."""
+    """A run on three nodes with a fake srun, which prints the files `answers` and `errors`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -53,28 +53,30 @@ class Scene:
         srun = folder / "srun"
         srun.write_text(
             f'#!/bin/sh\ncd {folder}\necho "$@" >> calls\necho "$HPCDIST_PREFLIGHT_TOKEN" >> tokens\n'
-            "cat errors >&2\nexec cat said\n"
+            "cat errors >&2\nexec cat answers\n"
         )
         srun.chmod(0o755)
-        self.say(*NODES)
+        self.set_answers(*NODES)
         self.patch = monkeypatch
-        self.asked: list[Request] = []
-        self.judge([WELL])
+        self.requests: list[Request] = []
+        self.set_checks([OK])
 
-    def say(self, *nodes: str, errors: str = "") -> None:
+    def set_answers(self, *nodes: str, errors: str = "") -> None:
         lines = [f'{task}: hpcdist-preflight {node} 0/1 {{"node": "{node}"}}\n' for task, node in enumerate(nodes)]
-        (self.folder / "said").write_text("".join(lines))
+        (self.folder / "answers").write_text("".join(lines))
         (self.folder / "errors").write_text(errors)
 
-    def judge(self, checks: list[Check]) -> None:
-        def fake(request: Request, answers: Any) -> list[Check]:
-            self.asked.append(request)
+    def set_checks(self, checks: list[Check]) -> None:
+        def check_nodes(request: Request, answers: Any) -> list[Check]:
+            self.requests.append(request)
             return checks
 
-        self.patch.setattr(preflight_step, "check_nodes", fake)
+        self.patch.setattr(preflight_step, "check_nodes", check_nodes)
 
-    def look(self, spare: str = "", *, het: bool = False, nodes: Sequence[str] = NODES, **settings: Any) -> Preflight:
-        found = Preflight(
+    def run_preflight(
+        self, spare: str = "", *, het: bool = False, nodes: Sequence[str] = NODES, **settings: Any
+    ) -> Preflight:
+        self.preflight = Preflight(
             self.run,
             Config(cluster=ClusterConfig(nodes=3, cpus_per_task=4), preflight=PreflightConfig(**settings)),
             cast(CurrentJob, FakeJob(spare)),
@@ -83,9 +85,8 @@ class Scene:
             box=None,
             het=het,
         )
-        self.preflight = found
-        found.run(self.attempt)
-        return found
+        self.preflight.run(self.attempt)
+        return self.preflight
 
     @property
     def calls(self) -> list[str]:
@@ -99,39 +100,39 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     return Scene(tmp_path, monkeypatch)
 
 
-def test_where_all_is_well_one_line_says_so_once_in_a_life(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    found = scene.look()
-    found.run(scene.run.new_attempt())
+def test_preflight_runs_once_per_job_start_and_logs_one_line(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    preflight = scene.run_preflight()
+    preflight.run(scene.run.new_attempt())
     assert len(scene.calls) == 1
     (line,) = caplog.messages
     assert line.startswith("preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them (")
     assert line.endswith(" s with srun)")
-    left = read_json(scene.attempt.preflight) or {}
-    assert (left["mode"], left["nodes"], left["answers"]["n2"]) == ("quick", list(NODES), {"node": "n2"})
-    assert [check["level"] for check in left["checks"]] == ["ok"]
+    report = read_json(scene.attempt.preflight) or {}
+    assert (report["mode"], report["nodes"], report["answers"]["n2"]) == ("quick", list(NODES), {"node": "n2"})
+    assert [check["level"] for check in report["checks"]] == ["ok"]
     text = (scene.attempt.path / "preflight.txt").read_text()
     assert text.startswith("preflight of 3 nodes (n1, n2, n3), ")
     assert text.endswith("\nok       preflight: 3 nodes alike, 0.1 ms and 9 Gbit/s between them\n")
-    (request,) = scene.asked
+    (request,) = scene.requests
     assert (request.nodes, request.tasks_per_node, request.checkpoint_bytes) == (NODES, 1, None)
-    assert not Path(request.witness).parent.exists(), "the witness stays behind"
+    assert not Path(request.witness).parent.exists(), "the witness is removed"
 
 
-def test_nothing_is_looked_at_on_one_node_or_where_it_is_off(scene: Scene) -> None:
-    scene.look(nodes=("n1",))
-    scene.look(mode="off")
+def test_preflight_is_skipped_on_one_node_and_with_mode_off(scene: Scene) -> None:
+    scene.run_preflight(nodes=("n1",))
+    scene.run_preflight(mode="off")
     assert scene.calls == []
 
 
-def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.judge([Check(name="clock", level="warning", text="2 s ahead", fix="start chronyd", node="n2"), WELL])
-    scene.look()
+def test_warnings_are_logged(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.set_checks([Check(name="clock", level="warning", text="2 s ahead", fix="start chronyd", node="n2"), OK])
+    scene.run_preflight()
     assert caplog.messages[0] == "preflight: warning: n2: clock: 2 s ahead; start chronyd"
     assert caplog.messages[1].startswith("preflight: 3 nodes alike")
 
 
 @pytest.mark.parametrize(
-    ("settings", "spare", "het", "failures", "said", "avoid"),
+    ("settings", "spare", "het", "failures", "suffix", "avoid"),
     [
         ({}, "n3", False, [DISK], "", []),
         ({"on_failure": "exclude"}, "n3", False, [DISK], "", ["n3"]),
@@ -162,77 +163,73 @@ def test_warnings_are_told_and_the_ranks_are_started(scene: Scene, caplog: pytes
     ],
     ids=["stop", "exclude", "no spare node", "heterogeneous", "most nodes"],
 )
-def test_what_follows_from_a_failure(
-    scene: Scene, settings: dict[str, Any], spare: str, het: bool, failures: list[Check], said: str, avoid: list[str]
+def test_failed_nodes_are_excluded_on_request_if_replaceable(
+    scene: Scene, settings: dict[str, Any], spare: str, het: bool, failures: list[Check], suffix: str, avoid: list[str]
 ) -> None:
-    scene.judge(failures)
+    scene.set_checks(failures)
     with pytest.raises(PreflightError) as caught:
-        scene.look(spare, het=het, **settings)
-    said = said.format(text=scene.attempt.path / "preflight.txt")
-    assert str(caught.value) == f"preflight: n3: disk: 0 MB are free in /c; remove old runs{said}"
+        scene.run_preflight(spare, het=het, **settings)
+    suffix = suffix.format(text=scene.attempt.path / "preflight.txt")
+    assert str(caught.value) == f"preflight: n3: disk: 0 MB are free in /c; remove old runs{suffix}"
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, avoid)
 
 
-def test_the_first_failure_ends_the_run_and_the_others_stand_in_the_log(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene.judge([DISK, Check(name="clock", level="failure", text="400 s ahead", node="n2"), WELL])
+def test_first_failure_is_raised_and_the_others_are_logged(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.set_checks([DISK, Check(name="clock", level="failure", text="400 s ahead", node="n2"), OK])
     with pytest.raises(PreflightError):
-        scene.look()
+        scene.run_preflight()
     assert caplog.messages == ["preflight: failure: n2: clock: 400 s ahead"]
 
 
-def test_a_slurm_that_does_not_answer_excludes_no_node(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*_: object, **__: object) -> bool:
+def test_no_node_is_excluded_while_slurm_does_not_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object, **__: object) -> bool:
         raise HpcdistError("sinfo: timed out")
 
-    monkeypatch.setattr(FakeJob, "replaceable", away)
-    scene.judge([DISK])
+    monkeypatch.setattr(FakeJob, "replaceable", time_out)
+    scene.set_checks([DISK])
     error = r"; cannot find nodes to replace n3 \(sinfo: timed out\)$"
     with pytest.raises(PreflightError, match=error):
-        scene.look(on_failure="exclude")
+        scene.run_preflight(on_failure="exclude")
     assert (scene.preflight.failed, scene.preflight.avoid) == (True, [])
 
 
-def test_what_no_node_is_to_blame_for_excludes_none(scene: Scene) -> None:
-    scene.judge([Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs")])
+def test_failure_without_a_node_excludes_none(scene: Scene) -> None:
+    scene.set_checks([Check(name="disk", level="failure", text="0 MB are free in /c", fix="remove old runs")])
     with pytest.raises(PreflightError, match=r"^preflight: disk: 0 MB .*; it concerns most nodes: none is"):
-        scene.look("n1 n2 n3", on_failure="exclude")
+        scene.run_preflight("n1 n2 n3", on_failure="exclude")
     assert scene.preflight.avoid == []
 
 
-def test_what_is_found_while_the_job_ends_counts_for_nothing(scene: Scene) -> None:
-    scene.judge([DISK])
-    scene.say("n1")
+def test_failures_after_a_stop_request_are_ignored(scene: Scene) -> None:
+    scene.set_checks([DISK])
+    scene.set_answers("n1")
     scene.attempt.send_request("stop", by="SIGTERM", reason="SIGTERM to the supervisor")
-    scene.look()
+    scene.run_preflight()
     assert (len(scene.calls), scene.attempt.preflight.exists(), scene.preflight.failed) == (1, False, False)
 
 
-def test_a_node_without_an_answer_is_asked_twice_and_its_error_is_told(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    scene.say("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.preflight\n1: fine\n")
-    scene.judge([Check(name="answer", level="failure", text="did not answer", node="n3")])
+def test_missing_answer_is_requested_twice_and_reported_with_the_error(scene: Scene) -> None:
+    scene.set_answers("n1", "n2", errors="srun: error: n3: task 2\n2: No module named hpcdist.preflight\n1: fine\n")
+    scene.set_checks([Check(name="answer", level="failure", text="did not answer", node="n3")])
     error = r"^preflight: n3: answer: did not answer: No module named hpcdist\.preflight$"
     with pytest.raises(PreflightError, match=error):
-        scene.look()
+        scene.run_preflight()
     assert len(scene.calls) == 2
     tokens = set((scene.folder / "tokens").read_text().split())
-    assert len(tokens) == 2, "probes of the second step must not meet those of the first"
-    assert not any(token in line for token in tokens for line in scene.calls), "others can read command lines"
+    assert len(tokens) == 2, "each step has its own token"
+    assert not any(token in line for token in tokens for line in scene.calls), "other users can read command lines"
 
 
-def test_where_the_step_itself_fails_the_ranks_are_started(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    scene.say(errors="srun: error: Unable to create step\n")
-    scene.look()
+def test_failure_of_the_step_itself_is_a_warning(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.set_answers(errors="srun: error: Unable to create step\n")
+    scene.run_preflight()
     assert caplog.messages[0] == (
         "preflight: warning: probe: no node answered in 2 steps: srun: error: Unable to create step;"
         " the ranks start nevertheless"
     )
 
 
-def test_a_step_that_does_not_end_is_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_cancelled_after_its_time_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     (scene.folder / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
     for name, script in {"squeue": "echo 7.0 preflight; echo 7.1 mine", "scancel": 'echo "$@" > cancelled'}.items():
         (scene.folder / name).write_text(f"#!/bin/sh\ncd {scene.folder}\n{script}\n")
@@ -241,11 +238,11 @@ def test_a_step_that_does_not_end_is_ended(scene: Scene, monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(preflight_step, "STEP_S", {"quick": -29.9})
     monkeypatch.setattr(preflight_step, "ROUNDS", 1)
-    scene.look()
+    scene.run_preflight()
     assert (scene.folder / "cancelled").read_text() == "--signal=KILL 7.0\n"
 
 
-def test_the_newest_complete_checkpoint_tells_how_much_room_the_next_one_takes(scene: Scene) -> None:
+def test_required_disk_space_is_the_size_of_the_newest_complete_checkpoint(scene: Scene) -> None:
     for name, complete in (("step-00000009", True), ("step-00000010", True), ("step-00000011", False)):
         folder = scene.run.checkpoints / name
         (folder / "shards").mkdir(parents=True)
@@ -255,7 +252,7 @@ def test_the_newest_complete_checkpoint_tells_how_much_room_the_next_one_takes(s
     assert newest_checkpoint_bytes(scene.run) == 10 + 2
 
 
-def test_loader_processes_are_counted_where_there_are_any() -> None:
+def test_number_of_loader_processes() -> None:
     assert loaders(DataConfig(name="mnist", num_workers=3)) == 0
     assert loaders(DataConfig(name="image_folder", num_workers=3)) == 3
     assert loaders(DataConfig(name="image_folder", num_workers=3, preload="always")) == 0
@@ -265,7 +262,7 @@ def test_loader_processes_are_counted_where_there_are_any() -> None:
 # --- the step's command line
 
 
-def test_the_step_has_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
+def test_step_requests_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
     config = Config(cluster=ClusterConfig(nodes=3, tasks_per_node=2, cpus_per_task=4, gpus_per_node=2))
     assert preflight_command(config, components(config), [NODES], ["probe"], het=False) == [
         *("srun", "--job-name=preflight", "--overlap", "--label", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"),
@@ -274,7 +271,7 @@ def test_the_step_has_the_cores_and_gpus_of_all_ranks_on_a_node() -> None:
     ]
 
 
-def test_the_step_of_a_heterogeneous_job_stands_in_containers_with_gpus_where_asked_for() -> None:
+def test_step_of_a_heterogeneous_job_has_one_container_command_per_component() -> None:
     config = Config(
         roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1, nodes=2)})
     )

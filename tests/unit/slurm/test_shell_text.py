@@ -1,4 +1,4 @@
-"""Config text in batch scripts: hostile strings are refused, or stay inside their quotes."""
+"""Strings of the config in batch scripts: malicious ones are rejected or quoted."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ NAME_KEYS = ("cluster.env", "launch.env", "cluster.sbatch", "cluster.srun", "rol
 
 
 def hostile(seed: int) -> str:
-    dice = random.Random(seed)
-    return "".join(dice.choice(PIECES) for _ in range(dice.randint(1, 5)))
+    rng = random.Random(seed)
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 5)))
 
 
 def tree_with(keys: list[str], value: object) -> dict[str, object]:
@@ -55,7 +55,7 @@ def tree_with(keys: list[str], value: object) -> dict[str, object]:
 
 
 def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] | None:
-    """The text of a dry run, and the variables that its script shall set; None where the config is refused."""
+    """Return the text of a dry run and the variables that its script sets; None if the config is rejected."""
     path.write_text(yaml.safe_dump(tree, allow_unicode=True))
     overrides = ["container.runtime=podman", *(["container.image=i"] if "container" not in tree else [])]
     try:
@@ -69,8 +69,8 @@ def rendered(path: Path, tree: dict[str, object]) -> tuple[str, dict[str, str]] 
 
 
 @pytest.mark.processes
-def test_hostile_text_is_refused_or_quoted(tmp_path: Path) -> None:
-    """All scripts are executed by one shell each, in a folder where nothing may appear."""
+def test_hostile_text_is_rejected_or_quoted(tmp_path: Path) -> None:
+    """Each script runs in a shell, in a folder that must stay empty."""
     folder = tmp_path / "empty"
     folder.mkdir()
     cases: list[tuple[str, dict[str, object]]] = []
@@ -81,14 +81,14 @@ def test_hostile_text_is_refused_or_quoted(tmp_path: Path) -> None:
             cases.append((key, tree_with(key.split("."), [hostile(seed)])))
         for key in NAME_KEYS:
             cases.append((key, tree_with([*key.split("."), hostile(seed)], 1)))
-    taken = 0
+    num_accepted = 0
     for number, (key, tree) in enumerate(cases):
         found = rendered(tmp_path / "run.yaml", tree)
         if found is None:
             continue
-        taken += 1
+        num_accepted += 1
         text, variables = found
-        # Only the lines that set variables and comments: the supervisor is not to be started.
+        # Only variables and comments: the supervisor must not start.
         head = text.partition("trap 'left=0' TERM")[0]
         tail = text.partition("# then:\n")[2]
         names = " ".join(f'"${name}"' for name in variables) or '""'
@@ -106,7 +106,7 @@ def test_hostile_text_is_refused_or_quoted(tmp_path: Path) -> None:
         if number % 10 == 0:
             whole = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True, check=False)
             assert whole.returncode == 0, (key, tree, whole.stderr)
-    assert taken > 15
+    assert num_accepted > 15
     assert not [*folder.iterdir()]
 
 
@@ -127,7 +127,7 @@ def test_hostile_text_is_refused_or_quoted(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_no_script_can_hold(override: str, problem: str) -> None:
-    if "\n" in override:  # as a shell hands it on
+    if "\n" in override:  # as a shell passes it
         override = override.replace("'a\nb'", '"a\\nb"')
     with pytest.raises(ConfigError) as caught:
         load_config("ddp_digits", [override])
@@ -135,12 +135,12 @@ def test_what_no_script_can_hold(override: str, problem: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_flag_of_one_submission_is_one_line_too() -> None:
+def test_flag_of_a_submission_must_be_one_line() -> None:
     with pytest.raises(
         UserMistake, match=r"^--begin must be one line without control characters, got 'now\\ntouch x'$"
     ):
         submission_flags(load_config("ddp_digits"), None, "now\ntouch x")
 
 
-def test_a_comment_stays_one() -> None:
+def test_every_line_of_a_comment_is_commented() -> None:
     assert comment("srun 'a\nb'") == "# srun 'a\n# b'"

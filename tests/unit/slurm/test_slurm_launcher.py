@@ -1,4 +1,4 @@
-"""The step that runs the ranks: what srun says of those that ended, and which nodes they have."""
+"""The step that runs the ranks: exit codes from srun's messages, restarts, and steps of a killed supervisor."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ pytestmark = pytest.mark.processes
         ("slurmstepd-n1: error: *** STEP 4.0 ON n1 CANCELLED AT 2026-11-20T06:41:50 ***\n", {}),
     ],
 )
-def test_what_srun_reports(messages: str, expected: dict[int, tuple[str, int]]) -> None:
+def test_messages_of_srun_give_exit_codes_by_task(messages: str, expected: dict[int, tuple[str, int]]) -> None:
     assert ended_tasks(messages) == expected
 
 
-def test_the_first_word_on_a_task_counts_and_the_order_is_kept() -> None:
+def test_first_message_about_a_task_counts_and_order_is_kept() -> None:
     found = ended_tasks(
         "srun: error: n2: task 3: Killed\n"
         "srun: Terminating StepId=5.0\n"
@@ -66,8 +66,8 @@ def test_the_first_word_on_a_task_counts_and_the_order_is_kept() -> None:
     assert found[3] == ("n2", -signal.SIGKILL)
 
 
-def test_tasks_of_a_further_component_are_counted_from_its_first_rank() -> None:
-    """As 22.05 said it of ranks 3 and 0 of a heterogeneous step with 1 and 4 tasks."""
+def test_task_numbers_of_a_heterogeneous_step_are_offset_by_component() -> None:
+    """Messages of Slurm 22.05 about ranks 3 and 0 of a step with components of 1 and 4 tasks."""
     messages = "srun: error: n3: task 2: Killed\nsrun: error: n1: task 0: Terminated\n"
     assert ended_tasks(messages, {"n1": 0, "n2": 1, "n3": 1}) == {
         3: ("n3", -signal.SIGKILL),
@@ -80,11 +80,11 @@ def roles(**worker: object) -> Config:
     return Config(roles={"server": 1, "worker": 4}, cluster=ClusterConfig(roles=requests))
 
 
-def test_the_nodes_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {"SLURM_JOB_NODELIST": "n[1-3]"}
-    assert nodes_of(Config(), whole) == [("n1", "n2", "n3")]
-    assert nodes_of(roles(), whole) == [("n1",), ("n2", "n3")]
-    # In the batch step of a heterogeneous job the plain list is the first component's.
+def test_nodes_by_component(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocation = {"SLURM_JOB_NODELIST": "n[1-3]"}
+    assert nodes_of(Config(), allocation) == [("n1", "n2", "n3")]
+    assert nodes_of(roles(), allocation) == [("n1",), ("n2", "n3")]
+    # In the batch step of a heterogeneous job SLURM_JOB_NODELIST contains only the first component's nodes.
     het = {
         "SLURM_JOB_NODELIST": "n2",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
@@ -96,31 +96,32 @@ def test_the_nodes_of_each_component(monkeypatch: pytest.MonkeyPatch) -> None:
         return {node: frozenset({"fast"} if node in ("n1", "n2") else ()) for node in nodes}
 
     monkeypatch.setattr(client, "node_features", node_features)
-    wanting = roles(constraint="fast")
-    placed = Config(roles=wanting.roles, cluster=ClusterConfig(roles=wanting.cluster.roles, het=False))
-    assert nodes_of(placed, whole) == [("n3",), ("n1", "n2")]
+    config = roles(constraint="fast")
+    placed = Config(roles=config.roles, cluster=ClusterConfig(roles=config.cluster.roles, het=False))
+    assert nodes_of(placed, allocation) == [("n3",), ("n1", "n2")]
 
 
 # --- the ranks of a step
 
 
 class Step:
-    """Four ranks under a stand-in for srun, which says what the test tells it and then ends with exit code 1."""
+    """Four ranks under a fake srun, which prints the text that the test sends and then ends with exit code 1."""
 
     def __init__(self, attempt: Attempt, guard: Guard) -> None:
         self.attempt = attempt
-        pipe = attempt.path.parent / "words"
+        pipe = attempt.path.parent / "messages"
         os.mkfifo(pipe)
         self.ranks = RankStep(
             ["sh", "-c", f"cat '{pipe}'; exit 1"], dict(os.environ), 4, attempt, guard, cwd=attempt.path
         )
-        self._words: int | None = os.open(pipe, os.O_WRONLY)
+        self._pipe: int | None = os.open(pipe, os.O_WRONLY)
 
-    def say(self, text: str) -> None:
-        assert self._words is not None
-        os.write(self._words, text.encode())
+    def print(self, text: str) -> None:
+        """Let srun print a text and wait until it is in srun.log."""
+        assert self._pipe is not None
+        os.write(self._pipe, text.encode())
         log = self.attempt.path / "srun.log"
-        while not log.read_text().endswith(text):  # the test's own time limit ends a stand-in that does nothing
+        while not log.read_text().endswith(text):
             self.ranks.wait(0.005)
         self.ranks.wait(0)
 
@@ -128,29 +129,29 @@ class Step:
         write_json(self.attempt.outcome(rank), {"outcome": outcome, "time": 1000.0 + rank, **details})
 
     def end(self) -> None:
-        """srun ends; the ranks are waited for."""
-        if self._words is not None:
-            os.close(self._words)
-            self._words = None
+        """Let srun end and wait for the ranks."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
         while self.ranks.running:
             self.ranks.wait(1.0)
 
 
 @pytest.fixture
-def four(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
+def step(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 0.0)
     guard = Guard()
-    opened = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
-    yield opened
-    opened.end()
-    opened.ranks.close()
+    step = Step(RunDir.create(runs_dir / "exp" / "run").new_attempt(), guard)
+    yield step
+    step.end()
+    step.ranks.close()
     guard.close()
 
 
 @pytest.fixture
-def searches(four: Step, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Each search through the attempt's folder: the ranks whose reports it read."""
+def searches(step: Step, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """The ranks with new reports, for each search of the attempt's folder."""
     found: list[set[int]] = []
     real = Attempt.outcomes
 
@@ -163,132 +164,131 @@ def searches(four: Step, monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     return found
 
 
-def test_a_failure_that_srun_says_nothing_of_is_found_in_the_reports(four: Step) -> None:
-    """srun goes on waiting for tasks of a dead node."""
-    four.ranks.wait(0)
-    assert four.ranks.running == [0, 1, 2, 3]
-    four.report(2, "failed")
-    four.report(1, "rejected")
-    four.report(0, "done")
-    four.ranks.wait(0)
-    assert (list(four.ranks.exits.items()), four.ranks.running) == ([(1, 2), (2, 1)], [0, 3])
+def test_failures_are_also_read_from_the_ranks_reports(step: Step) -> None:
+    """srun prints nothing while it waits for tasks of a dead node."""
+    step.ranks.wait(0)
+    assert step.ranks.running == [0, 1, 2, 3]
+    step.report(2, "failed")
+    step.report(1, "rejected")
+    step.report(0, "done")
+    step.ranks.wait(0)
+    assert (list(step.ranks.exits.items()), step.ranks.running) == ([(1, 2), (2, 1)], [0, 3])
 
 
-def test_a_report_is_read_once(four: Step, searches: list[set[int]]) -> None:
+def test_each_report_is_read_once(step: Step, searches: list[set[int]]) -> None:
     for rank in (3, 1):
-        four.report(rank, "failed")
-        four.ranks.wait(0)
-        four.ranks.wait(0)
+        step.report(rank, "failed")
+        step.ranks.wait(0)
+        step.ranks.wait(0)
     assert [found for found in searches if found] == [{3}, {1}]
 
 
-def test_a_folder_that_does_not_change_is_not_searched(
-    four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
+def test_unchanged_folder_is_not_searched(
+    step: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_step, "FOLDER_TICK_S", 0.0)
-    four.ranks.wait(0)
+    step.ranks.wait(0)
     searches.clear()
     for _ in range(20):
-        four.ranks.wait(0)
+        step.ranks.wait(0)
     assert searches == []
-    four.report(3, "failed")
-    four.ranks.wait(0)
-    four.ranks.wait(0)
+    step.report(3, "failed")
+    step.ranks.wait(0)
+    step.ranks.wait(0)
     assert searches == [{3}]
 
 
-def test_a_report_in_the_same_tick_of_the_folders_clock_is_found_all_the_same(
-    four: Step, searches: list[set[int]]
-) -> None:
-    four.ranks.wait(0)
-    before = four.attempt.path.stat()
-    four.report(3, "failed")
-    os.utime(four.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    four.ranks.wait(0)
+def test_report_within_the_same_timestamp_of_the_folder_is_found(step: Step, searches: list[set[int]]) -> None:
+    step.ranks.wait(0)
+    before = step.attempt.path.stat()
+    step.report(3, "failed")
+    os.utime(step.attempt.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    step.ranks.wait(0)
     assert searches[-1] == {3}
 
 
-def test_a_search_that_takes_long_is_not_repeated_at_once(
-    four: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
+def test_slow_search_is_not_repeated_at_once(
+    step: Step, searches: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    four.ranks.wait(0)
+    step.ranks.wait(0)
     searches.clear()
     monkeypatch.setattr(rank_step, "SEARCH_PAUSE", 1e9)
     for rank in range(1, 4):
-        four.report(rank, "failed")
-        four.ranks.wait(0)
+        step.report(rank, "failed")
+        step.ranks.wait(0)
     assert searches == [{1}]
-    four.end()
-    assert searches == [{1}, {2, 3}], "at the end in any case"
+    step.end()
+    assert searches == [{1}, {2, 3}], "the last search follows the end of srun"
 
 
-def test_srun_is_heard_a_whole_line_at_a_time(four: Step) -> None:
-    four.say("srun: error: n2: task 3: Ki")
-    assert four.ranks.exits == {}
-    four.say("lled\nsrun: error: n1: task 0: Exited with exit code 7\n")
-    assert list(four.ranks.exits.items()) == [(3, -signal.SIGKILL), (0, 7)]
-    assert (four.ranks.host_of(3), four.ranks.running) == ("n2", [1, 2])
-    four.say("srun: error: n9: tasks 2-3: Terminated")
-    assert 2 not in four.ranks.exits
-    four.end()
-    assert list(four.ranks.exits.items()) == [(3, -9), (0, 7), (2, -15), (1, 0)]
-    assert four.ranks.host_of(3) == "n2", "its first word counts"
+def test_only_complete_lines_of_srun_are_parsed(step: Step) -> None:
+    step.print("srun: error: n2: task 3: Ki")
+    assert step.ranks.exits == {}
+    step.print("lled\nsrun: error: n1: task 0: Exited with exit code 7\n")
+    assert list(step.ranks.exits.items()) == [(3, -signal.SIGKILL), (0, 7)]
+    assert (step.ranks.host_of(3), step.ranks.running) == ("n2", [1, 2])
+    step.print("srun: error: n9: tasks 2-3: Terminated")
+    assert 2 not in step.ranks.exits
+    step.end()
+    assert list(step.ranks.exits.items()) == [(3, -9), (0, 7), (2, -15), (1, 0)]
+    assert step.ranks.host_of(3) == "n2", "the first message counts"
 
 
-def test_ranks_that_were_started_have_a_file(four: Step) -> None:
-    assert four.ranks.absent() == [0, 1, 2, 3]
-    assert four.ranks.last_message() == "no output of srun"
-    four.attempt.log(2).touch()
-    (four.attempt.path / ".rank-00001.reserve").touch()
-    (four.attempt.path / "rank-00003.beat.json").touch()
-    assert four.ranks.absent() == [0]
-    four.ranks._shows_start = False
-    assert four.ranks.absent() == [], "nobody can tell"
-    four.say("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
-    said = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
-    assert four.ranks.last_message() == said
+def test_rank_without_a_file_has_not_started(step: Step) -> None:
+    assert step.ranks.absent() == [0, 1, 2, 3]
+    assert step.ranks.last_message() == "no output of srun"
+    step.attempt.log(2).touch()
+    (step.attempt.path / ".rank-00001.reserve").touch()
+    (step.attempt.path / "rank-00003.beat.json").touch()
+    assert step.ranks.absent() == [0]
+    step.ranks._shows_start = False
+    assert step.ranks.absent() == [], "unknown for ranks that leave no file"
+    step.print("srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n\n")
+    message = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    assert step.ranks.last_message() == message
 
 
-def test_ranks_that_nobody_reports_to_srun_are_looked_for(four: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After rank 0's own report, and not before."""
-    monkeypatch.setattr(four.ranks, "_query_interval_s", 0.0)
+def test_nodes_are_queried_for_running_ranks_after_rank_0_has_ended(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step.ranks, "_query_interval_s", 0.0)
     answers: list[set[int] | None] = [None, {2}, set()]
-    asked = []
+    queries = []
 
-    def living() -> set[int] | None:
-        asked.append(answers[0])
+    def running_ranks() -> set[int] | None:
+        queries.append(answers[0])
         return answers.pop(0)
 
-    monkeypatch.setattr(four.ranks, "_running_ranks", living)
-    four.ranks.wait(0)
-    four.report(2, "done")
-    four.ranks.wait(0.01)
-    assert (asked, four.ranks.running) == ([], [0, 1, 2, 3])
-    four.report(0, "done")
-    while len(asked) < 2:  # the test's own time limit ends a look that never comes
-        four.ranks.wait(0.01)
-    assert asked == [None, {2}], "a node that does not answer, and a rank that lives"
-    assert four.ranks.running == [0, 1, 2, 3]
-    four.ranks.wait(0.01)
-    assert four.ranks.exits == dict.fromkeys(range(4), 0)
-    four.end()
-    four.ranks._process.wait()
+    monkeypatch.setattr(step.ranks, "_running_ranks", running_ranks)
+    step.ranks.wait(0)
+    step.report(2, "done")
+    step.ranks.wait(0.01)
+    assert (queries, step.ranks.running) == ([], [0, 1, 2, 3])
+    step.report(0, "done")
+    while len(queries) < 2:
+        step.ranks.wait(0.01)
+    assert queries == [None, {2}], "a node without an answer, then a running rank"
+    assert step.ranks.running == [0, 1, 2, 3]
+    step.ranks.wait(0.01)
+    assert step.ranks.exits == dict.fromkeys(range(4), 0)
+    step.end()
+    step.ranks._process.wait()
 
 
-def test_a_step_that_fails_without_a_word_is_rank_0s_failure(four: Step) -> None:
-    four.end()
-    assert list(four.ranks.exits.items()) == [(0, 1), (1, 0), (2, 0), (3, 0)]
+def test_failure_of_a_step_without_messages_is_attributed_to_rank_0(step: Step) -> None:
+    step.end()
+    assert list(step.ranks.exits.items()) == [(0, 1), (1, 0), (2, 0), (3, 0)]
 
 
-# --- beside the ranks: what is left of a supervisor before this one, and nodes that are at fault
+# --- steps of a killed supervisor, and faulty nodes
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with scripts in Slurm's place.
+    """A folder of fake Slurm commands, the first one on PATH.
 
-    `steps` is what squeue lists, `nodes` what answers a roll call, `ranks` what nodes answer that kill ranks, `booted`
-    what scontrol says of them. Steps end when they are cancelled, unless `stubborn` is there.
+    Files of this folder contain their output: `steps` that of squeue, `nodes` the node names, `ranks` the answers to
+    the request to kill ranks, `booted` that of scontrol. Steps end when they are cancelled, unless `stubborn` exists.
     """
     scripts = {
         "squeue": "cat steps",
@@ -307,8 +307,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that do not end are given up at once."""
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the time limits for the end of steps to 0."""
     for name in ("END_S", "UNKILLABLE_S"):
         monkeypatch.setattr(orphaned_steps, name, 0.0)
     monkeypatch.setattr(client, "JOB_RETRY_S", 0.0)
@@ -321,44 +321,46 @@ def launcher_of(slurm: Path, runs_dir: Path, spare: str = "", **cluster: Any) ->
     return SlurmLauncher(run, config, cast(CurrentJob, FakeJob(spare)), env=env, import_path=[], cwd=slurm)
 
 
-def test_steps_of_a_killed_supervisor_are_ended(slurm: Path, runs_dir: Path) -> None:
+def test_steps_of_a_killed_supervisor_are_cancelled(slurm: Path, runs_dir: Path) -> None:
     names = ("batch", "attempt-001", "het-watchdog", "preflight", "mine", "hpcdist-nodes", "hpcdist-containers")
     listing = "".join(f"7.{number} {name}\n" for number, name in enumerate(names))
     (slurm / "steps").write_text(listing)
     with launcher_of(slurm, runs_dir):
         assert (slurm / "cancelled").read_text() == "--signal=KILL 7.1 7.2 7.3 7.5 7.6\n"
-        assert not (slurm / "asked").exists(), "they have ended: no node need look for their ranks"
+        assert not (slurm / "asked").exists(), "the steps have ended: no search for their ranks"
 
 
-def test_the_standby_of_this_supervisor_is_left_alone(slurm: Path, runs_dir: Path) -> None:
+def test_watchdog_of_this_supervisor_is_not_cancelled(slurm: Path, runs_dir: Path) -> None:
     (slurm / "steps").write_text("7.1 het-watchdog\n7.2 attempt-001\n")
     assert launcher_of(slurm, runs_dir).broken() == ""
     assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
 
 
-def test_beside_old_ranks_none_are_started(
-    slurm: Path, runs_dir: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+def test_no_ranks_start_while_an_old_step_remains(
+    slurm: Path, runs_dir: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is the job given up for it: the failed start is followed by the question of what is broken."""
     monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
     launcher = launcher_of(slurm, runs_dir)
     attempt = RunDir(runs_dir / "exp" / "first").new_attempt()
-    lost_track = r"step 7\.0 \(attempt-001\) does not end, although none of its ranks is left"
-    with launcher, pytest.raises(HpcdistError, match=f"^{lost_track}$"):
+    with (
+        launcher,
+        pytest.raises(
+            HpcdistError, match=r"^step 7\.0 \(attempt-001\) does not end, although none of its ranks is left$"
+        ),
+    ):
         launcher.start(attempt)
     (slurm / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    silent = "squeue: exit code 1"
-    with launcher, pytest.raises(HpcdistError, match=f"^{silent}$"):
+    with launcher, pytest.raises(HpcdistError, match=r"^squeue: exit code 1$"):
         launcher.start(attempt)
-    assert launcher.broken() == silent
+    assert launcher.broken() == "squeue: exit code 1"
 
 
 @pytest.mark.parametrize(
     ("ranks", "booted", "spare", "why", "avoid"),
     [
-        # Slurm has lost track of the step: another life of the job is rid of it, on whatever nodes.
+        # Only Slurm's record of the step remains: a restart of the job on any nodes removes it.
         ("n1\nn2", "2026-11-22T01:00:00", "n1 n2", ", although none of its ranks is left", []),
         ("n1\nn2", "2036-11-22T01:00:00", "n1 n2", ", although none of its ranks is left (n2 has rebooted)", []),
         ("n1\nn2 2 3", "", "n1 n2", ": ranks on n2 may survive SIGKILL, avoided from now on", ["n2"]),
@@ -366,8 +368,8 @@ def test_beside_old_ranks_none_are_started(
         ("n2", "", "n1", ": ranks on n1 may survive SIGKILL, avoided from now on", ["n1"]),
     ],
 )
-def test_a_step_that_does_not_end_keeps_ranks_from_starting_here(
-    slurm: Path, runs_dir: Path, impatient: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
+def test_step_that_does_not_end_is_a_reason_to_requeue(
+    slurm: Path, runs_dir: Path, no_waiting: None, ranks: str, booted: str, spare: str, why: str, avoid: list[str]
 ) -> None:
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
@@ -380,10 +382,10 @@ def test_a_step_that_does_not_end_keeps_ranks_from_starting_here(
     assert f"-m hpcdist.slurm.job.node_ranks {run} kill\n" in (slurm / "asked").read_text()
 
 
-def test_a_step_that_ends_late_is_waited_for(
-    slurm: Path, runs_dir: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+def test_step_that_ends_late_is_no_reason_to_requeue(
+    slurm: Path, runs_dir: Path, no_waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks waited for a file system, say, and were gone in the end."""
+    """The ranks may have waited for a file system."""
     (slurm / "stubborn").touch()
     (slurm / "steps").write_text("7.0 attempt-001\n")
     (slurm / "srun").write_text(
@@ -393,7 +395,7 @@ def test_a_step_that_ends_late_is_waited_for(
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 
-def test_no_node_is_taken_for_lost_while_the_controller_is_away(
+def test_unreachable_controller_does_not_make_nodes_lost(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (slurm / "squeue").write_text(f"#!/bin/sh\ncd {slurm}\necho x >> tries\ntest $(wc -l < tries) -gt 2 && cat steps\n")
@@ -402,10 +404,10 @@ def test_no_node_is_taken_for_lost_while_the_controller_is_away(
 
 
 @pytest.mark.parametrize(("refuses", "why"), [(False, "within launch.init_timeout_s=0.5 s"), (True, "at all")])
-def test_a_step_that_gets_no_processors_is_a_failure_in_sruns_own_words(
+def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str
 ) -> None:
-    """srun itself would wait for them without end, and `hang_timeout_s` is for ranks that train."""
+    """srun waits for processors without a limit, and `hang_timeout_s` applies to ranks that have started."""
     monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
     then = "exit 1" if refuses else "exec sleep 1000"
@@ -417,21 +419,21 @@ def test_a_step_that_gets_no_processors_is_a_failure_in_sruns_own_words(
     report = Recorder()
     with launcher:
         state = Supervisor(run, config, launcher, report, tracking_uri=None, env={}).run()
-    sentence = f"no rank was started {why}: {busy}"
-    assert (state.status, state.reason) == ("failed", f"{sentence}, twice in a row: another restart would not help")
+    reason = f"no rank was started {why}: {busy}, twice in a row: another restart would not help"
+    assert (state.status, state.reason) == ("failed", reason)
     assert [(failure.kind, log.name) for failure, log in report.failures] == [("not_started", "srun.log")] * 2
     assert (slurm / "starts").read_text() == "x\n" * 2
 
 
 class FakeJob:
-    """A job in a partition that can do without the nodes named `spare`."""
+    """A job in a partition that can replace the nodes in `spare`."""
 
     def __init__(self, spare: str) -> None:
         self.spare = spare
-        self.asked: list[tuple[list[str], bool]] = []
+        self.queries: list[tuple[list[str], bool]] = []
 
     def replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
-        self.asked.append((list(nodes), idle_only))
+        self.queries.append((list(nodes), idle_only))
         return set(nodes) <= set(self.spare.split())
 
 
@@ -453,7 +455,7 @@ class FakeJob:
         ("n1 n2", ["n9", "n9"], "n9", "", [], None),
     ],
 )
-def test_nodes_at_fault(
+def test_lost_and_failing_nodes_are_avoided_if_replaceable(
     slurm: Path,
     runs_dir: Path,
     answers: str,
@@ -474,29 +476,28 @@ def test_nodes_at_fault(
         run, Config(cluster=ClusterConfig(nodes=2)), cast(CurrentJob, job), env=env, import_path=[], cwd=slurm
     )
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
-    assert job.asked == ([] if idle_only is None else [(["n2"], idle_only)])
+    assert job.queries == ([] if idle_only is None else [(["n2"], idle_only)])
 
 
 @pytest.mark.parametrize(("avoid", "why"), [([], ""), (["n2"], "n2 avoided from now on")])
-def test_nodes_that_are_not_fit_need_no_roll_call(
+def test_nodes_are_not_queried_after_a_failed_preflight(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, avoid: list[str], why: str
 ) -> None:
-    def look(self: Preflight, _: Attempt) -> None:
+    def run_preflight(self: Preflight, _: Attempt) -> None:
         self.failed, self.avoid = True, avoid
         raise PreflightError("preflight: n2: disk: full")
 
-    monkeypatch.setattr(Preflight, "run", look)
+    monkeypatch.setattr(Preflight, "run", run_preflight)
     run = RunDir.create(runs_dir / "exp" / "first")
     config = Config(cluster=ClusterConfig(nodes=2))
     env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{slurm}:/usr/bin:/bin"}
     launcher = SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm)
     with pytest.raises(PreflightError, match=r"^preflight: n2: disk: full$"):
         launcher.start(run.new_attempt())
-    # Nobody would answer: there is no file with nodes.
     assert (launcher.broken(), launcher.avoid) == (why, avoid)
 
 
-def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
+def test_examine_runs_a_command_once_per_node_beside_the_ranks(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Preflight, "run", lambda self, attempt: None)
@@ -508,8 +509,10 @@ def test_the_nodes_of_a_step_are_examined_beside_its_ranks(
     config = Config(cluster=ClusterConfig(nodes=2))
     with SlurmLauncher(run, config, cast(CurrentJob, FakeJob("")), env=env, import_path=[], cwd=slurm) as launcher:
         ranks = launcher.start(attempt)
-        said = attempt.path / "stacks.log"
-        ranks.examine(["python", "-m", "look"], output=said, limit_s=60, interrupted=lambda: False)
+        output = attempt.path / "stacks.log"
+        ranks.examine(["python", "-m", "look"], output=output, limit_s=60, interrupted=lambda: False)
         ranks.close()
-    each = "--overlap --job-name=hpcdist-nodes --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
-    assert said.read_text() == f"{each} python -m look\n"
+    options = (
+        "--overlap --job-name=hpcdist-nodes --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 --input=none"
+    )
+    assert output.read_text() == f"{options} python -m look\n"

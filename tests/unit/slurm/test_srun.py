@@ -1,4 +1,4 @@
-"""Command lines of steps, compared whole, and what their ranks find in the environment."""
+"""Command lines of steps, compared as a whole, and the environment of their ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcdist.run.attempt import Attempt
 from hpcdist.slurm.job.srun import node_names_command, rank_env, srun_command, step_command, watchdog_command
 
 RANK = ["python", "-m", "worker", "/shared/my run"]
-#: A rank ignores SIGUSR2 until it can hear it.
+#: A rank ignores SIGUSR2 until it has a handler.
 WRAPPED = ["sh", "-c", "trap '' USR2; exec \"$@\"", "sh", *RANK]
 
 
-def test_the_whole_step() -> None:
+def test_command_of_a_step() -> None:
     cluster = ClusterConfig(nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=8, srun={"mpi": "none"})
     assert srun_command(cluster, Attempt(Path("/runs/e/r/attempts/012")), RANK) == [
         "srun",
@@ -34,7 +34,7 @@ def test_the_whole_step() -> None:
     ]
 
 
-def test_without_gpus_none_are_asked_for_and_a_site_has_the_last_word() -> None:
+def test_flags_of_the_site_override_defaults() -> None:
     cluster = ClusterConfig(srun={"kill-on-bad-exit": "0"})
     command = srun_command(cluster, Attempt(Path("/a/001")), RANK)
     assert command == [
@@ -52,7 +52,7 @@ def test_without_gpus_none_are_asked_for_and_a_site_has_the_last_word() -> None:
     ]
 
 
-def test_logs_of_tasks_are_where_the_attempt_looks_for_them() -> None:
+def test_output_flag_agrees_with_the_paths_of_rank_logs() -> None:
     attempt = Attempt(Path("/a/001"))
     (output,) = [word for word in srun_command(ClusterConfig(), attempt, RANK) if word.startswith("--output=")]
     for rank in (0, 7, 31999):
@@ -67,20 +67,20 @@ def roles(**cluster: Any) -> Config:
     )
 
 
-def test_a_step_without_roles_is_the_plain_one() -> None:
+def test_step_without_roles() -> None:
     config, attempt = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2)), Attempt(Path("/a/001"))
     assert step_command(config, attempt, RANK) == srun_command(config.cluster, attempt, RANK)
 
 
-def test_roles_without_wishes_change_nothing_in_the_step() -> None:
+def test_roles_without_requests_do_not_change_the_step() -> None:
     plain = Config(cluster=ClusterConfig(nodes=2, tasks_per_node=2))
     with_roles = Config(roles={"agent": 1, "observer": 3}, cluster=plain.cluster)
     attempt = Attempt(Path("/a/001"))
     assert step_command(with_roles, attempt, RANK) == step_command(plain, attempt, RANK)
 
 
-def test_one_step_over_all_components() -> None:
-    """Each rank opens its own log: srun's %t counts wrongly there."""
+def test_step_of_a_heterogeneous_job() -> None:
+    """Each rank opens its own log, because srun numbers %t by component."""
     shell = 'trap \'\' USR2; log=$(printf "%s/rank-%05d.log" "$0" "$SLURM_PROCID"); exec "$@" >>"$log" 2>&1'
     assert step_command(roles(), Attempt(Path("/a/001")), RANK) == [
         "srun",
@@ -110,8 +110,8 @@ def test_one_step_over_all_components() -> None:
     ]
 
 
-def test_a_step_in_which_each_rank_is_told_its_node() -> None:
-    """Neither nodes nor tasks per node are said: the host file does."""
+def test_step_with_a_host_file() -> None:
+    """The host file determines nodes and tasks per node."""
     assert step_command(roles(het=False), Attempt(Path("/a/001")), RANK) == [
         "srun",
         "--job-name=attempt-001",
@@ -128,7 +128,7 @@ def test_a_step_in_which_each_rank_is_told_its_node() -> None:
     ]
 
 
-def test_the_standby_shares_a_node_of_the_second_component() -> None:
+def test_watchdog_runs_on_a_node_of_the_second_component() -> None:
     assert watchdog_command("41") == [
         *(
             "srun",
@@ -143,19 +143,18 @@ def test_the_standby_shares_a_node_of_the_second_component() -> None:
     ]
 
 
-def test_the_roll_call() -> None:
-    say = ["sh", "-c", "echo $SLURMD_NODENAME"]
-    each = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none", *say]
+def test_command_that_prints_node_names() -> None:
+    task = ["--ntasks-per-node=1", "--cpus-per-task=1", "--input=none", "sh", "-c", "echo $SLURMD_NODENAME"]
     nodes = [("n1",), ("n2", "n3")]
-    beside = ["--overlap", "--job-name=hpcdist-nodes"]
-    assert node_names_command(nodes, het=False) == ["srun", *beside, "--nodes=3", "--ntasks=3", *each]
+    step = ["--overlap", "--job-name=hpcdist-nodes"]
+    assert node_names_command(nodes, het=False) == ["srun", *step, "--nodes=3", "--ntasks=3", *task]
     assert node_names_command(nodes, het=True) == [
-        *("srun", "--het-group=0", *beside, "--nodes=1", "--ntasks=1", *each),
-        *(":", "--het-group=1", *beside, "--nodes=2", "--ntasks=2", *each),
+        *("srun", "--het-group=0", *step, "--nodes=1", "--ntasks=1", *task),
+        *(":", "--het-group=1", *step, "--nodes=2", "--ntasks=2", *task),
     ]
 
 
-def test_ranks_get_threads_and_what_the_config_says() -> None:
+def test_rank_environment_has_threads_and_variables_of_the_config() -> None:
     cluster = ClusterConfig(cpus_per_task=6, env={"A": "job", "B": "job"})
     env = rank_env(Config(cluster=cluster, launch=LaunchConfig(env={"B": "rank"})))
     assert env == {
@@ -168,12 +167,12 @@ def test_ranks_get_threads_and_what_the_config_says() -> None:
     }
 
 
-def test_ranks_on_gpus_leave_the_allocator_alone() -> None:
+def test_rank_environment_with_gpus_does_not_tune_malloc() -> None:
     env = rank_env(Config(cluster=ClusterConfig(gpus_per_node=1), launch=LaunchConfig(num_threads=3)))
     assert env == {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1"}
 
 
-def test_the_jobs_environment_is_made_for_the_first_component() -> None:
+def test_rank_environment_is_that_of_the_first_component() -> None:
     env = rank_env(roles())
     assert (env["OMP_NUM_THREADS"], "MALLOC_TRIM_THRESHOLD_" in env) == ("4", True)
     env = rank_env(roles(het=False))

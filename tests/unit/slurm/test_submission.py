@@ -1,12 +1,12 @@
-"""What is checked before a submission, and how a refusal reads; nothing is submitted."""
+"""Submission with a fake sbatch: job id, errors, and clusters without heterogeneous jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slurm_recordings import FakeCommands
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import UserMistake
@@ -19,7 +19,7 @@ from hpcdist.slurm.submit import submission
 pytestmark = pytest.mark.processes
 
 
-def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         UserMistake, match=r"^sbatch is not installed here: submit from a login node, or show .* --dry-run$"
@@ -28,61 +28,54 @@ def test_where_no_slurm_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("output", "message"),
     [
         ("allocation failure: Invalid partition", "Slurm rejects this job: Invalid partition"),
         ("sbatch: error: Bad\nsecond line", "Slurm rejects this job: Bad second line"),
     ],
 )
-def test_a_refusal_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, told: str) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nprintf '%s\\n' '{said}' >&2\nexit 1\n")
-    sbatch.chmod(0o755)
+def test_rejection_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, message: str
+) -> None:
+    FakeCommands(tmp_path).add("sbatch", error=f"{output}\n", code=1)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserMistake) as caught:
         submission.estimate_start(Config(name="probe"))
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Sets what sbatch does, a line of shell; scontrol knows the cluster's name."""
-
-    def does(line: str) -> None:
-        scripts = {"sbatch": line, "srun": "exit 0", "scontrol": "echo 'ClusterName = here'"}
-        for name, text in scripts.items():
-            script = tmp_path / name
-            script.write_text(f"#!/bin/sh\n{text}\n")
-            script.chmod(0o755)
-
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
+    """Fake Slurm commands, the first ones on PATH; tests add sbatch."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return does
+    commands = FakeCommands(tmp_path)
+    commands.add("srun")
+    commands.add("scontrol", "ClusterName = here\n")
+    return commands
 
 
-def test_a_slurm_that_does_not_answer_is_not_waited_for(
-    sbatch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sbatch("exec sleep 1000")
+def test_estimate_fails_after_a_timeout(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.add_script("sbatch", "exec sleep 1000")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
     with pytest.raises(UserMistake, match=r"^Slurm does not answer \(sbatch did not answer within 0\.2 s\): check"):
         submission.estimate_start(Config(name="probe"))
 
 
-def test_a_submitted_run_knows_its_job(sbatch: Callable[[str], None], runs_dir: Path) -> None:
+def test_job_id_of_a_submitted_run_is_recorded(commands: FakeCommands, runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
-    sbatch("echo 'Submitted batch job 41'")
+    commands.add_script("sbatch", "echo 'Submitted batch job 41'")
     assert submission.submit(Config(runs_dir=str(runs_dir)), run) == "41"
     assert run.read_state().status == "queued"
     assert read_json(run.path / "slurm.json") == {"job_id": "41", "job_name": "exp/first", "cluster": "here"}
 
 
-def test_a_refused_run_is_left_as_it_was(sbatch: Callable[[str], None], runs_dir: Path) -> None:
-    """Above all it does not wait for the job that it was before: that one is over, and the run would count as dead."""
+def test_rejected_submission_does_not_change_the_run(commands: FakeCommands, runs_dir: Path) -> None:
+    """A run that were queued with the id of its previous job would count as dead."""
     run = RunDir.create(runs_dir / "exp" / "first")
     state = replace(run.read_state(), status="stopped", attempt=1)
     run.write_state(state)
     write_json(run.path / "slurm.json", {"job_id": "40"})
-    sbatch("echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    commands.add_script("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
     with pytest.raises(UserMistake, match=r"^Slurm rejected the job: .*Invalid qos"):
         submission.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
@@ -90,18 +83,14 @@ def test_a_refused_run_is_left_as_it_was(sbatch: Callable[[str], None], runs_dir
 
 
 def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> None:
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho 'SchedulerType           = {scheduler}'\n")
-    scontrol.chmod(0o755)
+    FakeCommands(folder).add("scontrol", f"SchedulerType           = {scheduler}\n")
     monkeypatch.setenv("PATH", str(folder))
 
 
 HET = Config(roles={"server": 1, "worker": 2}, cluster=ClusterConfig(roles={"worker": RoleRequest(gpus_per_node=1)}))
 
 
-def test_where_there_are_no_heterogeneous_jobs_one_allocation_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_roles_share_one_allocation_without_heterogeneous_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_scontrol(tmp_path, monkeypatch, "sched/builtin")
     settled, note = submission.resolve_het(HET)
     assert settled == replace(HET, cluster=replace(HET.cluster, het=False))
@@ -115,7 +104,9 @@ def test_where_there_are_no_heterogeneous_jobs_one_allocation_does(
         assert submission.resolve_het(config) == (config, "")
 
 
-def test_where_there_are_some_or_nobody_knows_the_config_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_config_is_unchanged_if_heterogeneous_jobs_are_supported_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with_scontrol(tmp_path, monkeypatch, "sched/backfill")
     assert submission.resolve_het(HET) == (HET, "")
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from still_ranks import still_ranks
+from hung_ranks import hung_ranks
 
 from hpcdist.files.atomic import read_json
 from hpcdist.run.attempt import Attempt
@@ -56,7 +56,7 @@ def test_faulthandler_stacks_are_used_if_py_spy_is_not_permitted(
     (tmp_path / "bin" / "py-spy").write_text(NOT_ALLOWED)
     (tmp_path / "bin" / "py-spy").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with still_ranks(attempt, tmp_path, 4) as ranks:
+    with hung_ranks(attempt, tmp_path, 4) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         assert [process.rank for process in processes] == [0, 1, 2, 3], "ranks without their forked children"
         assert [len(process.children) for process in processes] == [0, 1, 0, 0]
@@ -95,7 +95,7 @@ def test_py_spy_reads_the_stack_of_a_stopped_rank(
 ) -> None:
     if py_spy(os.environ) is None:
         pytest.skip("py-spy is not installed; `make install` brings it")
-    with still_ranks(attempt, tmp_path, 3) as ranks:
+    with hung_ranks(attempt, tmp_path, 3) as ranks:
         processes = find_ranks(attempt.path.parent.parent, attempt.number)
         stop(processes[2].pid)
         summary = collect(attempt, ranks, limit_s=20, interrupted=not_interrupted)
@@ -128,7 +128,7 @@ def test_stacks_are_in_the_logs_if_the_command_fails_on_all_nodes(attempt: Attem
         def examine(self, command: list[str], *, output: Path, limit_s: float, interrupted: Callable[[], bool]) -> None:
             output.write_text("srun: error: Unable to create step\n")
 
-    with still_ranks(attempt, tmp_path, 2) as ranks:
+    with hung_ranks(attempt, tmp_path, 2) as ranks:
         assert collect(attempt, FailingExamine(ranks), limit_s=20, interrupted=not_interrupted) is None  # type: ignore[arg-type]
         assert "Current thread" in attempt.log(0).read_text()
     assert (attempt.path / "stacks.log").read_text() == "srun: error: Unable to create step\n"

@@ -126,9 +126,9 @@ def test_signal_is_sent_to_running_ranks_only(scene: Scene, pipe: NamedPipe) -> 
         ranks.wait(SOON_S)
     ranks.signal(signal.SIGTERM)
     assert wait_for_all(ranks) == {1: 0, 0: -15}
-    assert not pipe.has_ended(0), "the child of the rank got the signal"
+    assert not pipe.is_released(0), "the child of the rank got the signal"
     scene.close(ranks)
-    assert pipe.has_ended(SOON_S)
+    assert pipe.is_released(SOON_S)
 
 
 def test_close_kills_all_process_groups_with_grandchildren(scene: Scene, pipe: NamedPipe) -> None:
@@ -142,7 +142,7 @@ def test_close_kills_all_process_groups_with_grandchildren(scene: Scene, pipe: N
         ranks.wait(SOON_S)
     assert ranks.exits == {1: 0}
     scene.close(ranks)
-    assert pipe.has_ended(SOON_S)
+    assert pipe.is_released(SOON_S)
     assert list(ranks.exits.items()) == [(1, 0), (0, -9)]
 
 
@@ -219,7 +219,7 @@ def test_rank_starts_after_the_guard_was_killed(tmp_path: Path, guard: Guard) ->
     (process,) = sleepers(guard, tmp_path, 1)
     process.kill()
     guard.forget(process.pid)
-    process.wait()
+    assert process.wait() == -9
 
 
 def test_guard_runs_in_its_own_session() -> None:
@@ -259,7 +259,7 @@ def test_ranks_and_grandchildren_end_with_a_killed_supervisor(
             assert [pipe.line() for _ in range(4)] == ["alive"] * 4
             supervisor.send_signal(number)
             assert supervisor.wait() == -number
-            assert pipe.has_ended(SOON_S)
+            assert pipe.is_released(SOON_S)
             assert select.select([guard], [], [], SOON_S)[0], "the guard is alive"
         finally:
             os.close(guard)

@@ -85,10 +85,6 @@ def test_generated_name_has_trainer_time_and_random_suffix(
     ("trainer", "message"),
     [
         (
-            TrainerConfig(script=["/no/such/train.py"]),
-            "trainer.script: no such file: /no/such/train.py",
-        ),
-        (
             TrainerConfig(target="no_such_module.sub:train"),
             "trainer.target: no module 'no_such_module' in {cwd} or among the installed packages",
         ),
@@ -112,10 +108,15 @@ def test_torch_without_mpi_is_reported_before_the_start(project: Path) -> None:
 def test_existing_trainer_is_not_imported(project: Path, target: str) -> None:
     (project / "train.py").write_text("raise RuntimeError\n")
     check_trainer(Config(trainer=TrainerConfig(target=target)), project)
+    assert "train" not in sys.modules
 
 
 def test_existing_script_is_accepted(project: Path) -> None:
-    check_trainer(Config(trainer=TrainerConfig(script=[str(project / "train.py")])), project)
+    config = Config(trainer=TrainerConfig(script=[str(project / "train.py")]))
+    check_trainer(config, project)
+    (project / "train.py").unlink()
+    with pytest.raises(ConfigError, match=r"trainer\.script: no such file"):
+        check_trainer(config, project)
 
 
 # --- creating a run

@@ -163,12 +163,12 @@ def test_port_depends_on_job_and_attempt() -> None:
 @pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
 def test_port_in_use_is_skipped(address: str) -> None:
     job_id = f"exp/taken-{address}"
-    wanted = port_for(job_id, 1)
+    port = port_for(job_id, 1)
     with socket.socket() as listener:
-        listener.bind((address, wanted))
+        listener.bind((address, port))
         listener.listen()
         assert free_port(job_id, 1) == port_for(job_id, 2)
-    assert free_port(job_id, 1) == wanted
+    assert free_port(job_id, 1) == port
 
 
 def test_machine_without_free_ports_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,8 @@ def test_roles_on_cpu_need_no_gpu() -> None:
 
 def test_ranks_without_a_gpu_get_the_malloc_variables() -> None:
     plan = planned_with_roles(1, HYBRID, devices={"master": "cpu", "parameter_server": "cpu"}, env={"A": "b"})
-    place: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1}
-    envs = [plan.rank_env(rank, **place) for rank in range(4)]
+    topology: dict[str, Any] = {"job_id": "e/r", "attempt": 1, "master_port": 1}
+    envs = [plan.rank_env(rank, **topology) for rank in range(4)]
     assert [{k: env[k] for k in env if k.startswith("MALLOC_")} != {} for env in envs] == [True, False, True, True]
     assert {env["A"] for env in envs} == {"b"}
 

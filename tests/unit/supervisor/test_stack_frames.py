@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.supervisor.hang.frames import Frame, parse_faulthandler, parse_py_spy, place_of
+from hpcdist.supervisor.hang.frames import Frame, location_of, parse_faulthandler, parse_py_spy
 
 SPIED = """\
 Process 24: /opt/v/bin/python -P -m hpcdist.rank.worker /runs/digits/hangs
@@ -49,9 +49,9 @@ TEXT = "wait (threading.py:327), called by train (counting.py:28)"
 
 
 def test_py_spy_and_faulthandler_give_the_same_location() -> None:
-    by_spy = place_of(parse_py_spy(SPIED))
+    by_spy = location_of(parse_py_spy(SPIED))
     frames, text = parse_faulthandler(f"step 14\n{DUMPED}WARNING: unrelated line\n")
-    by_dump = place_of(frames)
+    by_dump = location_of(frames)
     assert by_spy is not None
     assert by_dump is not None
     assert by_spy.key() == by_dump.key()
@@ -72,16 +72,16 @@ def test_py_spy_and_faulthandler_give_the_same_location() -> None:
     ids=["forked process after", "forked process before", "two dumps", "two dumps with a line between"],
 )
 def test_last_dump_of_the_rank_itself_is_used(log: str) -> None:
-    place = place_of(parse_faulthandler(log)[0])
-    assert place is not None
-    assert place.text() == TEXT
+    location = location_of(parse_faulthandler(log)[0])
+    assert location is not None
+    assert location.text() == TEXT
 
 
 @pytest.mark.parametrize("log", ["", "step 14\n", "Thread 0x00 (most recent call first):\n"])
 def test_log_without_stacks(log: str) -> None:
     assert parse_faulthandler(log) == ([], "")
     assert parse_py_spy(log) == []
-    assert place_of([]) is None
+    assert location_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_log_without_stacks(log: str) -> None:
     ],
 )  # fmt: skip
 def test_location_names_the_innermost_line_of_user_code(files: list[str], expected: str) -> None:
-    place = place_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)])
-    assert place is not None
-    assert place.text() == expected
+    location = location_of([Frame(f"f{line}", file, line) for line, file in enumerate(files)])
+    assert location is not None
+    assert location.text() == expected

@@ -95,7 +95,7 @@ def each_once(operations: Sequence[tuple[str, str, str]], **fault: Any) -> list[
     ]
 
 
-def check(player: Player, cells: Sequence[Cell]) -> Result:
+def assert_unchanged(player: Player, cells: Sequence[Cell]) -> Result:
     """Play scenes, and repeat those in which the fault did not occur: not every poll reads a heartbeat."""
     played = player.play(cells)
     for number in range(3):
@@ -127,7 +127,7 @@ def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(playe
         "opendir",
         "flock",
     }
-    played = check(player, each_once(operations, error=errno.ESTALE))
+    played = assert_unchanged(player, each_once(operations, error=errno.ESTALE))
     assert re.search(r"run-\d+/state\.json: Stale file handle; retrying for up to 10 s\n", played.messages)
     assert re.search(r"run-\d+/state\.json is available again after 0\.\d s\n", played.messages)
 
@@ -135,14 +135,14 @@ def test_one_stale_handle_in_any_file_operation_does_not_change_the_result(playe
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [name for name in ERRORS if name != "ESTALE"])
 def test_one_error_in_any_file_operation_does_not_change_the_result(player: Player, error: str) -> None:
-    check(player, each_once(player.operations(), error=getattr(errno, error)))
+    assert_unchanged(player, each_once(player.operations(), error=getattr(errno, error)))
 
 
 @pytest.mark.faults
 def test_short_reads_and_writes_do_not_change_the_result(player: Player) -> None:
     transfers = [item for item in player.operations() if item[0] in ("read", "write")]
     assert len(transfers) > 5
-    check(player, each_once(transfers, short=True, count=0))
+    assert_unchanged(player, each_once(transfers, short=True, count=0))
 
 
 @pytest.mark.faults
@@ -150,7 +150,7 @@ def test_one_minute_of_delay_in_a_file_operation_does_not_change_the_result(play
     launch = {"launch": {"hang_timeout_s": 10.0}}
     chosen = [item for item in player.operations() if item[:2] in HANGS]
     assert len(chosen) == len(HANGS)
-    check(player, [cell | launch for cell in each_once(chosen, delay_ms=60_000)])
+    assert_unchanged(player, [cell | launch for cell in each_once(chosen, delay_ms=60_000)])
 
 
 HANGS = {
@@ -166,7 +166,7 @@ def test_run_folder_unavailable_for_seconds_only_delays_the_run(player: Player) 
         {"scene": scene, "fault": asdict(Fault(operation="*", error=error, window_ms=1500))}
         for scene, error in (("done", errno.ESTALE), ("stop", errno.EIO), ("restart", errno.EACCES))
     ]
-    check(player, cells)
+    assert_unchanged(player, cells)
 
 
 def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> None:
@@ -179,7 +179,7 @@ def test_time_without_file_system_does_not_count_as_a_hang(player: Player) -> No
             Fault(operation="*", path="attempts/001/*.beat.json", error=errno.ESTALE, window_ms=2800),
         )
     ]
-    check(player, cells)
+    assert_unchanged(player, cells)
 
 
 def test_ranks_get_a_signal_if_the_request_cannot_be_written(player: Player) -> None:

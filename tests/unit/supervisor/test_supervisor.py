@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from named_pipe import NamedPipe
-from supervisor_scene import DONE, STOP_WHEN_ASKED, Scene, fails
+from supervisor_scene import DONE, STOP_ON_REQUEST, Scene, fails
 
 from hpcdist.errors import LeaseLostError
 from hpcdist.run.folder import RunDir, State
@@ -113,7 +113,7 @@ def test_failed_rank_ends_the_attempt_and_the_next_attempt_finishes(scene: Scene
     assert failure.traceback == ("Traceback\n", "nan\n")
     assert log == scene.run.attempt(1).log(1)
     assert scene.report.notes == ["restart 1 of 3 from the newest checkpoint"]
-    assert alive.has_ended(10), "a grandchild of the first attempt is alive"
+    assert alive.is_released(10), "a grandchild of the first attempt is alive"
 
 
 def test_killed_rank_is_reported_instead_of_its_peers(scene: Scene) -> None:
@@ -240,7 +240,7 @@ def test_restart_count_continues_from_an_earlier_supervisor(scene: Scene) -> Non
 
 
 def test_stop_request_ends_the_run_as_stopped(scene: Scene) -> None:
-    scene.script(first=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]])
+    scene.script(first=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]])
     scene.report.on_attempt = lambda attempt: attempt.send_request("stop", by="ada", reason="`hpcdist stop` by ada")
     state = scene.supervise()
     assert (state.status, state.attempt, state.restarts) == ("stopped", 1, 0)
@@ -252,7 +252,7 @@ def test_stop_request_between_two_attempts_reaches_the_second(scene: Scene) -> N
     """The request is sent while the supervisor checks whether ranks can be restarted on this machine."""
     scene.script(
         first=[fails("nan"), EXIT_0],
-        second=[STOP_WHEN_ASKED, [["await", "{attempt}/request.json"]]],
+        second=[STOP_ON_REQUEST, [["await", "{attempt}/request.json"]]],
     )
     supervisor = scene.supervisor()
 
@@ -344,7 +344,7 @@ def test_cancel_request_kills_the_ranks(scene: Scene, alive: NamedPipe) -> None:
     )
     state = scene.supervise()
     assert (state.status, state.reason) == ("cancelled", "cancelled (`hpcdist cancel` by ada)")
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
 
 
 def test_supervisor_without_lease_kills_its_ranks_and_writes_nothing(scene: Scene, alive: NamedPipe) -> None:
@@ -364,7 +364,7 @@ def test_supervisor_without_lease_kills_its_ranks_and_writes_nothing(scene: Scen
     scene.report.on_progress = take_over
     with pytest.raises(LeaseLostError, match="taken over by process 7 of ada on n2"):
         scene.supervise(supervisor)
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     assert scene.run.read_state() == successor[0]
 
 
@@ -377,7 +377,7 @@ def test_exception_in_the_supervisor_is_recorded_in_the_state(scene: Scene, aliv
     scene.report.on_progress = fail
     with pytest.raises(ZeroDivisionError, match="internal error"):
         scene.supervise()
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     state = scene.run.read_state()
     assert (state.status, state.attempt) == ("failed", 1)
     assert state.reason == "the supervisor failed with ZeroDivisionError: internal error"
@@ -414,7 +414,7 @@ def test_plain_script_that_fails_during_a_stop_is_failed(scene: Scene) -> None:
 
 
 def test_signal_before_the_first_attempt_stops_the_run(scene: Scene) -> None:
-    scene.script(first=[STOP_WHEN_ASKED, EXIT_0])
+    scene.script(first=[STOP_ON_REQUEST, EXIT_0])
     supervisor = scene.supervisor()
     supervisor._signals.on_signal(signal.SIGTERM, None)
     state = scene.supervise(supervisor)
@@ -455,7 +455,7 @@ def supervisor_process(scene: Scene) -> Iterator[subprocess.Popen[str]]:
 def test_first_signal_to_the_supervisor_stops_the_run(
     scene: Scene, messages: NamedPipe, number: signal.Signals
 ) -> None:
-    scene.script(first=[[["say", "up"], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]])
+    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     with supervisor_process(scene) as process:
         assert messages.line() == "up"
         process.send_signal(number)
@@ -481,7 +481,7 @@ def test_second_interrupt_cancels_the_run(scene: Scene, messages: NamedPipe, ali
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert out.splitlines()[-1] == "cancelled: cancelled (SIGINT to the supervisor)"
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
 
 
 def test_ranks_end_with_a_killed_supervisor(scene: Scene, messages: NamedPipe, alive: NamedPipe) -> None:
@@ -489,13 +489,13 @@ def test_ranks_end_with_a_killed_supervisor(scene: Scene, messages: NamedPipe, a
     with supervisor_process(scene) as process:
         assert [messages.line(), messages.line()] == ["up", "up"]
         process.kill()
-    assert alive.has_ended(10)
+    assert alive.is_released(10)
     assert scene.run.read_state().status == "running"
 
 
 def test_closed_terminal_stops_the_run(scene: Scene, messages: NamedPipe) -> None:
     """Writes to the closed terminal fail, and must not fail the run."""
-    scene.script(first=[[["say", "up"], *STOP_WHEN_ASKED], [["await", "{attempt}/request.json"]]])
+    scene.script(first=[[["say", "up"], *STOP_ON_REQUEST], [["await", "{attempt}/request.json"]]])
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(support_path())

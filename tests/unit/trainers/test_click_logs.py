@@ -1,4 +1,4 @@
-"""Click logs: files as they are, mistakes in them, and a synthetic one that does not depend on who reads it."""
+"""Click logs: files, errors in files, and the synthetic log, which does not depend on the number of readers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bag(clicks: Clicks, sample: int, table: int) -> list[int]:
 
 
 def damaged(raw: bytes, generator: random.Random) -> bytes:
-    """One of five kinds of damage: cut off, bits flipped, the same in the last part, bytes replaced, bytes left out."""
+    """Return `raw` truncated, with flipped bits (anywhere, or in the footer), or with replaced or removed bytes."""
     kind, data = generator.randrange(5), bytearray(raw)
     place = generator.randrange(len(data))
     if kind == 0:
@@ -77,7 +77,7 @@ def damaged(raw: bytes, generator: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_damaged_file_is_refused_or_read(tmp_path: Path, kind: str) -> None:
+def test_damaged_file_is_read_or_raises_data_error(tmp_path: Path, kind: str) -> None:
     generator = random.Random(7)
     messages: list[str] = []
     path = write(tmp_path, kind, **{name: values * 40 for name, values in COLUMNS.items()})
@@ -92,24 +92,24 @@ def test_a_damaged_file_is_refused_or_read(tmp_path: Path, kind: str) -> None:
     assert all(str(path) in text and len(text) < 600 and "\n" not in text for text in messages)
 
 
-def test_a_parquet_file_whose_page_sums_differ_is_refused(tmp_path: Path) -> None:
+def test_parquet_file_with_a_wrong_page_checksum_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.parquet"
     table = pa.table(COLUMNS | {"age": [float(number) for number in range(6)]})
     parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
     raw = bytearray(path.read_bytes())
     place = raw.index(struct.pack("<dd", 2.0, 3.0))
-    raw[place + 6] ^= 8  # another number, which would be trained on
+    raw[place + 6] ^= 8  # a different, valid number
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"log\.parquet cannot be read as a click log: .*checksum"):
         load_clicks(config(path), 0, share=0, num_shares=1)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_file_is_read_share_by_share(tmp_path: Path, kind: str) -> None:
+def test_each_trainer_reads_its_share_of_a_file(tmp_path: Path, kind: str) -> None:
     cfg = config(write(tmp_path, kind))
     first, test = load_clicks(cfg, 0, share=0, num_shares=2)
     second, more_test = load_clicks(cfg, 0, share=1, num_shares=2)
-    # Two of six samples are for testing; of four, each has two.
+    # Two of six samples are for testing; each trainer has two of the other four.
     assert [first.labels.tolist(), second.labels.tolist()] == [[0, 1], [1, 0]]
     assert [test.labels.tolist(), more_test.labels.tolist()] == [[1], [0]]
     assert second.numeric.tolist() == [[2.5], [3.5]]
@@ -133,18 +133,20 @@ def test_a_file_is_read_share_by_share(tmp_path: Path, kind: str) -> None:
         ({}, {"file": "/nowhere/log.parquet"}, r"/nowhere/log.parquet cannot be read as a click log"),
     ],
 )
-def test_mistakes_in_a_file(tmp_path: Path, changed: Any, options: Any, message: str) -> None:
+def test_file_that_does_not_match_the_config_raises_data_error(
+    tmp_path: Path, changed: Any, options: Any, message: str
+) -> None:
     path = write(tmp_path, "parquet", **changed)
     with pytest.raises(DataError, match=message):
         load_clicks(config(path, **options), 0, share=0, num_shares=1)
 
 
-def test_a_file_that_is_too_small(tmp_path: Path) -> None:
+def test_file_with_too_few_samples_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 6 samples: too few for 5 trainers"):
         load_clicks(config(write(tmp_path, "parquet")), 0, share=0, num_shares=5)
 
 
-def test_the_synthetic_log_is_the_same_for_any_number_of_readers() -> None:
+def test_synthetic_log_does_not_depend_on_the_number_of_readers() -> None:
     cfg = HybridConfig(num_samples=10_000, tables={"a": 10, "b": 5})
     whole, test = load_clicks(cfg, 3, share=0, num_shares=1)
     assert (len(whole), len(test)) == (9000, 1000)
@@ -160,18 +162,18 @@ def test_the_synthetic_log_is_the_same_for_any_number_of_readers() -> None:
     assert set(fixed.bags.offsets.diff().tolist()) == {cfg.max_bag_size}
 
 
-def test_samples_are_taken_in_any_order_and_padded() -> None:
+def test_take_and_padded_follow_the_order_of_the_samples() -> None:
     bags = Bags(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 2, 2, 3, 4]))
     clicks = Clicks(bags, torch.tensor([[0.5], [1.5]]), torch.tensor([0.0, 1.0]), ("a", "b"))
     assert clicks.table_of_id.tolist() == [0, 0, 0, 1]
-    turned = clicks.take(torch.tensor([1, 0, 1]))
-    assert turned.bags.ids.tolist() == [7, 8, 5, 6, 7, 8]
-    assert turned.bags.offsets.tolist() == [0, 1, 2, 4, 4, 5, 6]
-    assert padded(turned, 2)[:2].tolist() == [[1.5, 7, -1, 8, -1], [0.5, 5, 6, -1, -1]]
+    reordered = clicks.take(torch.tensor([1, 0, 1]))
+    assert reordered.bags.ids.tolist() == [7, 8, 5, 6, 7, 8]
+    assert reordered.bags.offsets.tolist() == [0, 1, 2, 4, 4, 5, 6]
+    assert padded(reordered, 2)[:2].tolist() == [[1.5, 7, -1, 8, -1], [0.5, 5, 6, -1, -1]]
     assert len(clicks.take(torch.arange(0))) == 0
 
 
-def test_an_epoch_shows_each_sample_once_and_begins_anywhere() -> None:
+def test_epoch_has_each_sample_once_and_starts_at_any_batch() -> None:
     whole = list(batches(10, 4, seed=1, epoch=2))
     assert sorted(torch.cat(whole).tolist()) == list(range(10))
     rest = list(batches(10, 4, seed=1, epoch=2, start=1))

@@ -1,4 +1,4 @@
-"""The click model in one process, and its metric."""
+"""The click model in one process, and the AUC."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 from hpcdist.trainers.hybrid.click_model import ClickModel, auc
 
 
-def test_auc_is_scikit_learns() -> None:
+def test_auc_equals_the_one_of_scikit_learn() -> None:
     torch.manual_seed(0)
     labels = torch.randint(0, 2, (500,)).float()
     for scores in (torch.randn(500), torch.randint(0, 5, (500,)).float()):
@@ -18,7 +18,7 @@ def test_auc_is_scikit_learns() -> None:
     assert math.isnan(auc(torch.randn(3), torch.ones(3)))
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_padding_has_no_effect() -> None:
     torch.manual_seed(0)
     model = ClickModel({"a": 4, "b": 3}, dim=2, num_numeric=1, hidden=[3], bag_size=2)
     first = torch.tensor([[0.5, 3, -1, -1, -1], [0.5, 3, 1, 2, 2]], dtype=torch.float64)
@@ -30,5 +30,5 @@ def test_padding_counts_for_nothing() -> None:
             torch.cat([weights["a"][3] + weights["a"][1], 2 * weights["b"][2]]),
         ]
     )
-    wanted = model.dense(torch.cat([pooled, torch.full((2, 1), 0.5)], dim=1)).squeeze(1).sigmoid()
-    torch.testing.assert_close(found, wanted)
+    expected = model.dense(torch.cat([pooled, torch.full((2, 1), 0.5)], dim=1)).squeeze(1).sigmoid()
+    torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""Policies and PPO against plain definitions of the same."""
+"""Policies and PPO, compared with direct implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("hidden", [[], [16], [16, 8]])
-def test_the_actor_is_the_policy_in_numpy(activation: str, normalize: bool, hidden: list[int]) -> None:
+def test_actor_computes_the_outputs_of_the_policy(activation: str, normalize: bool, hidden: list[int]) -> None:
     policy = Policy(
         num_inputs=3, num_outputs=2, hidden=hidden, is_discrete=False, activation=activation, normalize=normalize
     )
@@ -36,18 +36,18 @@ def test_the_actor_is_the_policy_in_numpy(activation: str, normalize: bool, hidd
         torch.testing.assert_close(policy.both(observations)[1], policy.value(observations))
 
 
-def test_observed_statistics_are_those_of_all_observations() -> None:
+def test_observe_keeps_mean_and_variance_of_all_observations() -> None:
     policy = Policy(num_inputs=2, num_outputs=1, hidden=[], is_discrete=True, normalize=True)
     batches = [torch.randn(size, 2) * 4 + 7 for size in (3, 100, 20)]
     for batch in batches:
         policy.observe(batch)
-    everything = torch.cat(batches)
-    torch.testing.assert_close(policy.observed_mean, everything.mean(dim=0))
-    torch.testing.assert_close(policy.observed_var, everything.var(dim=0, correction=0))
+    observations = torch.cat(batches)
+    torch.testing.assert_close(policy.observed_mean, observations.mean(dim=0))
+    torch.testing.assert_close(policy.observed_var, observations.var(dim=0, correction=0))
     assert policy.observed_count == 123
 
 
-def test_probabilities_are_those_of_torchs_distributions() -> None:
+def test_log_prob_equals_the_distributions_of_torch() -> None:
     outputs = torch.randn(9, 4)
     choices, actions, log_std = torch.randint(4, (9,)), torch.randn(9, 4), torch.randn(4)
     categorical = torch.distributions.Categorical(logits=outputs)
@@ -72,7 +72,7 @@ def rollout_of(name: str = "CartPole-v1", num_steps: int = 64, limit: int | None
     return policy, rollouts[1]  # the second begins in the middle of episodes
 
 
-def test_advantages_stop_at_ends_and_look_behind_a_truncation() -> None:
+def test_advantages_end_with_the_episode_and_bootstrap_after_a_truncation() -> None:
     _, rollout = rollout_of()
     assert rollout.terminated.any()
     assert (rollout.truncated & ~rollout.terminated).any()
@@ -83,20 +83,20 @@ def test_advantages_stop_at_ends_and_look_behind_a_truncation() -> None:
         for first in range(64):
             if not rollout.valid[first, env]:
                 continue
-            # By the definition: the sum of the surprises from here to the end of this episode or of the rollout.
+            # Definition: discounted sum of TD errors until the end of the episode or of the rollout.
             expected = 0.0
             for t in range(first, 64):
                 after = 0.0 if rollout.terminated[t, env] else 0.9 * values[t + 1, env]
-                surprise = float(rollout.rewards[t, env]) + after - values[t, env]
-                expected += (0.9 * 0.8) ** (t - first) * surprise
+                td_error = float(rollout.rewards[t, env]) + after - values[t, env]
+                expected += (0.9 * 0.8) ** (t - first) * td_error
                 if rollout.terminated[t, env] or rollout.truncated[t, env]:
                     break
             assert abs(found[first, env] - expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
-    """A2C: the clipped surrogate's gradient at the policy that acted is that of log p times the advantage."""
+def test_one_epoch_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
+    """A2C: at the policy that acted, the gradient of the clipped surrogate is that of log p times the advantage."""
     policy, rollout = rollout_of(name)
     plain = copy.deepcopy(policy)
     rl = RlConfig(update_epochs=1, num_minibatches=1, value_coef=0.7, entropy_coef=0.3)
@@ -104,7 +104,7 @@ def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     sums, num_steps = learn(policy, optimizer, rollout, cfg, HOST)
     assert num_steps == 1
-    assert abs(sums[3]) < 1e-5, "nothing has moved yet"
+    assert abs(sums[3]) < 1e-5, "the policy is the one that acted"
 
     valid = rollout.valid
     values = plain.value(rollout.observations)
@@ -112,21 +112,21 @@ def test_one_pass_of_one_minibatch_is_the_policy_gradient(name: str) -> None:
     targets = gains + values[:-1][valid].detach()
     weights = (gains - gains.mean()) / (gains.std(correction=0) + 1e-8)
     if plain.log_std is None:
-        acting: torch.distributions.Distribution = torch.distributions.Categorical(
+        distribution: torch.distributions.Distribution = torch.distributions.Categorical(
             logits=plain(rollout.observations[:-1][valid])
         )
     else:
         normal = torch.distributions.Normal(plain(rollout.observations[:-1][valid]), plain.log_std.exp())
-        acting = torch.distributions.Independent(normal, 1)
-    loss = -(acting.log_prob(rollout.actions[valid]) * weights).mean() - 0.3 * acting.entropy().mean()
+        distribution = torch.distributions.Independent(normal, 1)
+    loss = -(distribution.log_prob(rollout.actions[valid]) * weights).mean() - 0.3 * distribution.entropy().mean()
     (loss + 0.7 * (values[:-1][valid] - targets).square().mean()).backward()
-    for (key, mine), theirs in zip(policy.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=key)
+    for (key, found), expected in zip(policy.named_parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5, msg=key)
 
 
-def test_every_weight_of_the_policy_moves() -> None:
-    """The published tutorial of a sibling steps parameters whose gradients lie elsewhere: its weights never move."""
+def test_update_changes_every_weight() -> None:
+    """With parameters of another copy of the model in the optimizer, the weights would not change."""
     policy, rollout = rollout_of("Pendulum-v1")
     before = copy.deepcopy(policy.state_dict())
     cfg = Config(sections={"rl": RlConfig()}, optim=OptimConfig(lr=1e-2, max_grad_norm=0.5))
@@ -134,24 +134,24 @@ def test_every_weight_of_the_policy_moves() -> None:
     assert [key for key, value in policy.state_dict().items() if torch.equal(value, before[key])] == []
 
 
-def test_steps_that_are_no_transitions_are_not_learnt_from() -> None:
+def test_invalid_steps_have_no_effect_on_the_update() -> None:
     policy, rollout = rollout_of()
-    spoilt = {name: getattr(rollout, name).clone() for name in ("actions", "log_probs", "rewards")}
-    for tensor in spoilt.values():
+    changed = {name: getattr(rollout, name).clone() for name in ("actions", "log_probs", "rewards")}
+    for tensor in changed.values():
         tensor[~rollout.valid] = 1
     assert not rollout.valid.all()
 
-    def trained(of: Rollout) -> list[Tensor]:
+    def updated(data: Rollout) -> list[Tensor]:
         torch.manual_seed(1)
-        mine = copy.deepcopy(policy)
-        learn(mine, build_optimizer(mine.parameters(), OptimConfig()), of, Config(sections={"rl": RlConfig()}), HOST)
-        return list(mine.parameters())
+        ours = copy.deepcopy(policy)
+        learn(ours, build_optimizer(ours.parameters(), OptimConfig()), data, Config(sections={"rl": RlConfig()}), HOST)
+        return list(ours.parameters())
 
-    for one, other in zip(trained(rollout), trained(rollout._replace(**spoilt)), strict=True):
+    for one, other in zip(updated(rollout), updated(rollout._replace(**changed)), strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_learning_rate_and_the_clip_bound_an_update() -> None:
+def test_clipping_limits_the_change_of_an_update() -> None:
     policy, rollout = rollout_of()
     cfg = Config(sections={"rl": RlConfig(update_epochs=30, num_minibatches=2)}, optim=OptimConfig(lr=3e-3))
     _, num_steps = learn(policy, build_optimizer(policy.parameters(), cfg.optim), rollout, cfg, HOST)
@@ -159,5 +159,5 @@ def test_the_learning_rate_and_the_clip_bound_an_update() -> None:
     with torch.no_grad():
         found, _ = log_prob(policy(rollout.observations[:-1]), rollout.actions, None)
     ratio = (found - rollout.log_probs)[rollout.valid].exp()
-    assert ratio.std() > 0.01, "the policy has moved"
-    assert ((ratio > 0.6) & (ratio < 1.6)).all(), "but not far, in spite of thirty passes"
+    assert ratio.std() > 0.01, "the policy has changed"
+    assert ((ratio > 0.6) & (ratio < 1.6)).all(), "thirty epochs stay near the clip range"

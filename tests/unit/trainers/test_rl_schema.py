@@ -1,4 +1,4 @@
-"""What a config of `trainer: rl` may say."""
+"""Validation of configs of `trainer: rl`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hpcdist.trainers.rl.schema import RlConfig
         ({"mode": "async", "inference": "remote"}, "mode=async needs inference=local"),
     ],
 )
-def test_mistakes_of_the_section(values: dict[str, Any], message: str) -> None:
+def test_invalid_values_of_the_section_raise_value_error(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RlConfig(**values)
 
 
-def test_the_shipped_config_is_checked_for_its_roles() -> None:
+def test_roles_and_gradient_accumulation_are_validated() -> None:
     config = load_config("rl_cartpole")
     assert config.roles == {"agent": 1, "observer": 2}
     with pytest.raises(ConfigError, match="needs one agent, then observers, got agent: 2, observer: 2"):

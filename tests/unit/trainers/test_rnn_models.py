@@ -1,4 +1,4 @@
-"""The language model: what it starts with, its shapes, and the text that it writes."""
+"""The language model: initial rows, shapes, and sampled text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def small(**options: object) -> LanguageModel:
     return LanguageModel(**sizes)  # type: ignore[arg-type]
 
 
-def test_rows_start_the_same_whoever_holds_them() -> None:
+def test_initial_rows_do_not_depend_on_the_shards() -> None:
     whole = first_rows(0, 2500, 3, 1, ENCODER)
     pieces = [first_rows(start, stop, 3, 1, ENCODER) for start, stop in ((0, 900), (900, 1024), (1024, 2500))]
     assert torch.equal(torch.cat(pieces), whole)
@@ -23,7 +23,7 @@ def test_rows_start_the_same_whoever_holds_them() -> None:
     assert not any(torch.equal(other, whole) for other in others)
 
 
-def test_shapes_and_names() -> None:
+def test_steps_equal_the_whole_sequence_and_tied_weights_are_one_tensor() -> None:
     model, tokens = small(), torch.randint(7, (2, 5))
     logits = model.eval()(tokens)
     assert logits.shape == (2, 5, 7)
@@ -37,7 +37,7 @@ def test_shapes_and_names() -> None:
     assert set(tied.state_dict()) == set(model.state_dict())
 
 
-def test_it_writes_what_it_has_learned() -> None:
+def test_sampled_text_continues_a_learned_sequence() -> None:
     model, text = small(), torch.tensor([1, 2, 3, 4, 5, 6] * 4)[:, None]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(60):
@@ -45,5 +45,5 @@ def test_it_writes_what_it_has_learned() -> None:
         optimizer.zero_grad()
         F.cross_entropy(logits.flatten(0, 1), text[1:, 0]).backward()
         optimizer.step()
-    written = sample(model, [1, 2], 10, 0.3, torch.Generator().manual_seed(0))
-    assert written == [3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+    tokens = sample(model, [1, 2], 10, 0.3, torch.Generator().manual_seed(0))
+    assert tokens == [3, 4, 5, 6, 1, 2, 3, 4, 5, 6]

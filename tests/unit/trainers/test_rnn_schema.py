@@ -1,4 +1,4 @@
-"""Mistakes in a language model's config: one line each, with the fix."""
+"""Validation of configs of `trainer: rnn`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.trainers.rnn.schema import RnnConfig
 
 
-def test_the_shipped_config_is_whole() -> None:
+def test_shipped_config_is_valid_and_paths_are_expanded() -> None:
     config = load_config("rnn_lm", ["rnn.files=[~/text/*.txt]"])
     assert (list(config.roles), config.checkpoint.monitor_mode) == (["trainer", "parameter_server"], "min")
     assert config.section(RnnConfig).files[0].startswith("/")
@@ -28,11 +28,11 @@ def test_the_shipped_config_is_whole() -> None:
         ("rnn.vocab_size=1", "rnn.vocab_size must be >= 2, got 1"),
     ],
 )
-def test_mistakes(override: str, message: str) -> None:
+def test_invalid_values_raise_config_error(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("rnn_lm", [override])
 
 
-def test_a_tied_table_has_one_width() -> None:
+def test_tied_weights_need_equal_sizes() -> None:
     with pytest.raises(ConfigError, match=r"rnn.tie_weights needs embedding_size = hidden_size, got 64 and 128"):
         load_config("rnn_lm", ["rnn.tie_weights=true", "rnn.embedding_size=64"])

@@ -1,4 +1,4 @@
-"""Environments, rollouts and episodes: what is recorded is what happened, and only that."""
+"""Environments, rollouts and greedy episodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcdist.trainers.rl.rollouts import Collector, Rollout, _per_episode, rando
 
 
 class Corridor(gymnasium.Env[Floats, int]):
-    """Counts its steps; action 0 ends the episode after `length` of them, each worth its number."""
+    """Count steps: the reward of a step is its number; action 5 ends the episode after at least `length` steps."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Discrete(2, start=5)
@@ -33,15 +33,15 @@ class Corridor(gymnasium.Env[Floats, int]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Floats, dict[str, Any]]:
         super().reset(seed=seed)
         self.count, self.noise = 0, self.np_random.normal()
-        return self._seen(), {}
+        return self._observation(), {}
 
     def step(self, action: int) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
         assert action in (5, 6), action
         self.count += 1
         self.noise += self.np_random.normal()
-        return self._seen(), float(self.count), action == 5 and self.count >= self.length, False, {}
+        return self._observation(), float(self.count), action == 5 and self.count >= self.length, False, {}
 
-    def _seen(self) -> Floats:
+    def _observation(self) -> Floats:
         return np.array([self.count, self.noise], np.float32)
 
 
@@ -54,7 +54,7 @@ def corridor() -> Iterator[None]:
 
 
 def never_end(observations: Floats) -> Floats:
-    """A policy that always takes the second choice."""
+    """Return outputs of a policy that always selects the second action."""
     return np.tile(np.array([-1e6, 1e6], np.float32), (len(observations), 1))
 
 
@@ -65,14 +65,14 @@ def end_soon(observations: Floats) -> Floats:
 # --- environments
 
 
-def test_a_problem_is_described() -> None:
+def test_problem_has_the_properties_of_its_environment() -> None:
     cartpole = Problem.of("CartPole-v1", {})
     assert (cartpole.num_inputs, cartpole.num_outputs, cartpole.is_discrete) == (4, 2, True)
     assert (cartpole.reward_threshold, cartpole.time_limit) == (475.0, 500)
     assert Problem.of("CartPole-v1", {}, max_episode_steps=50).time_limit == 50
     pendulum = Problem.of("Pendulum-v1", {"g": 5.0})
     assert (pendulum.num_outputs, pendulum.is_discrete) == (1, False)
-    # The unit box becomes the environment's own, and what is outside is cut off.
+    # Actions are scaled from the unit box to the environment's box and clipped.
     assert pendulum.to_env(np.array([[-3.0], [0.5], [1.0]])).tolist() == [[-2.0], [1.0], [2.0]]
     assert Problem.of("Corridor-v0", {}).greedy(np.array([[1, 0], [0, 1]], np.float32)).tolist() == [5, 6]
 
@@ -87,12 +87,12 @@ def test_a_problem_is_described() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_not_of_this_kind_is_refused(name: str, message: str) -> None:
+def test_unsupported_environments_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Problem.of(name, {})
 
 
-def test_other_actions_and_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_options_and_unsupported_actions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"CartPole-v1 cannot be created: .*unexpected keyword argument 'gravity'"):
         Problem.of("CartPole-v1", {"gravity": 3})
     monkeypatch.setattr(Corridor, "action_space", spaces.MultiBinary(2))
@@ -101,7 +101,7 @@ def test_other_actions_and_options_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def play(envs: Environments, problem: Problem, num_steps: int) -> list[np.ndarray[Any, Any]]:
-    """Steps with random actions, all from one generator that the environments draw from as well."""
+    """Return the results of steps with random actions, drawn from the generator of the environments."""
     rng = np.random.default_rng(3)
     envs.begin(rng)
     shape = (num_steps, envs.num_envs)
@@ -111,7 +111,7 @@ def play(envs: Environments, problem: Problem, num_steps: int) -> list[np.ndarra
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Corridor-v0"])
-def test_a_saved_state_goes_on_exactly(name: str) -> None:
+def test_environments_continue_exactly_from_a_saved_state(name: str) -> None:
     problem = Problem.of(name, {}, 60 if name != "Corridor-v0" else None)
     kind = Vectorized if name == "CartPole-v1" else Separate
     envs = make_environments(problem, 5, np.random.default_rng(1))
@@ -123,11 +123,11 @@ def test_a_saved_state_goes_on_exactly(name: str) -> None:
     buffer.seek(0)
     others = make_environments(problem, 5, np.random.default_rng(2))
     others.load_state(torch.load(buffer, weights_only=True))
-    for mine, theirs in zip(play(others, problem, 70), expected, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for found, wanted in zip(play(others, problem, 70), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_vectorised_form_with_hidden_state_is_not_used(
+def test_vectorised_form_with_hidden_state_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -137,7 +137,7 @@ def test_a_vectorised_form_with_hidden_state_is_not_used(
     assert "stepped in a loop, not in its vectorised form: its state has more than arrays and numbers" in caplog.text
 
 
-def test_vectorised_and_separate_environments_step_alike() -> None:
+def test_vectorised_and_separate_environments_step_equally() -> None:
     problem = Problem.of("CartPole-v1", {}, max_episode_steps=20)
     vectorized, separate = Vectorized(problem, 4), Separate(problem, 4)
     for envs in (vectorized, separate):
@@ -146,16 +146,16 @@ def test_vectorised_and_separate_environments_step_alike() -> None:
     rng = np.random.default_rng(5)
     num_ends = 0
     for _ in range(200):
-        # Starts are random and others: from equal states all steps that are transitions must be equal.
+        # Initial states differ. From equal states all steps that are transitions must be equal.
         vectorized._inner.state[:] = np.array([env.unwrapped.state for env in separate._envs]).T  # type: ignore[attr-defined]
         actions = rng.integers(2, size=4)
         resets = separate.over
         np.testing.assert_array_equal(resets, vectorized.over)
-        mine, theirs = vectorized.step(actions), separate.step(actions)
-        for a, b in zip(mine, theirs, strict=True):
+        ours, expected = vectorized.step(actions), separate.step(actions)
+        for a, b in zip(ours, expected, strict=True):
             np.testing.assert_allclose(a[~resets], b[~resets], rtol=1e-5)
-        assert not mine.rewards[resets].any()
-        assert not theirs.rewards[resets].any()
+        assert not ours.rewards[resets].any()
+        assert not expected.rewards[resets].any()
         num_ends += int(separate.over.sum())
     assert num_ends > 20
 
@@ -163,7 +163,7 @@ def test_vectorised_and_separate_environments_step_alike() -> None:
 # --- rollouts
 
 
-def test_a_reset_is_no_transition_and_the_last_observation_is_the_episodes_own() -> None:
+def test_rollout_marks_resets_as_invalid_and_keeps_last_observations() -> None:
     problem = Problem.of("Corridor-v0", {})
     collector = Collector(problem, 2, seed=0, index=0)
     first = collector.collect(0, 5, end_soon)
@@ -173,7 +173,7 @@ def test_a_reset_is_no_transition_and_the_last_observation_is_the_episodes_own()
     assert first.rewards[:, 0].tolist() == [1, 2, 3, 0, 1]
     assert first.observations[:, 0, 0].tolist() == [0, 1, 2, 3, 0, 1]
     assert (first.returns.tolist(), first.lengths.tolist()) == ([6.0, 6.0], [3, 3])
-    # It goes on in the next rollout, with what the running episode has brought so far; the limit of six truncates.
+    # The episode and its return continue in the next rollout; the time limit of six steps truncates it.
     second = collector.collect(1, 8, never_end)
     assert second.observations[:, 1, 0].tolist() == [1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert second.truncated[:, 1].tolist() == [False] * 4 + [True] + [False] * 3
@@ -181,8 +181,8 @@ def test_a_reset_is_no_transition_and_the_last_observation_is_the_episodes_own()
     assert (second.returns.tolist(), second.lengths.tolist()) == ([21.0, 21.0], [6, 6])
 
 
-def test_returns_are_never_carried_over() -> None:
-    """The published tutorial adds the rewards of one observer's episode to those of the next one."""
+def test_return_of_an_episode_has_its_own_rewards_only() -> None:
+    """In the tutorial of PyTorch the rewards of an observer's episode are added to those of the next one."""
     rng = np.random.default_rng(0)
     rewards, ends = rng.integers(-5, 6, size=(300, 7)).astype(np.float64), rng.random((300, 7)) < 0.05
     expected = []
@@ -198,20 +198,20 @@ def test_returns_are_never_carried_over() -> None:
     found, left = _per_episode(np.cumsum(rewards, axis=0), ends)
     assert found.tolist() == expected
     assert left.tolist() == running.tolist()
-    # The same in pieces, each of which gets what the one before has left.
+    # In pieces, each with the unfinished sums of the piece before.
     left, pieces = np.zeros(7), []
     for piece in range(0, 300, 25):
-        some, left = _per_episode(left + np.cumsum(rewards[piece : piece + 25], axis=0), ends[piece : piece + 25])
-        pieces += some.tolist()
+        part, left = _per_episode(left + np.cumsum(rewards[piece : piece + 25], axis=0), ends[piece : piece + 25])
+        pieces += part.tolist()
     assert sorted(pieces) == sorted(expected)
-    # And joined, observers keep their own.
+    # Joined rollouts keep the returns of each observer.
     zeros = torch.zeros(1, 1)
     one, two = (Rollout(*[zeros] * 7, torch.tensor([value]), torch.tensor([1])) for value in (3.0, 4.0))
     assert Rollout.join([one, two]).returns.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_actions_are_samples_of_the_policy(name: str) -> None:
+def test_actions_are_samples_of_the_distribution_of_the_policy(name: str) -> None:
     problem = Problem.of(name, {})
     policy = Policy(
         num_inputs=problem.num_inputs, num_outputs=problem.num_outputs, hidden=[8], is_discrete=problem.is_discrete
@@ -225,7 +225,7 @@ def test_actions_are_samples_of_the_policy(name: str) -> None:
         outputs = policy(rollout.observations[:-1])
         expected, entropy = log_prob(outputs, rollout.actions, policy.log_std)
         torch.testing.assert_close(rollout.log_probs, expected, rtol=1e-3, atol=1e-4)
-        # The mean of -log p is the entropy, only if actions are as likely as the policy says.
+        # The mean of -log p is the entropy only if the actions have the probabilities of the policy.
         assert abs(-rollout.log_probs.mean() - entropy.mean()) < 0.02
         if policy.log_std is not None:
             deviations = (rollout.actions - outputs) / policy.log_std.exp()
@@ -233,7 +233,7 @@ def test_actions_are_samples_of_the_policy(name: str) -> None:
             assert abs(deviations.std() - 1) < 0.04
 
 
-def test_a_collector_repeats_itself_from_its_state() -> None:
+def test_collector_repeats_a_rollout_from_its_saved_state() -> None:
     problem = Problem.of("CartPole-v1", {})
     collector = Collector(problem, 3, seed=0, index=1)
     collector.collect(0, 50, end_soon)
@@ -250,10 +250,10 @@ def test_a_collector_repeats_itself_from_its_state() -> None:
 # --- episodes
 
 
-def test_greedy_returns_are_those_of_one_whole_episode_each() -> None:
+def test_greedy_returns_are_of_one_full_episode_per_environment() -> None:
     problem = Problem.of("Corridor-v0", {})
     envs = make_environments(problem, 3, random_numbers(0, 1))
-    envs.step(np.array([6, 6, 6]))  # an episode that was begun before does not count
+    envs.step(np.array([6, 6, 6]))  # an unfinished episode is not counted
     for _ in range(2):
         assert greedy_returns(problem, envs, never_end).tolist() == [21.0] * 3
     assert greedy_returns(problem, envs, end_soon).tolist() == [6.0] * 3
@@ -268,11 +268,11 @@ def test_greedy_returns_are_those_of_one_whole_episode_each() -> None:
     assert len(set(found)) > 1
 
 
-def test_pictures_of_an_evaluation() -> None:
+def test_episode_is_a_gif_and_returns_are_a_png() -> None:
     problem = Problem.of("CartPole-v1", {})
     with Image.open(io.BytesIO(greedy_gif(problem, never_end, seed=0))) as image:
         assert image.format == "GIF"
-        assert 4 <= image.n_frames <= 6, "every second of some ten steps"  # type: ignore[attr-defined]
+        assert 4 <= image.n_frames <= 6, "every second of about ten steps"  # type: ignore[attr-defined]
         assert image.size == (300, 200)
         assert image.info["duration"] == 40
     plot = returns_plot(problem, [(100, 20.0, 9.0, 40.0), (200, 400.0, 300.0, 500.0)], [300.0, 500.0])

@@ -10,13 +10,13 @@ Schedule = Callable[[int, int, int], list[Action]]
 
 
 def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], num: int) -> float:
-    """When the last stage is done; AssertionError where the stages would wait for each other for ever."""
+    """Return the time at which the last stage is done. Raises AssertionError for a deadlock."""
     num_stages = len(forward_s)
     todo = [schedule(stage, num_stages, num) for stage in range(num_stages)]
     clock = [0.0] * num_stages
     done: dict[tuple[int, str, int], float] = {}
     while any(todo):
-        moved = False
+        progressed = False
         for stage, actions in enumerate(todo):
             if not actions:
                 continue
@@ -31,14 +31,14 @@ def simulate(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequenc
             clock[stage] = start + (forward_s if is_forward else backward_s)[stage]
             done[stage, kind, number] = clock[stage]
             actions.pop(0)
-            moved = True
-        assert moved, "the stages wait for each other"
+            progressed = True
+        assert progressed, "deadlock"
     return max(clock)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("num_stages", "num"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 8), (3, 2), (4, 8), (5, 3)])
-def test_each_micro_batch_goes_once_there_and_back_in_order(schedule: Schedule, num_stages: int, num: int) -> None:
+def test_schedule_has_each_pass_once_and_the_ideal_duration(schedule: Schedule, num_stages: int, num: int) -> None:
     for stage in range(num_stages):
         actions = schedule(stage, num_stages, num)
         for kind in ("forward", "backward"):
@@ -50,19 +50,19 @@ def test_each_micro_batch_goes_once_there_and_back_in_order(schedule: Schedule, 
     assert ideal_bubble(num_stages, num) == pytest.approx(1 - 3.0 * num / step_s)
 
 
-def test_1f1b_holds_fewer_activations() -> None:
+def test_1f1b_holds_activations_of_fewer_micro_batches() -> None:
     def held(actions: list[Action]) -> int:
-        now = most = 0
+        current = maximum = 0
         for kind, _ in actions:
-            now += 1 if kind == "forward" else -1
-            most = max(most, now)
-        return most
+            current += 1 if kind == "forward" else -1
+            maximum = max(maximum, current)
+        return maximum
 
     assert [held(gpipe(stage, 4, 8)) for stage in range(4)] == [8, 8, 8, 8]
     assert [held(one_f_one_b(stage, 4, 8)) for stage in range(4)] == [4, 3, 2, 1]
 
 
-def test_the_ideal_step_of_uneven_stages() -> None:
-    """The issue's own figures: stages of 0.88 and 0.74 s, cut into 2, 4 and 8."""
+def test_ideal_step_depends_on_the_slowest_stage() -> None:
+    """Stages of 0.88 and 0.74 s in 2, 4 and 8 micro-batches."""
     speedups = [1.62 / ideal_step_s([0.88 / num, 0.74 / num], num) for num in (2, 4, 8)]
     assert speedups == pytest.approx([1.29, 1.52, 1.66], abs=0.01)

@@ -25,7 +25,7 @@ def resnet18(seed: int = 0) -> nn.Module:
     return build_model("resnet18", num_classes=10, in_channels=3, image_size=32)
 
 
-def test_stages_keep_the_whole_models_names_and_compute_what_it_computes() -> None:
+def test_stages_have_the_names_and_outputs_of_the_whole_model() -> None:
     model = resnet18()
     assert unit_names(model) == UNITS
     assert len(unit_names(build_model("resnet50", num_classes=10, in_channels=3, image_size=32))) == 18
@@ -42,7 +42,7 @@ def test_stages_keep_the_whole_models_names_and_compute_what_it_computes() -> No
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_running_statistics_are_updated_once_a_micro_batch(checkpointing: bool) -> None:
+def test_running_statistics_are_updated_once_per_micro_batch(checkpointing: bool) -> None:
     model = resnet18()
     stage = Stage(copy.deepcopy(model), UNITS, checkpointing=checkpointing)
     for images in torch.randn(3, 4, 3, 32, 32):
@@ -56,7 +56,7 @@ def test_running_statistics_are_updated_once_a_micro_batch(checkpointing: bool) 
         assert torch.equal(parameter.grad, gradients[name]), name  # type: ignore[arg-type]
 
 
-def test_checkpointing_keeps_less_for_the_backward_pass() -> None:
+def test_activation_checkpointing_saves_memory() -> None:
     def saved_bytes(stage: Stage) -> int:
         sizes: list[int] = []
 
@@ -72,7 +72,7 @@ def test_checkpointing_keeps_less_for_the_backward_pass() -> None:
     assert saved_bytes(Stage(model, UNITS, checkpointing=True)) < saved_bytes(Stage(model, UNITS)) / 4
 
 
-def test_one_pixel_convolutions_are_oneDNNs_for_few_images_too() -> None:
+def test_pointwise_convolutions_use_onednn_for_small_batches() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(64, 128, 1), nn.ReLU(), nn.Conv2d(128, 32, 1, bias=False))
     other = copy.deepcopy(plain)
@@ -81,8 +81,8 @@ def test_one_pixel_convolutions_are_oneDNNs_for_few_images_too() -> None:
     for part in (plain, other):
         part(images).square().mean().backward()
     torch.testing.assert_close(other(images), plain(images))
-    for ours, theirs in zip(other.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for found, expected in zip(other.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
 
     def operators(part: nn.Module) -> set[str]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -92,14 +92,14 @@ def test_one_pixel_convolutions_are_oneDNNs_for_few_images_too() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # The day when the first of these fails, the trick is not needed any more.
+        # If this fails, torch uses oneDNN itself and `use_onednn_for_pointwise` can be removed.
         assert "aten::_slow_conv2d_forward" in operators(plain)
         assert "aten::_slow_conv2d_forward" not in operators(other)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_cuts_by_name() -> None:
+def test_cut_after_splits_at_the_named_units() -> None:
     assert cut_after(UNITS, []) == [tuple(UNITS)]
     assert [stage[-1] for stage in cut_after(UNITS, ["layer2"])] == ["layer2.1", "head"]
     assert [stage[0] for stage in cut_after(UNITS, ["stem", "layer1.1"])] == ["stem", "layer1.0", "layer2.0"]
@@ -113,7 +113,7 @@ def test_cuts_by_name() -> None:
         cut_after(UNITS, ["head"])
 
 
-def test_cuts_by_cost_keep_the_dearest_stage_as_cheap_as_can_be() -> None:
+def test_cut_evenly_minimises_the_maximum_cost() -> None:
     units = list("abcdef")
     assert cut_evenly(units, [1, 1, 1, 1, 1, 1], 3) == [("a", "b"), ("c", "d"), ("e", "f")]
     assert cut_evenly(units, [9, 1, 1, 1, 1, 1], 2) == [("a",), ("b", "c", "d", "e", "f")]
@@ -130,7 +130,7 @@ def test_cuts_by_cost_keep_the_dearest_stage_as_cheap_as_can_be() -> None:
         cut_evenly(units, [1] * 6, 7)
 
 
-def test_measuring_changes_nothing() -> None:
+def test_measure_units_does_not_change_the_model() -> None:
     model = resnet18()
     before = copy.deepcopy(model.state_dict())
     seconds = measure_units(model, torch.randn(2, 3, 32, 32), repeats=1)

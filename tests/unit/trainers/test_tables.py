@@ -1,4 +1,4 @@
-"""Rows of tables on servers: where they lie, how they begin, what an update is, and how checkpoints are taken over."""
+"""Embedding tables on servers: layout, initial values, updates, checkpoints, and units of lookups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def whole(shards: list[TableShard]) -> dict[str, Tensor]:
     return merge([one.checkpoint().content() for one in shards], "test")
 
 
-def test_rows_are_the_same_on_any_number_of_servers_and_are_found_by_their_place() -> None:
+def test_initial_rows_and_their_places_do_not_depend_on_the_number_of_servers() -> None:
     alone = whole([shard(Layout(TABLES, 4, 1), 0)])
     assert alone["tables.a.weight"].shape == (3000, 4)
     assert not torch.equal(alone["tables.b.weight"], alone["tables.a.weight"][:7])
@@ -37,10 +37,10 @@ def test_rows_are_the_same_on_any_number_of_servers_and_are_found_by_their_place
         ids = torch.tensor([0, 2999, 1500, 6, 0, 0])
         placed = layout.place(ids, torch.tensor([0, 0, 0, 1, 1, 2]))
         assert layout.starts[-1] == 3008
-        through = torch.cat([one.weight for one in shards])
+        joined = torch.cat([one.weight for one in shards])
         names = ["a", "a", "a", "b", "b", "c"]
-        wanted = torch.stack([alone[f"tables.{name}.weight"][row] for name, row in zip(names, ids, strict=True)])
-        assert torch.equal(through[placed], wanted)
+        expected = torch.stack([alone[f"tables.{name}.weight"][row] for name, row in zip(names, ids, strict=True)])
+        assert torch.equal(joined[placed], expected)
 
 
 def updated(one: TableShard) -> TableShard:
@@ -51,7 +51,7 @@ def updated(one: TableShard) -> TableShard:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
-def test_shards_are_taken_over_by_another_number_of_servers(optimizer: str) -> None:
+def test_shards_load_on_another_number_of_servers(optimizer: str) -> None:
     before = [updated(shard(Layout(TABLES, 4, 3), server, optimizer)) for server in range(3)]
     saved = [None, *(one.checkpoint().content() for one in before)]
     layout = Layout(TABLES, 4, 2)
@@ -73,7 +73,7 @@ def test_shards_are_taken_over_by_another_number_of_servers(optimizer: str) -> N
         shard(Layout({"a": 2000}, 4, 1), 0, optimizer).load(saved)
 
 
-def test_what_is_not_in_the_batch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_changes_the_rows_of_the_batch_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdist.trainers.hybrid.tables.UPDATE_ROWS", 2)  # more than one piece
     layout = Layout({"a": 6}, 2, 1)
     one, before = shard(layout, 0, "sgd"), shard(layout, 0).weight
@@ -82,7 +82,7 @@ def test_what_is_not_in_the_batch_stays(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(one.weight, before - 0.1 * change)
 
 
-def test_rows_are_put_where_they_belong() -> None:
+def test_put_rows_sets_the_given_rows() -> None:
     matrix = torch.zeros(4, 3)
     put_rows(matrix, torch.tensor([3, 1]), torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
     assert matrix.tolist() == [[0, 0, 0], [4, 5, 6], [0, 0, 0], [1, 2, 3]]
@@ -96,7 +96,7 @@ def ragged(*bags: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("as_units", [rows_as_units, sums_as_units])
 @pytest.mark.parametrize("starts", [[0, 10], [0, 4, 10], [0, 4, 4, 10]])
 @pytest.mark.parametrize("bags", [([1, 9, 1], [], [5], [9, 0, 4]), ([1, 5], [5, 1]), ([],), ()])
-def test_units_give_the_bags_sums_and_take_their_gradients(as_units: Any, starts: Any, bags: Any) -> None:
+def test_units_return_sums_of_bags_and_gradients_of_rows(as_units: Any, starts: Any, bags: Any) -> None:
     weight = torch.rand(10, 2, requires_grad=True)
     rows, offsets = ragged(*bags)
     units = as_units(rows, offsets, starts)
@@ -106,10 +106,10 @@ def test_units_give_the_bags_sums_and_take_their_gradients(as_units: Any, starts
         unit = unit_of_row(len(own), None if units.offsets is None else units.offsets[server])
         values.append(torch.zeros(units.counts[server], 2).index_add(0, unit, part[own]))
     pooled = units.pooled(torch.cat(values).detach())
-    wanted = torch.zeros(len(offsets) - 1, 2).index_add(0, unit_of_row(len(rows), offsets[:-1]), weight[rows])
-    torch.testing.assert_close(pooled, wanted)
+    expected = torch.zeros(len(offsets) - 1, 2).index_add(0, unit_of_row(len(rows), offsets[:-1]), weight[rows])
+    torch.testing.assert_close(pooled, expected)
     gradient = torch.rand(len(offsets) - 1, 2)
-    wanted.backward(gradient)
+    expected.backward(gradient)
     found = torch.zeros(10, 2)
     for server, (own, part) in enumerate(zip(units.rows, units.gradients(gradient), strict=True)):
         unit = unit_of_row(len(own), None if units.offsets is None else units.offsets[server])
@@ -117,11 +117,11 @@ def test_units_give_the_bags_sums_and_take_their_gradients(as_units: Any, starts
     torch.testing.assert_close(found, weight.grad)
 
 
-def test_what_travels_is_what_is_less() -> None:
+def test_choose_returns_the_plan_with_less_traffic() -> None:
     same = ragged(*([[0, 1]] * 8))
     different = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8)))
     other = ragged(*([2 * bag, 2 * bag + 1] for bag in range(8, 16)))
     assert not choose([same, same], [0, 100], 2).pool_at_server, "two rows, eight bags"
     assert choose([different, other], [0, 100], 2).pool_at_server, "sixteen rows, eight bags"
-    assert not choose([same, same], [0, 100], 2).ahead, "all of it changes meanwhile"
+    assert not choose([same, same], [0, 100], 2).ahead, "all rows change"
     assert choose([different, other], [0, 100], 2).ahead

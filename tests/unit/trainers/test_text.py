@@ -1,4 +1,4 @@
-"""Text: what is read and in which order, tokens that give the text back, columns that go on where they ended."""
+"""Text: files and their order, tokenizers, and columns of consecutive tokens."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from hpcdist.trainers.rnn.text import UNKNOWN, ByteTokenizer, Columns, WordToken
 CODE = "def f(x):\n    return x + 1  # größer\n\n\nclass A:\n    pass\n"
 
 
-def test_tokens_give_the_text_back() -> None:
+def test_decoded_tokens_are_the_text() -> None:
     words = WordTokenizer([CODE], 1000)
     for tokenizer in (ByteTokenizer(), words):
         (tokens,) = tokenizer.encode([CODE])
         assert tokenizer.decode(tokens) == CODE
         assert max(tokens) < tokenizer.size
     assert words.decode(words.encode(["def g"])[0]) == f"def{UNKNOWN}"
-    assert ByteTokenizer().decode([0xC3]) == "�", "a byte of a character that was cut"
+    assert ByteTokenizer().decode([0xC3]) == "�", "an incomplete character"
 
 
-def test_a_vocabulary_keeps_the_commonest_words_and_has_no_chance_in_it() -> None:
+def test_vocabulary_has_the_most_frequent_words_and_is_deterministic() -> None:
     small = WordTokenizer([CODE], 5)
     assert small.size == 5
     assert UNKNOWN in small.decode(small.encode([CODE])[0])
     assert small.encode([CODE]) == WordTokenizer([CODE], 5).encode([CODE])
 
 
-def test_the_standard_library_by_seed_and_size() -> None:
+def test_seed_and_size_select_files_of_the_standard_library() -> None:
     texts = read_texts([], 0.2, seed=0)
     assert sum(len(text.encode()) for text in texts) == pytest.approx(0.2e6, rel=0.01)
     assert texts == read_texts([], 0.2, seed=0)
     assert texts != read_texts([], 0.2, seed=1)
 
 
-def test_files_by_globs(tmp_path: Path) -> None:
+def test_files_are_matched_by_globs(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("a.txt", "sub/b.txt", "c.md"):
         (tmp_path / name).write_text(name)
@@ -47,7 +47,7 @@ def test_files_by_globs(tmp_path: Path) -> None:
         read_texts([f"{tmp_path}/*.rst"], 1, 0)
 
 
-def test_whole_files_are_held_out_or_the_end_of_few(tmp_path: Path) -> None:
+def test_whole_files_are_held_out_or_the_end_of_the_text_if_there_are_few(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text(str(number) * 100)
     corpus = load_corpus(RnnConfig(files=[f"{tmp_path}/*.txt"], tokenizer="byte", eval_fraction=0.2), seed=0)
@@ -57,7 +57,7 @@ def test_whole_files_are_held_out_or_the_end_of_few(tmp_path: Path) -> None:
     assert (len(corpus.train), len(corpus.held_out)) == (80, 20)
 
 
-def test_columns_go_on_where_they_ended() -> None:
+def test_columns_continue_from_batch_to_batch() -> None:
     columns = Columns(torch.arange(50, 150), num_columns=4, bptt=7)
     assert len(columns) == 4, "24 targets a column: 7, 7, 7 and 3"
     inputs = torch.cat([batch.ids[batch.inverse] for batch in columns])
@@ -71,7 +71,7 @@ def test_columns_go_on_where_they_ended() -> None:
         Columns(torch.arange(5), num_columns=4, bptt=7)
 
 
-def test_ranks_share_the_columns_of_one() -> None:
+def test_columns_are_divided_among_ranks() -> None:
     stream = torch.arange(1000)
     whole, parts = Columns(stream, 4, 5), [Columns(stream, 2, 5, (index, 2)) for index in range(2)]
     for number in range(len(whole)):
@@ -79,7 +79,7 @@ def test_ranks_share_the_columns_of_one() -> None:
         assert torch.equal(joined, whole[number].ids[whole[number].inverse])
 
 
-def test_a_token_that_stands_there_twice_is_looked_up_once() -> None:
+def test_repeated_token_is_looked_up_once() -> None:
     batch = Columns(torch.tensor([5, 5, 3, 5, 3, 3, 5, 5]), 2, 3)[0]
     assert batch.ids.tolist() == [3, 5]
     assert batch.ids[batch.inverse].tolist() == [[5, 3], [5, 3], [3, 5]]

@@ -1,4 +1,4 @@
-"""A shard's hand-written loss against autograd, however many shards there are."""
+"""Explicit loss and gradients of vocabulary shards, compared with autograd."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def by_autograd(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("sharpness", [1.0, 300.0], ids=["", "odds far below the smallest float"])
-def test_loss_and_gradients_are_those_of_autograd(num_shards: int, sharpness: float) -> None:
+@pytest.mark.parametrize("sharpness", [1.0, 300.0], ids=["normal", "probabilities below the smallest float"])
+def test_loss_and_gradients_equal_those_of_autograd(num_shards: int, sharpness: float) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator) * sharpness
     bounds = row_bounds(VOCAB_SIZE, num_shards)
@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_those_of_autograd(num_shards: int, sharpness: fl
         torch.nn.init.normal_(shard.bias, generator=generator)
     bias = torch.cat([shard.bias.detach() for shard in shards])
     spaces: list[Space | None] = [None] * num_shards
-    for size in (NUM_TOKENS, NUM_TOKENS, 5):  # buffers that are used again, and buffers that do not fit
+    for size in (NUM_TOKENS, NUM_TOKENS, 5):  # buffers are reused, or have another size
         hidden = torch.randn(size, HIDDEN, generator=generator)
         targets = torch.randint(VOCAB_SIZE, (size,), generator=generator)
         scores = [shard.score(hidden, targets, space) for shard, space in zip(shards, spaces, strict=True)]
@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_those_of_autograd(num_shards: int, sharpness: fl
         spaces = [space for space, _ in scores]
 
 
-def test_rows_are_found_by_their_number_in_the_whole_vocabulary() -> None:
+def test_lookup_uses_ids_of_the_whole_vocabulary() -> None:
     rows = torch.randn(10, 4)
     shard = VocabularyShard(rows[6:].clone(), None, start=6, vocab_size=10)
     assert torch.equal(shard.lookup(torch.tensor([6, 9])), rows[[6, 9]])

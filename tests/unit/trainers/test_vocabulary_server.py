@@ -1,4 +1,4 @@
-"""Servers without RPC: one or several, any optimizer, and state that moves from one layout to another."""
+"""Vocabulary servers without RPC: optimizers, and checkpoints of another number of servers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def whole(group: list[VocabularyServer]) -> dict[str, Tensor]:
     ],
     ids=lambda cfg: f"{cfg.name} {cfg.momentum}",
 )
-def test_rows_and_their_state_move_to_another_number_of_servers(cfg: OptimConfig, tied: bool) -> None:
+def test_rows_and_optimizer_state_load_on_another_number_of_servers(cfg: OptimConfig, tied: bool) -> None:
     before, control = servers(2, cfg, tied=tied), servers(1, cfg, tied=tied)
     for number in range(3):
         one_step(before, number)
@@ -85,7 +85,7 @@ def overlaps(content: dict[str, Any], server: VocabularyServer) -> bool:
     return first < server.shard.stop and server.shard.start < first + len(content["model"]["decoder.bias"])
 
 
-def test_what_fails_in_the_background_is_told_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_background_task_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdist.trainers.rnn.vocabulary_server.MIN_BACKGROUND_SIZE", 0)
     (server,) = servers(1, OptimConfig())
     hidden, targets, ids = torch.randn(3, WIDTH), torch.tensor([0, 1, 2]), torch.tensor([0])

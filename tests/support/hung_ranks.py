@@ -1,6 +1,6 @@
-"""Processes that are ranks by all that shows from outside, without torch: they stand still, and tell so at SIGUSR1.
+"""Hung ranks for tests: processes without torch that hang and write diagnostics at SIGUSR1, as real ranks do.
 
-A package `hpcdist` before the real one holds a worker alone, and finds everything else in the real one.
+A package `hpcdist` at the front of the import path replaces only the worker; all other modules are the real ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpcdist.supervisor.local_launcher import LocalRanks
 from hpcdist.supervisor.plan import rank_command
 from hpcdist.supervisor.process_guard import Guard
 
-#: Rank 1 has a child and is busy; rank 0 waits in a collective that rank 1 has not called.
+#: Rank 1 has a child and computes; rank 0 waits in a collective that rank 1 has not called.
 WORKER = """
 import json, os, signal, socket, sys, threading, time
 from pathlib import Path
@@ -54,13 +54,13 @@ def main():
     sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(
         _dump_fr_trace_json=lambda: recorded(rank, "gloo"),
         _dump_nccl_trace_json=lambda: recorded(rank, "nccl"),
-        _dump_nccl_trace=lambda *which: repr(which).encode(),
+        _dump_nccl_trace=lambda *flags: repr(flags).encode(),
     )
     attempt = RunDir(Path(sys.argv[1])).attempt(int(os.environ["HPCDIST_ATTEMPT"]))
     listener = socket.create_server(("127.0.0.1", 0))
-    lonely = socket.create_connection(listener.getsockname())
+    unanswered = socket.create_connection(listener.getsockname())
     listener.accept()[0].close()
-    lonely.recv(1)
+    unanswered.recv(1)
     dump_on_signal(attempt, rank, int(os.environ["HPCDIST_WORLD_SIZE"]))
     print("up", flush=True)
     train(rank)
@@ -72,8 +72,8 @@ SHADOW = "from pathlib import Path\n__path__ = [str(Path(__file__).parent), {rea
 
 
 @contextmanager
-def still_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[LocalRanks]:
-    """Ranks of an attempt, once all of them stand still."""
+def hung_ranks(attempt: Attempt, folder: Path, num_ranks: int) -> Iterator[LocalRanks]:
+    """Yield the ranks of an attempt after all of them have started and hang."""
     real = Path(hpcdist.__file__).parent
     for name in ("", "rank"):
         package = folder / "hpcdist" / name

@@ -1,4 +1,4 @@
-"""What MLflow has of a sweep, for tests of sweeps here and on Slurm."""
+"""The MLflow runs of a sweep, for tests of local sweeps and of sweeps on Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Child(NamedTuple):
 
 
 def mlflow_runs(database: Path, sweep: str) -> dict[str, Child]:
-    """The sweep's MLflow run and its children, by their names; each name is there once."""
+    """Return the MLflow run of the sweep and its children by name, and assert that each name is unique."""
     query = """
         select run.run_uuid, run.name, run.status, parent.name from runs run
         left join tags tag on tag.run_uuid = run.run_uuid and tag.key = 'mlflow.parentRunId'
@@ -31,7 +31,7 @@ def mlflow_runs(database: Path, sweep: str) -> dict[str, Child]:
     return found
 
 
-def mend(project: Path) -> None:
-    """Mend the trainer of `picky.py`: from now on it bears every seed."""
+def repair_trainer(project: Path) -> None:
+    """Change the trainer of `picky.py` so that it accepts every seed."""
     path = project / "picky.py"
     path.write_text(path.read_text().replace("BAD_SEED = 2", "BAD_SEED = -1"))

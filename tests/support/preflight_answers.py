@@ -1,4 +1,4 @@
-"""Answers of a healthy cluster, to be spoilt one by one."""
+"""Probe answers of a healthy cluster, in which tests insert faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request(num_nodes: int = 4, **changes: Any) -> Request:
 
 
 def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
-    """Answers of nodes n1, n2, … that are alike; `changes` are parts of every answer."""
+    """Return equal answers of nodes n1, n2, …; `changes` replace values of every answer."""
     nodes = request(num_nodes).nodes
     peer = {"status": "ok", "latency_s": 5e-5, "sent_bytes_s": 1e9, "received_bytes_s": 1.1e9, "offset_s": 1e-4}
     answer: dict[str, Any] = {
@@ -63,7 +63,7 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
             "node": node,
             "network": {
                 "addresses": [f"10.0.0.{index}"],
-                # The first of a pair measures it.
+                # The first node of a pair measures it.
                 "peers": {
                     other: dict(peer) if node < other else {"status": "ok", "offset_s": -1e-4}
                     for other in nodes
@@ -75,12 +75,13 @@ def healthy(num_nodes: int = 4, **changes: Any) -> Answers:
     }
 
 
-def sentences(asked: Request, answers: Answers) -> list[str]:
-    """What is found wrong: `failure n3: disk: …`."""
+def messages(asked: Request, answers: Answers) -> list[str]:
+    """Return the findings with their levels, such as `failure n3: disk: …`."""
     return [f"{check.level} {check.sentence()}" for check in findings(asked, answers)]
 
 
 def findings(asked: Request, answers: Answers) -> list[Check]:
+    """Return the results of the checks without the summary."""
     found = check_nodes(asked, answers)
-    assert found[-1].level == "ok", "the last one says what was looked at"
+    assert found[-1].level == "ok", "the last result is the summary"
     return found[:-1]
