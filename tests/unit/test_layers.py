@@ -233,7 +233,6 @@ def test_ranks_and_batch_steps_start_without_slow_imports(start: str, forbidden:
         "supervisor.restart_policy",
         "supervisor.local_launcher",
         "preflight",
-        "devcluster",
         "network",
     ],
 )
