@@ -54,9 +54,9 @@ class ShipperProcess:
 
 
 def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
-    """Ship the current records of a run in a process with low priority. Returns a sentence on the result.
+    """Ship the current records of a run in a child process, and return a sentence on the result.
 
-    An unavailable server is not an error.
+    The process has normal priority, because the caller waits for it. An unavailable server is not an error.
     """
     try:
         uri = resolve_uri(config, env)
@@ -69,7 +69,6 @@ def ship_now(run: RunDir, config: Config, env: Mapping[str, str]) -> str:
         text=True,
         check=False,
         start_new_session=True,
-        preexec_fn=_be_nice,
     )
     text = (done.stdout or done.stderr).strip().removeprefix(f"{run.name}: ").removeprefix("hpcdist: ")
     return f"MLflow: {text}" if done.returncode == 0 else f"not in MLflow yet: {text}"
