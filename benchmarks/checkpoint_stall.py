@@ -1,16 +1,15 @@
-"""How long the training thread stands still for one checkpoint: ours, `torch.save`, and a bare memcpy.
+"""Time for which a checkpoint stops the training thread: hpcdist, `torch.save`, and a bare memcpy.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoint_stall.py [--device cuda] [--json] [--folder DIR]
 
-The same state for all (weights and two Adam moments, 200 MB by default), taken in turns, medians. The stall is
-the time until the call returns; ours has no earlier save in flight. On CUDA it is given twice: until the call
-returns, and until the device has done the copies that later kernels have to wait for.
-The last part is what a save in the background costs a loop that computes meanwhile in the main thread.
+All save the same state (weights and two Adam moments, 200 MB by default), in turn; the results are medians. The stall
+is the time until the call returns, with no earlier save in progress. On CUDA there is a second value: the time until
+the device has finished the copies that later kernels wait for. The last part measures by how much a background save
+slows down a loop that computes in the main thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import argument_parser
 from torch import Tensor
 
 from hpcdist.checkpoint.saver import AsyncSaver
@@ -31,7 +31,7 @@ State = dict[str, Any]
 
 
 def make_state(num_bytes: int, device: torch.device) -> State:
-    """Weights in 160 tensors (as many as ResNet50 has), half of them small, and what Adam keeps for each."""
+    """Return weights in 160 tensors, as in ResNet50, half of them small, with Adam's state."""
     num_small, num_large = 80, 80
     large = max(1, (num_bytes // 12 - num_small * 256) // num_large)
     sizes = [256, large] * num_large
@@ -45,18 +45,22 @@ def make_state(num_bytes: int, device: torch.device) -> State:
 
 
 def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts."""
     if isinstance(value, Tensor):
         return [value]
     return [tensor for item in value.values() for tensor in tensors(item)] if isinstance(value, dict) else []
 
 
 def timed(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def measure_stalls(state: State, folder: Path, device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each kind of save, by round."""
+
     def sync() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -86,7 +90,7 @@ def measure_stalls(state: State, folder: Path, device: torch.device, rounds: int
             saver.wait()
             written = time.perf_counter() - start
             if step == 0:
-                times["ours, first save"] = [stalled]  # takes the memory for the buffers, page by page
+                times["ours, first save"] = [stalled]  # allocates the buffers, page by page
                 continue
             times["torch.save"].append(saved)
             times["memcpy"].append(copied)
@@ -98,7 +102,7 @@ def measure_stalls(state: State, folder: Path, device: torch.device, rounds: int
 
 
 def busy_rate(until: threading.Event) -> tuple[float, float]:
-    """Iterations a second of a small loop of tensor and interpreter work, and its longest pause (s)."""
+    """Return iterations per second of a small loop of tensor and interpreter work, and its longest pause (s)."""
     x = torch.randn(64, 64)
     count, longest = 0, 0.0
     start = last = time.perf_counter()
@@ -117,9 +121,10 @@ def wait_and_set(saver: AsyncSaver, done: threading.Event) -> None:
     done.set()
 
 
-def measure_disturbance(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure_slowdown(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the speed of a busy loop during a save, relative to its speed without one, and its pauses."""
     result: dict[str, list[float]] = {"speed while saving": [], "longest pause (s)": []}
-    with AsyncSaver(CheckpointStore(folder / "disturbed")) as saver:
+    with AsyncSaver(CheckpointStore(folder / "slowdown")) as saver:
         saver.save(0, **state, rank_states=[None], block=True)
         for step in range(1, rounds + 1):
             done = threading.Event()
@@ -138,12 +143,10 @@ def measure_disturbance(state: State, folder: Path, rounds: int) -> dict[str, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, rounds=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--megabytes", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoints (default: a temporary one)")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -151,7 +154,7 @@ def main() -> None:
     state = make_state(arguments.megabytes * 1_000_000, device)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         times = measure_stalls(state, Path(name), device, arguments.rounds)
-        disturbance = measure_disturbance(state, Path(name), min(arguments.rounds, 5))
+        slowdown = measure_slowdown(state, Path(name), min(arguments.rounds, 5))
 
     medians = {key: statistics.median(values) for key, values in times.items()}
     ratios = {key: value / medians["torch.save"] for key, value in medians.items()}
@@ -163,9 +166,11 @@ def main() -> None:
     for key, value in medians.items():
         low, high = min(times[key]), max(times[key])
         print(f"{key:20}{value * 1e3:8.1f}{low * 1e3:8.1f}{high * 1e3:8.1f}  {ratios[key]:.3f}")
-    speed = statistics.median(disturbance["speed while saving"])
-    pause = statistics.median(disturbance["longest pause (s)"])
-    print(f"\nbusy main thread during a background save: {speed:.2f} of its speed, longest pause {pause * 1e3:.1f} ms")
+    speed = statistics.median(slowdown["speed while saving"])
+    pause = statistics.median(slowdown["longest pause (s)"])
+    print(
+        f"\nbusy main thread during a background save: {speed:.2f} times its speed, longest pause {pause * 1e3:.1f} ms"
+    )
     if arguments.json:
         record = {
             "benchmark": "checkpoint_stall",

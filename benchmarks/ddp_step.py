@@ -1,45 +1,49 @@
-"""A training step of our DDP trainer against a bare DDP loop, Accelerate and Lightning.
+"""Duration of a training step of the DDP trainer, compared with a bare DDP loop, Accelerate and Lightning.
 
     python benchmarks/ddp_step.py [--rounds 5] [--batch-sizes 8 64] [--only ours,bare] [--json]
 
-Two gloo ranks on this machine, one thread each, `simple_cnn`, Adam, the same training set: MNIST under
-$HPCDIST_DATA_DIR, or synthetic images of its size where that is not set. Ours is the real `hpcdist run` with
-everything on: progress, metrics every 50 steps, system metrics every 2 s, checkpoints, shipping to sqlite while it
-trains. Contenders take turns; a round's figure is the mean step over all but its first third (when processes, caches
-and allocators settle), checkpoints included. Ratios are taken within a round; medians over rounds.
+Two gloo ranks with one thread each train `simple_cnn` with Adam on the same data: MNIST in $HPCDIST_DATA_DIR, or
+synthetic images of its size. hpcdist is the real `hpcdist run` with all features: progress, metrics every 50 steps,
+system metrics every 2 s, checkpoints, and shipping to sqlite during training. The contenders alternate. The result of a
+round is the mean duration of a step, checkpoints included, without the first third of the steps, in which processes,
+caches and allocators settle. Ratios are computed within each round; the results are medians over rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.supervisor.plan import processor_env
-from hpcdist.tracking.journal_reader import read_records
+from harness import (
+    BASELINES,
+    HPCDIST,
+    MALLOC_ENV,
+    Readings,
+    argument_parser,
+    call,
+    clean_env,
+    loss_readings,
+    median_ratio,
+)
 
-BASELINES = Path(__file__).parent / "baselines"
-#: Steps a round by batch size; each fits into one epoch of MNIST on two ranks.
+#: Steps per round by batch size; each number fits into one epoch of MNIST on two ranks.
 STEPS = {8: 2400, 64: 450}
 WINDOW = 50
 NUM_RANKS = 2
 IMAGE_SIZE = 28
 NUM_SYNTHETIC = 60_000
-#: Readings of the clock: (steps done, unix time in s).
-Readings = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One batch size: what every contender gets."""
+    """Data and batch size, equal for all contenders."""
 
     data: str
     root: str
@@ -74,24 +78,24 @@ class Setting:
 
 
 def run_ours(setting: Setting, folder: Path, env: Mapping[str, str]) -> Readings:
-    _call([sys.executable, "-m", "hpcdist", "run", "ddp_mnist", *setting.overrides(folder)], folder, env)
-    records, _ = read_records(folder / "mnist" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")
-    return [(record.step, record.time_ms / 1000) for record in records if "train/loss" in record.metrics]
+    call([*HPCDIST, "run", "ddp_mnist", *setting.overrides(folder)], folder, env)
+    return loss_readings(folder / "mnist" / "ours")
 
 
 def run_script(name: str, extra_env: Mapping[str, str]) -> Callable[[Setting, Path, Mapping[str, str]], Readings]:
+    """Return a function that runs a script of benchmarks/baselines by torchrun."""
+
     def run(setting: Setting, folder: Path, env: Mapping[str, str]) -> Readings:
         out = folder / "readings.json"
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
         command = [*torchrun, str(BASELINES / f"{name}.py"), *setting.script_arguments(out)]
-        _call(command, folder, {**env, "OMP_NUM_THREADS": "1", **extra_env})
+        call(command, folder, {**env, "OMP_NUM_THREADS": "1", **extra_env})
         readings: Readings = [(step, time) for step, time in json.loads(out.read_text())]
         return readings
 
     return run
 
 
-MALLOC_ENV = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
 CONTENDERS = {
     "ours": run_ours,
     "bare": run_script("bare_ddp", {}),
@@ -102,14 +106,8 @@ CONTENDERS = {
 }
 
 
-def _call(command: list[str], folder: Path, env: Mapping[str, str]) -> None:
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-
-
 def step_ms(readings: Readings) -> float:
-    """Mean duration of a step after the first third of them."""
+    """Return the mean duration of a step without the first third of the steps."""
     total = readings[-1][0]
     steady = [(step, time) for step, time in readings if step >= total / 3]
     (first_step, first), (last_step, last) = steady[0], steady[-1]
@@ -117,14 +115,13 @@ def step_ms(readings: Readings) -> float:
 
 
 def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[float]]:
-    own = ("HPCDIST_", "MALLOC_", "OMP_", "MLFLOW_")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    """Return the milliseconds per step by contender and round."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names:
             folder = Path(tempfile.mkdtemp(prefix="ddp_step_"))
             try:
-                times[name].append(step_ms(CONTENDERS[name](setting, folder, env)))
+                times[name].append(step_ms(CONTENDERS[name](setting, folder, clean_env())))
             finally:
                 shutil.rmtree(folder)
         shown = "  ".join(f"{name} {values[-1]:.2f}" for name, values in times.items())
@@ -133,11 +130,9 @@ def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=sorted(STEPS), choices=sorted(STEPS))
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders, separated by commas or semicolons")
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
     arguments = parser.parse_args()
     names = [name for name in CONTENDERS if name in arguments.only]
 
@@ -152,8 +147,7 @@ def main() -> None:
         bare = times.get("bare", [])
         rows = {}
         for name, values in times.items():
-            ratios = [value / other for value, other in zip(values, bare, strict=False)]
-            over = statistics.median(ratios) if ratios else float("nan")
+            over = median_ratio(values, bare) if bare else float("nan")
             rows[name] = {"step_ms": statistics.median(values), "over_bare": over}
             low, high = min(values), max(values)
             print(f"{name:28}{batch_size:6}{rows[name]['step_ms']:8.2f}{low:8.2f}{high:8.2f}  {over:.3f}")

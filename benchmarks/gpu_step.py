@@ -1,16 +1,16 @@
-"""Images a second of our DDP trainer over a bare loop, on GPUs: ResNet50, 224², bf16, channels_last, torch.compile.
+"""Images per second of the DDP trainer on GPUs, compared with a bare loop: ResNet50, 224², bf16, torch.compile.
 
     PYTHONPATH=. python benchmarks/gpu_step.py [--rounds 3] [--json]
     PYTHONPATH=. python benchmarks/gpu_step.py --check-sync
     PYTHONPATH=. python benchmarks/gpu_step.py --device cpu --model resnet18 --image-size 64 --batch-size 4 --steps 6
 
-One rank per visible GPU (two without). Ours is the real trainer in its real surroundings inside a rank: journal,
-heartbeats, agreement on stops, system metrics, asynchronous checkpoints, batches out of a set of images that lies on
-the device. The supervisor and MLflow stand outside of a rank and are left out, so that this needs torch alone.
-The bare loop is the most that one could want: one fixed batch on the device, nothing else in the loop.
+One rank per visible GPU, or two without GPUs. hpcdist is the real trainer with all parts of a rank: journal,
+heartbeats, stop agreement, system metrics, asynchronous checkpoints, and batches from images on the device. The
+supervisor and MLflow are separate processes and are left out, so torch is the only requirement. The bare loop trains on
+one fixed batch on the device and does nothing else.
 
-Ours counts between its own log records, where it waits for the device; bare waits for the device as often.
-Compilation and evaluation do not count: the first epoch, and intervals across the end of an epoch, are left out.
+hpcdist is measured between its own log records, which wait for the device; the bare loop waits as often. Compilation
+and evaluation do not count: the first epoch, and intervals that contain the end of an epoch, are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import argument_parser, median_ratio
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.config.schema import (
@@ -67,7 +68,7 @@ INTERVALS_PER_EPOCH = 6
 
 
 def make_config(arguments: argparse.Namespace, num_ranks: int) -> Config:
-    """The run that both contenders do; an epoch is a third of all steps."""
+    """Return the config of both contenders; an epoch is a third of all steps."""
     per_epoch = arguments.steps // NUM_EPOCHS
     return Config(
         experiment="gpu_step",
@@ -93,11 +94,11 @@ def make_config(arguments: argparse.Namespace, num_ranks: int) -> Config:
     )
 
 
-# --- inside a rank
+# --- ranks
 
 
 def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
-    """What the worker does around a trainer, without the parts that need more packages than torch."""
+    """Run the trainer as the worker does, without the parts that need other packages than torch."""
     topology = Topology.from_env(os.environ)
     attempt = run.attempt(topology.attempt)
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
@@ -149,7 +150,7 @@ def run_ours(config: Config, run: RunDir, *, check_sync: bool) -> None:
 
 
 class SyncCounter:
-    """Counts where the host waits for the device during training steps, by function of the trainer.
+    """Counts waits of the host for the device during training steps, by function of the trainer.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.set_sync_debug_mode.html
     """
@@ -184,7 +185,7 @@ class SyncCounter:
 
 
 def run_bare(config: Config, out: Path) -> None:
-    """A DDP loop over one fixed batch. Writes [steps done, unix time in s] for each interval."""
+    """Train on one fixed batch; write [steps done, Unix time in s] for each interval."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     on_gpu = config.launch.device == "cuda"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -221,11 +222,11 @@ def run_bare(config: Config, out: Path) -> None:
     dist.destroy_process_group()
 
 
-# --- outside
+# --- measurement
 
 
 def start_ranks(plan: Plan, arguments: list[str], env: Mapping[str, str]) -> None:
-    """Start this file once a rank, and wait. Ends this process when a rank fails."""
+    """Start this file once per rank and wait; a failed rank ends the benchmark."""
     port = free_port("gpu_step", 1)
     torchrun = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(plan.num_ranks)}
     processes = []
@@ -239,7 +240,7 @@ def start_ranks(plan: Plan, arguments: list[str], env: Mapping[str, str]) -> Non
 
 
 def images_per_s(readings: list[tuple[int, float]], config: Config, num_ranks: int) -> float:
-    """Over the intervals after the first epoch that lie within one: evaluation stands between two."""
+    """Return the rate over the intervals that lie within one epoch, without the first epoch."""
     per_epoch = config.data.num_samples // config.data.batch_size // num_ranks
     steps, seconds = 0, 0.0
     for (begin, began), (end, ended) in pairwise(readings):
@@ -249,7 +250,7 @@ def images_per_s(readings: list[tuple[int, float]], config: Config, num_ranks: i
 
 
 def measure(plan: Plan, config: Config, contender: str, arguments: list[str]) -> tuple[float, dict[str, int]]:
-    """Images a second of one contender, and where it waited for the device (`--check-sync`)."""
+    """Return the images per second of a contender, and with `--check-sync` its waits for the device by place."""
     with tempfile.TemporaryDirectory(prefix="gpu_step_") as name:
         folder = Path(name)
         run = RunDir.create(folder / "gpu_step" / "run")
@@ -268,16 +269,14 @@ def measure(plan: Plan, config: Config, contender: str, arguments: list[str]) ->
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, rounds=3)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--batch-size", type=int, default=256, help="images per rank")
-    parser.add_argument("--steps", type=int, default=300, help="in all; a third of them warms up")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300, help="steps in total; a third of them warms up")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--check-sync", action="store_true", help="count waits for the device instead of time")
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--rank-of", choices=("ours", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -306,18 +305,20 @@ def main() -> None:
         _, syncs = measure(plan, config, "ours", passed_on)
         num_logs = arguments.steps // config.tracking.log_every_steps
         print(f"waits for the device in {arguments.steps} training steps with {num_logs} log records:")
-        for where, count in syncs.items():
-            print(f"    {count:6}  {where}")
-        # What is waited for once an epoch, such as the way of its indices to the device, is not in every step.
-        in_step = sum(n for place, n in syncs.items() if n > NUM_EPOCHS and not place.startswith(("_log", "_save")))
-        print(f"in steps, outside of logging and checkpoints: {in_step}")
+        for place, count in syncs.items():
+            print(f"    {count:6}  {place}")
+        # Waits that occur once per epoch, such as the copy of its indices to the device, are not part of a step.
+        in_step = sum(
+            n for place, n in syncs.items() if n > NUM_EPOCHS and not place.startswith(("interval_metrics", "save"))
+        )
+        print(f"in steps, without logging and checkpoints: {in_step}")
         result |= {"syncs": syncs, "syncs_in_steps": in_step}
     else:
         speeds: dict[str, list[float]] = {"bare": [], "ours": []}
         for _ in range(arguments.rounds):
             for contender, values in speeds.items():
                 values.append(measure(plan, config, contender, passed_on)[0])
-        over = statistics.median(ours / bare for ours, bare in zip(speeds["ours"], speeds["bare"], strict=True))
+        over = median_ratio(speeds["ours"], speeds["bare"])
         for contender, values in speeds.items():
             print(f"{contender:8}{statistics.median(values):10.1f} images/s  ({min(values):.1f} … {max(values):.1f})")
         print(f"ours over bare: {over:.3f}")

@@ -1,20 +1,18 @@
-"""DDP trainers with embedding tables on servers: ours, the tutorial's way, and one process without RPC.
+"""DDP trainers with embedding tables on parameter servers: hpcdist, the PyTorch tutorial, and one process without RPC.
 
     python benchmarks/hybrid.py [--rounds 3] [--only large,small] [--json]
 
-Two trainers on this machine, one thread a process. Ours is the real `hpcdist run hybrid_clicks` in `mode: sync` and
-`async`, with metrics, progress and shipping to sqlite, on a synthetic click log of the same sizes; its dense part has
-the baseline's linear layer and one more. The baseline (baselines/hybrid.py) and the bound, one process with sparse
-gradients, get batches drawn beforehand. Contenders take turns; figures are batches a second of all trainers over the
-last two thirds of the steps (of ours the last half: while MLflow is being imported, in the first seconds of a run, it
-takes a third of a core), ratios are taken within a round, medians over rounds.
+Two trainers on this machine, one thread per process. hpcdist is the real `hpcdist run hybrid_clicks` with
+`hybrid.mode=sync` and `async`, metrics, progress and shipping to sqlite, on a synthetic click log of the same size; its
+dense part has one layer more than the baseline's. The baseline (baselines/hybrid.py) and the bound, one process with
+sparse gradients, use batches that were generated before. The contenders alternate. Results are batches per second of
+all trainers over the last two thirds of the steps; for hpcdist over the last half, because MLflow is imported in the
+first seconds of a run and takes a third of a core. Ratios are computed within each round; the results are medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import socket
 import statistics
@@ -23,18 +21,19 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hpcdist.tracking.journal_reader import read_records
+from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, loss_readings, median_ratio
 
-BASELINE = Path(__file__).parent / "baselines" / "hybrid.py"
+BASELINE = BASELINES / "hybrid.py"
 NUM_TRAINERS = 2
 BASELINE_RANKS = NUM_TRAINERS + 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table, and batches of it: `bags` a trainer. `steps` of ours, of the baseline and of one process."""
+    """A table and its batches: `bags` per trainer, and the steps of hpcdist, the baseline and one process."""
 
     name: str
     rows: int
@@ -56,15 +55,15 @@ CASES = (
 )
 
 
-def run_ours(case: Case, mode: str, folder: Path, env: Mapping[str, str]) -> float:
+def run_ours(mode: str, case: Case, folder: Path, env: Mapping[str, str]) -> float:
     steps, window = case.steps[0], case.steps[0] // 6
     test = 64
     num_samples = steps * case.bags * NUM_TRAINERS + test
-    config = folder / "ours.yaml"  # tables given on the command line would be beside those of a shipped config
+    config = folder / "ours.yaml"  # overrides would add to the tables of the shipped config
     roles = f"{{trainer: {NUM_TRAINERS}, parameter_server: {case.servers}}}"
     config.write_text(f"{{trainer: hybrid, roles: {roles}, hybrid: {{tables: {{only: {case.rows}}}}}}}\n")
     command = [
-        *(sys.executable, "-m", "hpcdist", "run", str(config), "experiment=clicks", "checkpoint.monitor=eval/auc"),
+        *(*HPCDIST, "run", str(config), "experiment=clicks", "checkpoint.monitor=eval/auc"),
         *(
             f"runs_dir={folder}",
             "name=ours",
@@ -83,10 +82,9 @@ def run_ours(case: Case, mode: str, folder: Path, env: Mapping[str, str]) -> flo
         *("stop.max_epochs=1", f"tracking.log_every_steps={window}", "tracking.register_as=null"),
         *("launch.device=cpu", "launch.num_threads=1"),
     ]
-    _call(command, folder, env)
-    records, _ = read_records(folder / "clicks" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")
-    at = [(record.step, record.time_ms / 1000) for record in records if "train/loss" in record.metrics]
-    (first, began), (last, ended) = at[2], at[-1]
+    call(command, folder, env)
+    readings = loss_readings(folder / "clicks" / "ours")
+    (first, began), (last, ended) = readings[2], readings[-1]
     return NUM_TRAINERS * (last - first) / (ended - began)
 
 
@@ -114,7 +112,7 @@ def run_baseline(case: Case, folder: Path, env: Mapping[str, str]) -> float:
 
 def run_one_process(case: Case, folder: Path, env: Mapping[str, str]) -> float:
     command = [sys.executable, "-W", "ignore", str(BASELINE), *_sizes(case, case.steps[2]), "--one-process"]
-    return float(_call(command, folder, {**env, "OMP_NUM_THREADS": "1"}))
+    return float(call(command, folder, {**env, "OMP_NUM_THREADS": "1"}))
 
 
 def _sizes(case: Case, steps: int) -> list[str]:
@@ -122,20 +120,12 @@ def _sizes(case: Case, steps: int) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-def _call(command: list[str], folder: Path, env: Mapping[str, str]) -> str:
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def measure(case: Case, rounds: int) -> dict[str, list[float]]:
-    own = ("HPCDIST_", "MALLOC_", "OMP_", "MLFLOW_")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    """Return the batches per second by contender and round."""
     contenders = {
         "baseline": run_baseline,
-        "ours, sync": lambda *where: run_ours(where[0], "sync", *where[1:]),
-        "ours, async": lambda *where: run_ours(where[0], "async", *where[1:]),
+        "ours, sync": partial(run_ours, "sync"),
+        "ours, async": partial(run_ours, "async"),
         "one process": run_one_process,
     }
     rates: dict[str, list[float]] = {name: [] for name in contenders}
@@ -143,7 +133,7 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
         for name, contender in contenders.items():
             folder = Path(tempfile.mkdtemp(prefix="hybrid_"))
             try:
-                rates[name].append(contender(case, folder, env))
+                rates[name].append(contender(case, folder, clean_env()))
             finally:
                 shutil.rmtree(folder)
         shown = "  ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items())
@@ -152,27 +142,21 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
 
 
 def row(case: Case, rates: Mapping[str, list[float]], name: str) -> dict[str, str | float | None]:
-    """One line of the trainers' table; times the baseline of the same round."""
-
-    def times(contender: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates[contender], rates["baseline"], strict=True))
-
+    """Return one row of the table of trainers."""
     return {
         "case": f"{case.title}{'' if name == 'ours, sync' else ', async'}",
         "unit": "batches/s",
         "baseline": statistics.median(rates["baseline"]),
         "ours": statistics.median(rates[name]),
-        "ratio": times(name),
-        "bound": times("one process"),
+        "ratio": median_ratio(rates[name], rates["baseline"]),
+        "bound": median_ratio(rates["one process"], rates["baseline"]),
         "goal": case.goal,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = argument_parser(__doc__, rounds=3)
     parser.add_argument("--only", default="", help="cases, separated by commas")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON in the last line")
     arguments = parser.parse_args()
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only.split(",")]
     table = []
@@ -183,7 +167,7 @@ def main() -> None:
     for line in table:
         numbers = f"{line['baseline']:>10.1f}{line['ours']:>10.1f}{line['ratio']:>7.2f}×{line['bound']:>7.2f}×"
         print(f"{line['case']:<48}{numbers}{line['goal']:>6}×")
-    print("batches a second of both trainers; the bound is one process without RPC, of one thread")
+    print("batches per second of both trainers; the bound is one process with one thread and without RPC")
     if arguments.json:
         print(json.dumps({"table": table}))
 

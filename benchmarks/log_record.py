@@ -1,15 +1,14 @@
-"""What one metric record costs the training process: our journal, and MLflow's own `log_metric` and `log_batch`.
+"""Time that one metric record takes in the training process: the journal, MLflow's `log_metric` and `log_batch`.
 
     OMP_NUM_THREADS=1 python benchmarks/log_record.py [--json] [--folder DIR]
 
-Records of one and of five metrics. The kinds take turns, round by round, so that a busy neighbour hits all of them;
-given is the median over the rounds of the mean time per record. The journal has a record in the kernel's hands when
-the call returns, MLflow has it in its database. The durable flush is what a checkpoint adds.
+Records of one and of five metrics. The kinds alternate within a round, so that other load affects all of them; the
+result is the median over rounds of the mean time per record. When the call returns, the journal's record is in the
+kernel's page cache, and MLflow's record is in its database. A checkpoint adds one durable flush of the journal.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness import argument_parser
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
@@ -35,7 +35,7 @@ METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """A local `mlflow server` on a database of its own; its URI once it answers."""
+    """Start a local `mlflow server` with a new database; yield its URI as soon as it accepts connections."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -60,7 +60,7 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def mlflow_loggers(client: MlflowClient) -> tuple[Log, Log]:
-    """MLflow's way with one call per metric, and with one call per record."""
+    """Return two functions that log by MLflow's client: one call per metric, and one call per record."""
     run_id = client.create_run(client.create_experiment("bench")).info.run_id
 
     def log_metric(metrics: dict[str, float], step: int) -> None:
@@ -89,11 +89,11 @@ def flush_us(writer: JournalWriter, step: int) -> float:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Microseconds by kind, a value a round; the first round only warms up."""
+    """Return microseconds per record by kind and round, without the first round."""
     with server(folder) as uri, JournalWriter(folder) as writer:
         sqlite = mlflow_loggers(open_client(f"sqlite:///{folder}/mlflow.db"))
         remote = mlflow_loggers(open_client(uri))
-        # A record of MLflow's takes a thousand times as long: fewer of them keep the rounds even.
+        # MLflow takes a thousand times as long per record, so it gets fewer of them.
         kinds: dict[str, tuple[Log, int]] = {
             "journal": (writer.log, 2000),
             "MLflow sqlite, log_metric": (sqlite[0], 10),
@@ -114,16 +114,16 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
-    parser.add_argument("--json", action="store_true", help="print one JSON line as well")
+    parser = argument_parser(__doc__, rounds=15)
+    parser.add_argument("--folder", type=Path, help="folder of journal and database (default: a temporary one)")
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         times = measure(Path(name), arguments.rounds)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
-    print(f"one record, kind and number of metrics; {os.cpu_count()} CPUs, median of {arguments.rounds} rounds\n")
+    print(
+        f"time per record, by kind and number of metrics; {os.cpu_count()} CPUs, median of {arguments.rounds} rounds\n"
+    )
     print(f"{'':30}{'µs':>10}{'min':>10}{'max':>10}{'over the journal':>18}")
     for kind, value in medians.items():
         count = kind[-1] if kind[-1].isdigit() else "5"

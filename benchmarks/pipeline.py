@@ -1,82 +1,74 @@
-"""A step of the pipeline trainer against the tutorial's RPC pipeline and torch.distributed.pipelining.
+"""Duration of a pipeline step: the PyTorch tutorial's RPC pipeline, torch.distributed.pipelining, hpcdist.
 
     python benchmarks/pipeline.py [--rounds 5] [--splits 1 2 4 8] [--json]
 
-ResNet50 in two stages of one thread each, 32 images of 128², SGD. All contenders are started once and then asked for
-one step after the other in turn, so that a neighbour's load meets all of them; who waits for a turn stands still
-(SIGSTOP), since TensorPipe and gloo poll while they wait. Ratios are taken within a round, medians over rounds. Ours is
-our trainer's own set-up and step in ranks that `hpcdist run` has started, with the allocator's policy; the others run
-as published, and the baseline with one split also with that policy.
+ResNet50 in two stages of one thread each, 32 images of 128², SGD. All contenders are started once and do one step in
+turn, so that other load affects all of them; meanwhile the others are stopped by SIGSTOP, because TensorPipe and gloo
+poll while they wait. Ratios are computed within each round; the results are medians over rounds. hpcdist is the
+trainer's own set-up and step in ranks of `hpcdist run`, with its allocator settings. The others run as published, and
+the baseline with one split also runs with these settings.
 
-The bound of N splits is what our two stages can give at best: (N - 1) times the slower one's micro-batch and one of
-each, then the slower one's optimizer step. Each stage's time is measured in the same rounds while the other one rests,
-at the micro-batch's size: so the bound holds what small micro-batches cost.
+The bound for N splits is the shortest step that the two stages of hpcdist allow: N - 1 times the micro-batch of the
+slower stage, one micro-batch of each stage, and the optimizer step of the slower stage. Each stage is measured at
+this micro-batch size in the same rounds while the other is idle, so the bound includes the cost of small batches.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from statistics import median
+from typing import IO, Any
 
-import psutil
+from harness import BASELINES, HPCDIST, MALLOC_ENV, argument_parser, clean_env, median_ratio, signal_tree
 
-from hpcdist.supervisor.plan import processor_env
 from hpcdist.trainers.pipeline.schedules import ideal_bubble, ideal_step_s
 
-BASELINES = Path(__file__).parent / "baselines"
 BATCH_SIZE, IMAGE_SIZE = 32, 128
-#: Seconds of the tutorial's own table on two GPUs (1 to 8 splits), for the shape of the curve.
-OWN = ("HPCDIST_", "MALLOC_", "OMP_", "MLFLOW_")
-MALLOC_ENV = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
 
 
 class Contender:
-    """Processes that do what a line asks for, and answer with numbers."""
+    """Processes that read a command per line and write numbers as the response."""
 
-    def __init__(self, name: str, ask: IO[str], answers: IO[str], roots: Sequence[int]) -> None:
+    def __init__(self, name: str, commands: IO[str], responses: IO[str], pids: Sequence[int]) -> None:
         self.name = name
-        self._roots = roots  #: process ids; what they have started belongs to the contender as well
-        self._ask = ask
-        self._answers = answers
-        ready = answers.readline()
+        self._pids = pids
+        self._commands = commands
+        self._responses = responses
+        ready = responses.readline()
         if ready.strip() != "ready":
-            sys.exit(f"{name} did not start: {ready}{answers.read()}")
+            sys.exit(f"{name} did not start: {ready}{responses.read()}")
         self._signal(signal.SIGSTOP)
 
     def __call__(self, command: str) -> list[float]:
+        """Let the processes run until they have executed a command."""
         self._signal(signal.SIGCONT)
-        self._ask.write(f"{command}\n")
-        self._ask.flush()
-        answer = [float(value) for value in self._answers.readline().split()]
+        self._commands.write(f"{command}\n")
+        self._commands.flush()
+        response = [float(value) for value in self._responses.readline().split()]
         self._signal(signal.SIGSTOP)
-        return answer
+        return response
 
     def _signal(self, number: signal.Signals) -> None:
-        for root in self._roots:
-            for process in (psutil.Process(root), *psutil.Process(root).children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(number)
+        for pid in self._pids:
+            signal_tree(pid, number)
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)
-        self._ask.close()
+        self._commands.close()
 
 
 def start_script(stack: ExitStack, name: str, num_ranks: int, extra_env: dict[str, str]) -> Contender:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline_")))
-    env = {k: v for k, v in os.environ.items() if not k.startswith(OWN)}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", **extra_env}
+    env = clean_env() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", **extra_env}
     processes = []
     for rank in range(num_ranks):
         command = [sys.executable, str(BASELINES / f"{name}.py"), *map(str, (rank, folder, BATCH_SIZE, IMAGE_SIZE))]
@@ -94,8 +86,7 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeline_")))
     for pipe in ("commands", "answers"):
         os.mkfifo(folder / pipe)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(OWN)}
-    command = [sys.executable, "-m", "hpcdist", "run", "pipeline_resnet50", f"runs_dir={folder}", "name=ours"]
+    command = [*HPCDIST, "run", "pipeline_resnet50", f"runs_dir={folder}", "name=ours"]
     command += [
         "trainer=paced_pipeline:train",
         f"params.commands={folder}/commands",
@@ -110,27 +101,27 @@ def start_ours(stack: ExitStack, *overrides: str) -> Contender:
         *overrides,
     ]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=BASELINES, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=BASELINES, env=clean_env(), stdout=log, stderr=log)
     stack.callback(process.terminate)
-    ask = stack.enter_context(_open(folder / "commands", "w", process, folder / "log"))
-    return Contender("ours", ask, stack.enter_context((folder / "answers").open()), [process.pid])
+    commands = stack.enter_context(_open_for_writing(folder / "commands", process, folder / "log"))
+    return Contender("ours", commands, stack.enter_context((folder / "answers").open()), [process.pid])
 
 
-def _open(path: Path, mode: str, process: subprocess.Popen[bytes], log: Path) -> IO[str]:
-    """Open a named pipe once its other end is there; a run that has failed says why."""
+def _open_for_writing(path: Path, process: subprocess.Popen[bytes], log: Path) -> IO[str]:
+    """Open a named pipe as soon as the run reads from it; a run that fails ends the benchmark with its log."""
     while process.poll() is None:
         try:
-            return os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), mode)
-        except OSError:  # nobody reads yet
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w")
+        except OSError:  # the run has not opened the pipe yet
             time.sleep(0.1)
-    sys.exit(f"our run ended:\n{log.read_text()}")
+    sys.exit(f"the run of hpcdist ended:\n{log.read_text()}")
 
 
 Times = dict[str, list[list[float]]]
 
 
 def measure(splits: Sequence[int], rounds: int) -> Times:
-    """Answers by `contender command`, a list of rounds each."""
+    """Return the responses by `contender command` and round."""
     with ExitStack() as stack:
         contenders = {
             "baseline": start_script(stack, "pipeline", 3, {}),
@@ -144,14 +135,14 @@ def measure(splits: Sequence[int], rounds: int) -> Times:
         for split in splits:
             plan += [("baseline", str(split)), ("ours", f"step {split}"), ("pipelining", str(split))]
             plan += [("ours", f"alone {split}"), ("ours", f"together {split}")]
-            if split > 1:  # as 1F1B wants it
+            if split > 1:  # 1F1B needs as many micro-batches as stages
                 plan += [("ours, engine pipelining", f"step {split}")]
         times: Times = {}
-        for number in range(rounds + 1):  # the first one is for caches and allocators
-            for who, command in plan:
-                answer = contenders[who](command)
+        for number in range(rounds + 1):  # the first round fills caches and allocators
+            for name, command in plan:
+                response = contenders[name](command)
                 if number > 0:
-                    times.setdefault(f"{who} {command}", []).append(answer)
+                    times.setdefault(f"{name} {command}", []).append(response)
             shown = "  ".join(f"{key} {values[-1][0]:.2f}" for key, values in times.items() if "step" in key)
             print(f"round {number}, load {os.getloadavg()[0]:.1f}: {shown}", file=sys.stderr, flush=True)
         for contender in contenders.values():
@@ -160,72 +151,92 @@ def measure(splits: Sequence[int], rounds: int) -> Times:
 
 
 def ratio(times: Times, over: str, under: str) -> float:
-    """Median over rounds of one's seconds over another's."""
-    return statistics.median(a[0] / b[0] for a, b in zip(times[over], times[under], strict=True))
+    """Return the median over rounds of the ratio of two durations."""
+    return median_ratio(first_values(times[over]), first_values(times[under]))
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def first_values(responses: Sequence[Sequence[float]]) -> list[float]:
+    return [response[0] for response in responses]
 
 
-def bound_s(times: Times, split: int, what: str = "alone") -> list[float]:
-    """The shortest step of each round."""
+def bound_s(times: Times, split: int, measurement: str = "alone") -> list[float]:
+    """Return the shortest possible step of each round."""
     updates = [max(update) for update in times["ours update"]]
-    parts = times[f"ours {what} {split}"]
+    parts = times[f"ours {measurement} {split}"]
     return [ideal_step_s(stage_s, split) + update for stage_s, update in zip(parts, updates, strict=True)]
 
 
+def split_rows(times: Times, split: int) -> Iterator[dict[str, Any]]:
+    """Print the line of one number of splits and yield its rows of the table of trainers."""
+    step, engine = f"ours step {split}", f"ours, engine pipelining step {split}"
+    ours, baseline, pipelining = (
+        median(first_values(times[key])) for key in (step, f"baseline {split}", f"pipelining {split}")
+    )
+    bounds, both = bound_s(times, split), bound_s(times, split, "together")
+    of_bound = median_ratio(bounds, first_values(times[step]))
+    work = [sum(response) * split for response in times[f"ours alone {split}"]]
+    bubble = 1 - median_ratio(work, first_values(times[step])) / 2
+    print(
+        f"{split:6}{baseline:10.2f}{pipelining:12.2f}{ours:8.2f}"
+        f"{median(first_values(times[engine])) if engine in times else float('nan'):17.2f}{median(bounds):8.2f}"
+        f"{of_bound:12.2f}{median(both):11.2f}{bubble:12.2f} / {ideal_bubble(2, split):.2f}"
+    )
+    bound = median_ratio(first_values(times[f"baseline {split}"]), bounds)
+    row = {"unit": "batches/s", "ours": 1 / ours}
+    yield {
+        "case": f"{split} splits",
+        **row,
+        "baseline": 1 / baseline,
+        "ratio": ratio(times, f"baseline {split}", step),
+        "bound": bound,
+        "goal": max(1.0, 0.9 * bound) if split > 1 else 1.0,
+    }
+    yield {
+        "case": f"{split} splits, over torch.distributed.pipelining",
+        **row,
+        "baseline": 1 / pipelining,
+        "ratio": ratio(times, f"pipelining {split}", step),
+        "bound": None,
+        "goal": 1.0,
+    }
+
+
+def best_row(times: Times, splits: Sequence[int]) -> dict[str, Any]:
+    """Return the row of the best number of splits, compared with the baseline with one split."""
+    over = {split: ratio(times, "baseline 1", f"ours step {split}") for split in splits}
+    best = max(splits, key=over.__getitem__)
+    return {
+        "case": f"{best} splits, over the baseline with 1",
+        "unit": "batches/s",
+        "baseline": 1 / median(first_values(times["baseline 1"])),
+        "ours": 1 / median(first_values(times[f"ours step {best}"])),
+        "ratio": over[best],
+        "bound": None,
+        "goal": 1.9,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--splits", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     times = measure(arguments.splits, arguments.rounds)
 
-    print(f"ResNet50, 2 stages x 1 thread, {BATCH_SIZE} images of {IMAGE_SIZE}²; seconds a step, medians of")
+    print(f"ResNet50, 2 stages x 1 thread, {BATCH_SIZE} images of {IMAGE_SIZE}²; seconds per step, medians of")
     print(f"{arguments.rounds} rounds; load average {load:.1f} before, {os.getloadavg()[0]:.1f} after\n")
     print("splits  baseline  pipelining    ours  ours/pipelining   bound  bound/ours  both busy  bubble ours/theory")
-    table = []
-    for split in arguments.splits:
-        step = f"step {split}"
-        ours = median([answer[0] for answer in times[f"ours {step}"]])
-        baseline = median([answer[0] for answer in times[f"baseline {split}"]])
-        engine = times.get(f"ours, engine pipelining {step}")
-        bounds, both = bound_s(times, split), bound_s(times, split, "together")
-        of_bound = median([bound / answer[0] for bound, answer in zip(bounds, times[f"ours {step}"], strict=True)])
-        work = [sum(answer) * split for answer in times[f"ours alone {split}"]]
-        bubble = median([1 - all_s / (2 * a[0]) for all_s, a in zip(work, times[f"ours {step}"], strict=True)])
-        print(
-            f"{split:6}{baseline:10.2f}{median([a[0] for a in times[f'pipelining {split}']]):12.2f}{ours:8.2f}"
-            f"{median([a[0] for a in engine]) if engine else float('nan'):17.2f}{median(bounds):8.2f}{of_bound:12.2f}"
-            f"{median(both):11.2f}{bubble:12.2f} / {ideal_bubble(2, split):.2f}"
-        )
-        row = {"unit": "batches/s", "baseline": 1 / baseline, "ours": 1 / ours}
-        best = median([a[0] / bound for a, bound in zip(times[f"baseline {split}"], bounds, strict=True)])
-        over = ratio(times, f"baseline {split}", f"ours {step}")
-        goal = 0.9 * best if split > 1 else 1.0
-        table.append({"case": f"{split} splits", **row, "ratio": over, "bound": best, "goal": max(1.0, goal)})
-        other = 1 / median([a[0] for a in times[f"pipelining {split}"]])
-        over = ratio(times, f"pipelining {split}", f"ours {step}")
-        case = f"{split} splits, over torch.distributed.pipelining"
-        table.append({"case": case, **row, "baseline": other, "ratio": over, "bound": None, "goal": 1.0})
-    one = "baseline 1"
-    policy = ratio(times, one, "baseline, our MALLOC_* 1")
+    table = [row for split in arguments.splits for row in split_rows(times, split)]
     first = f"step {arguments.splits[0]}"
-    ours_policy = ratio(times, f"ours, without MALLOC_* {first}", f"ours {first}")
-    print(f"\nthe allocator's policy makes the baseline {policy:.2f} times as fast, and ours {ours_policy:.2f} times")
-    print("over the baseline with 1 split:")
+    for_baseline = ratio(times, "baseline 1", "baseline, our MALLOC_* 1")
+    for_ours = ratio(times, f"ours, without MALLOC_* {first}", f"ours {first}")
+    print(f"\nspeed-up by the allocator settings: baseline {for_baseline:.2f}, ours {for_ours:.2f}")
+    print("speed-up over the baseline with 1 split:")
     for split in arguments.splits:
-        published, ours_over = ratio(times, one, f"baseline {split}"), ratio(times, one, f"ours step {split}")
-        print(f"{split:4} splits: baseline {published:.2f}, ours {ours_over:.2f}")
-    best_split = max(arguments.splits, key=lambda split: ratio(times, one, f"ours step {split}"))
-    row = {"unit": "batches/s", "baseline": 1 / median([a[0] for a in times[one]])}
-    ours = median([a[0] for a in times[f"ours step {best_split}"]])
-    over = ratio(times, one, f"ours step {best_split}")
-    case = f"{best_split} splits, over the baseline with 1"
-    table.append({"case": case, **row, "ours": 1 / ours, "ratio": over, "bound": None, "goal": 1.9})
+        published = ratio(times, "baseline 1", f"baseline {split}")
+        ours = ratio(times, "baseline 1", f"ours step {split}")
+        print(f"{split:4} splits: baseline {published:.2f}, ours {ours:.2f}")
+    table.append(best_row(times, arguments.splits))
     if arguments.json:
         print(json.dumps({"benchmark": "pipeline", "rounds": arguments.rounds, "times": times, "table": table}))
 

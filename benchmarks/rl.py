@@ -1,20 +1,19 @@
-"""Environment steps a second of our RL trainer against the tutorial's, learning included; how soon CartPole is solved.
+"""Environment steps per second of the RL trainer, learning included, and time to solve CartPole.
 
     python benchmarks/rl.py [--rounds 3] [--seconds 15] [--seeds 5] [--only "64 environments"] [--json]
 
-Two observers and an agent on this machine, one thread each. Ours is the real `hpcdist run rl_cartpole` with
-everything on; what counts are transitions learnt from, over all but the first third of a run. Contenders take turns,
-ratios are taken within a round, medians over rounds. The bound is stepping as many environments and doing nothing
-else, in two processes at once. The baseline's time to solve is bounded by how long it was run: it never got there.
+Two observers and an agent on this machine, one thread each, compared with the PyTorch tutorial (baselines/rl.py).
+hpcdist is the real `hpcdist run rl_cartpole` with all features; the result is the number of transitions learned from
+per second, without the first third of a run. The contenders alternate, ratios are computed within each round, and the
+results are medians. The bound is the rate at which two processes step as many environments and do nothing else. The
+baseline never solves the problem, so the duration of its runs is a lower limit of its time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, median_ratio
 
 from hpcdist.tracking.journal_reader import Record, read_records
 from hpcdist.trainers.rl.environments import Problem, make_environments
 
-BASELINE = Path(__file__).parent / "baselines" / "rl.py"
+ENV = {**clean_env(), "OMP_NUM_THREADS": "1"}
 THRESHOLD = 475.0
 SOLVED_IN_S = 5.0
-#: What is overridden in `rl_cartpole`, environments per observer, and times the baseline to reach.
+#: Overrides of `rl_cartpole`, environments per observer, and target as a multiple of the baseline.
 CASES: dict[str, tuple[list[str], int, float | None]] = {
     "8 environments": (["rl.num_envs=8", "rl.num_rollout_steps=256", "stop.max_steps=150"], 8, 100.0),
     "64 environments": (["stop.max_steps=300"], 64, 250.0),
@@ -39,28 +39,20 @@ CASES: dict[str, tuple[list[str], int, float | None]] = {
 }
 
 
-def call(command: list[str]) -> str:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("HPCDIST_", "MLFLOW_", "MALLOC_"))}
-    done = subprocess.run(command, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def run_baseline(seconds: float) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(call([sys.executable, str(BASELINE), str(seconds)]).splitlines()[-1])
+    command = [sys.executable, str(BASELINES / "rl.py"), str(seconds)]
+    result: dict[str, Any] = json.loads(call(command, None, ENV).splitlines()[-1])
     return result
 
 
 def run_ours(*overrides: str) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
-        call(
-            [
-                *(sys.executable, "-m", "hpcdist", "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
-                *("launch.device=cpu", "launch.num_threads=1", "rl.record_episode=false", "tracking.register_as=null"),
-                *("tracking.drain_timeout_s=5", *overrides),  # what MLflow has at the end is of no interest here
-            ]
-        )
+        command = [
+            *(*HPCDIST, "run", "rl_cartpole", f"runs_dir={folder}", "name=ours"),
+            *("launch.device=cpu", "launch.num_threads=1", "rl.record_episode=false", "tracking.register_as=null"),
+            *("tracking.drain_timeout_s=5", *overrides),  # the benchmark does not read from MLflow
+        ]
+        call(command, None, ENV)
         return read_records(Path(folder) / "cartpole" / "ours" / "journal" / "attempt-001.rank-00000.jsonl")[0]
 
 
@@ -74,14 +66,14 @@ def steps_per_s(overrides: list[str]) -> float:
 
 
 def solved_in_s(seed: int) -> float:
-    """Seconds of training and evaluation until the mean of 100 greedy episodes was 475 or more."""
+    """Return the seconds of training and evaluation until the mean return of 100 greedy episodes reaches 475."""
     evaluations = [item.metrics for item in run_ours(f"seed={seed}") if "eval/return" in item.metrics]
     assert evaluations[-1]["eval/return"] >= THRESHOLD, f"seed {seed} ended at {evaluations[-1]}"
     return evaluations[-1]["eval/after_s"]
 
 
 def step_alone(num_envs: int) -> float:
-    """Environment steps a second of one process that only steps."""
+    """Return the environment steps per second of one process that only steps."""
     envs = make_environments(Problem.of("CartPole-v1", {}), num_envs, np.random.default_rng(0))
     actions = np.random.default_rng(0).integers(2, size=(20_000, num_envs))
     began = time.perf_counter()
@@ -91,17 +83,16 @@ def step_alone(num_envs: int) -> float:
 
 
 def bound(num_envs: int) -> float:
+    """Return the environment steps per second of two such processes."""
     with get_context("spawn").Pool(2) as pool:
         return sum(pool.map(step_alone, [num_envs] * 2))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of the baseline, a round")
-    parser.add_argument("--seeds", type=int, default=5, help="runs until solved")
-    parser.add_argument("--only", default="", help="a case's name")
-    parser.add_argument("--json", action="store_true", help="print JSON as the last line")
+    parser = argument_parser(__doc__, rounds=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of the baseline in each round")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs until solved")
+    parser.add_argument("--only", default="", help="name of a case")
     arguments = parser.parse_args()
     cases = {name: case for name, case in CASES.items() if arguments.only in ("", name)}
     baseline: list[float] = []
@@ -112,7 +103,7 @@ def main() -> None:
         result = run_baseline(arguments.seconds)
         baseline.append(result["steps_per_s"])
         best = max(best, result["best_mean_return"])
-        assert result["solved_s"] is None, "the baseline has solved it: compare the times"
+        assert result["solved_s"] is None, "the baseline has solved the problem: compare the times"
         for name, (overrides, num_envs, _) in cases.items():
             ours[name].append(steps_per_s(overrides))
             bounds[name].append(bound(num_envs))
@@ -125,27 +116,27 @@ def main() -> None:
             "unit": "steps/s",
             "baseline": statistics.median(baseline),
             "ours": statistics.median(ours[name]),
-            "ratio": statistics.median(a / b for a, b in zip(ours[name], baseline, strict=True)),
-            "bound": statistics.median(a / b for a, b in zip(bounds[name], baseline, strict=True)),
+            "ratio": median_ratio(ours[name], baseline),
+            "bound": median_ratio(bounds[name], baseline),
             "goal": goal,
         }
         for name, (_, _, goal) in cases.items()
     ]
-    print(f"best mean return over 100 episodes of the baseline in {arguments.seconds:g} s: {best:.0f}")
+    print(f"best mean return of the baseline over 100 episodes in {arguments.seconds:g} s: {best:.0f}")
     if arguments.seeds:
         times = [solved_in_s(seed) for seed in range(1, arguments.seeds + 1)]
         median = statistics.median(times)
-        print(f"solved by ours in {', '.join(f'{seconds:.2f}' for seconds in times)} s, median {median:.2f} s")
-        at_most = 60 / arguments.seconds
+        print(f"solved in {', '.join(f'{seconds:.2f}' for seconds in times)} s, median {median:.2f} s")
+        baseline_limit = 60 / arguments.seconds
         table.append(
             {
                 "case": f"CartPole-v1 solved, median of {arguments.seeds} seeds",
                 "unit": "solved/min",
-                "baseline": at_most,
+                "baseline": baseline_limit,
                 "ours": 60 / median,
-                "ratio": 60 / median / at_most,
+                "ratio": 60 / median / baseline_limit,
                 "bound": None,
-                "goal": 60 / SOLVED_IN_S / at_most,
+                "goal": 60 / SOLVED_IN_S / baseline_limit,
             }
         )
     for row in table:

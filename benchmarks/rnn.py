@@ -1,23 +1,21 @@
-"""Our parameter-server RNN against the tutorial's (`baselines/rnn.py`) and against one process without RPC.
+"""Tokens per second of the RNN trainer with parameter servers: the PyTorch tutorial, one process, hpcdist.
 
     python benchmarks/rnn.py [--rounds 6] [--only "ours;ours, async"] [--cases realistic,toy] [--json]
 
-One server and one trainer process (or two trainers), one thread each; the same text, sizes and optimizer (SGD). Ours is
-the real `hpcdist run` with metrics, progress and shipping. All contenders are started, and stand still (SIGSTOP) but
-for the one whose turn it is, so that neighbours' load meets all of them. A turn's figure is the rate between its first
-step and its last; ratios are taken within a round, medians over rounds.
+One server and one trainer process (or two trainers) with one thread each, on the same text, with the same sizes and
+SGD. hpcdist is the real `hpcdist run` with metrics, progress and shipping; the tutorial is `baselines/rnn.py`. All
+contenders are started once and run in turn; meanwhile the others are stopped by SIGSTOP, so that other load affects all
+of them. The rate of a turn is that between its first and its last step. Ratios are computed within each round; the
+results are medians over rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,22 +26,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+from harness import (
+    BASELINES,
+    HPCDIST,
+    MALLOC_ENV,
+    Readings,
+    argument_parser,
+    clean_env,
+    loss_readings,
+    median,
+    median_ratio,
+    signal_tree,
+)
 
-from hpcdist.supervisor.plan import processor_env
-from hpcdist.tracking.journal_reader import read_records
-
-BASELINE = Path(__file__).parent / "baselines" / "rnn.py"
-#: (steps done, unix time in s)
-Readings = list[tuple[int, float]]
-#: A contender is warm after so many steps; it may take so long to get there.
+#: Steps of a contender before the measurement, and the time limit for them.
 WARM_STEPS, WARM_S = 5, 300.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and what is to be reached as a multiple of the baseline, by contender."""
+    """Sizes, and targets as multiples of the baseline by contender."""
 
+    title: str
     rnn: Mapping[str, Any]
     turn_s: float
     log_every: int
@@ -52,6 +56,7 @@ class Case:
 
 CASES = {
     "realistic": Case(
+        "10,000 × 200, batch 20 × 35",
         {
             "vocab_size": 10_000,
             "embedding_size": 200,
@@ -66,33 +71,27 @@ CASES = {
     ),
     # The tutorial's own sizes.
     "toy": Case(
+        "10 × 2, batch 3 × 5",
         {"vocab_size": 10, "embedding_size": 2, "hidden_size": 3, "num_layers": 4, "batch_size": 3, "bptt": 5},
         turn_s=1.5,
         log_every=25,
         goals={"ours": 1.4},
     ),
 }
-NAMES = {"realistic": "10,000 × 200, batch 20 × 35", "toy": "10 × 2, batch 3 × 5"}
-MALLOC = {key: value for key, value in processor_env(1, use_gpus=False).items() if key.startswith("MALLOC_")}
-
-
 TEXT = {"max_corpus_mb": 4.0, "eval_fraction": 0.01}
 
 
 class Contender:
-    """A training that runs for ever, in turns."""
+    """A training without end that runs only in its turns."""
 
     def __init__(self, case: Case, *, trainers: int = 1, env: Mapping[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rnn_"))
         self.tokens_per_step = trainers * case.rnn["batch_size"] * case.rnn["bptt"]
-        kept = {
-            key: value for key, value in os.environ.items() if not key.startswith(("HPCDIST_", "MALLOC_", "MLFLOW_"))
-        }
         with open(self.folder / "output", "wb") as output:
             self.process = subprocess.Popen(
                 self.command(case, trainers),
                 cwd=self.folder,
-                env={**kept, **(env or {})},
+                env={**clean_env(), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -103,7 +102,7 @@ class Contender:
         raise NotImplementedError
 
     def readings(self) -> Readings:
-        """So far."""
+        """Return the steps so far."""
         raise NotImplementedError
 
     def wait_warm(self) -> None:
@@ -114,14 +113,7 @@ class Contender:
             time.sleep(0.2)
 
     def signal(self, number: signal.Signals) -> None:
-        """To all its processes: ranks lead process groups of their own."""
-        try:
-            everyone = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in everyone:
-            if process.is_running():
-                process.send_signal(number)
+        signal_tree(self.process.pid, number)
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)
@@ -149,13 +141,10 @@ class Ours(Contender):
             "launch.device": "cpu",
             "launch.num_threads": 1,
         }
-        command = [sys.executable, "-m", "hpcdist", "run", "rnn_lm"]
-        return [*command, *(f"{key}={value}" for key, value in keys.items()), *self.options]
+        return [*HPCDIST, "run", "rnn_lm", *(f"{key}={value}" for key, value in keys.items()), *self.options]
 
     def readings(self) -> Readings:
-        path = self.folder / "language" / "ours" / "journal" / "attempt-001.rank-00000.jsonl"
-        records = read_records(path)[0] if path.exists() else []
-        return [(record.step, record.time_ms / 1000) for record in records if "train/loss" in record.metrics]
+        return loss_readings(self.folder / "language" / "ours")
 
 
 class OursAsync(Ours):
@@ -167,12 +156,20 @@ class Baseline(Contender):
 
     def command(self, case: Case, trainers: int) -> list[str]:
         sizes = json.dumps({**case.rnn, **TEXT})
-        return [sys.executable, str(BASELINE), "--rnn", sizes, "--out", str(self.folder / "steps"), *self.flags]
+        return [
+            sys.executable,
+            str(BASELINES / "rnn.py"),
+            "--rnn",
+            sizes,
+            "--out",
+            str(self.folder / "steps"),
+            *self.flags,
+        ]
 
     def readings(self) -> Readings:
         path = self.folder / "steps"
         text = path.read_text() if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half written
+        lines = text[: text.rfind("\n") + 1].splitlines()  # without a partly written last line
         return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
 
@@ -180,11 +177,11 @@ class OneProcess(Baseline):
     flags = ("--local",)
 
 
-ONE = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CONTENDERS: dict[str, Callable[[Case], Contender]] = {
-    "baseline": lambda case: Baseline(case, env=ONE),
-    "baseline, with our MALLOC_*": lambda case: Baseline(case, env={**ONE, **MALLOC}),
-    "one process, no RPC": lambda case: OneProcess(case, env={**ONE, **MALLOC}),
+    "baseline": lambda case: Baseline(case, env=ONE_THREAD),
+    "baseline, with our MALLOC_*": lambda case: Baseline(case, env={**ONE_THREAD, **MALLOC_ENV}),
+    "one process, no RPC": lambda case: OneProcess(case, env={**ONE_THREAD, **MALLOC_ENV}),
     "ours": Ours,
     "ours, async": OursAsync,
     "ours, 2 trainers": lambda case: Ours(case, trainers=2),
@@ -195,7 +192,7 @@ BOUND = "one process, no RPC"
 
 @contextmanager
 def started(case: Case, names: list[str]) -> Iterator[dict[str, Contender]]:
-    """All contenders, warm and standing still."""
+    """Yield all contenders, started and stopped after their first steps."""
     running: dict[str, Contender] = {}
     try:
         for name in names:
@@ -209,7 +206,7 @@ def started(case: Case, names: list[str]) -> Iterator[dict[str, Contender]]:
 
 
 def measure(case_name: str, case: Case, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Tokens a second by contender and round."""
+    """Return the tokens per second by contender and round."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {}
     with started(case, names) as running:
@@ -231,16 +228,16 @@ def measure(case_name: str, case: Case, names: list[str], rounds: int) -> dict[s
 
 
 def wait_for_record(contender: Contender, after: float) -> None:
-    """Until a step after the last turn is on disk, and with it all before."""
+    """Wait until a step after the last turn is on disk, and with it all earlier ones."""
     end = time.monotonic() + WARM_S
     while contender.readings()[-1][1] <= after and time.monotonic() < end:
         time.sleep(0.2)
 
 
 def rate_within(readings: Readings, began: float, ended: float) -> float:
-    """Steps a second; those that a stop has interrupted do not count, since they began in an earlier turn.
+    """Return the steps per second within a turn; NaN if it contains fewer than two readings.
 
-    NaN for a turn in which the neighbours left too little.
+    Steps that were interrupted by a stop began in an earlier turn and do not count.
     """
     within = [(step, at) for step, at in readings if began <= at <= ended]
     if len(within) < 2:
@@ -249,22 +246,12 @@ def rate_within(readings: Readings, began: float, ended: float) -> float:
     return (last_step - first_step) / (last - first)
 
 
-def median_ratio(rates: list[float], base: list[float]) -> float:
-    return median([rate / other for rate, other in zip(rates, base, strict=True)])
-
-
-def median(values: list[float]) -> float:
-    """Of those that there are."""
-    found = [value for value in values if not math.isnan(value)]
-    return statistics.median(found) if found else math.nan
-
-
-def rows(name: str, case: Case, rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+def table_rows(case: Case, rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     base = rates["baseline"]
     bound = median_ratio(rates[BOUND], base) if BOUND in rates else None
     return [
         {
-            "case": f"{NAMES[name]}: {contender}",
+            "case": f"{case.title}: {contender}",
             "unit": "tokens/s",
             "baseline": median(base),
             "ours": median(values),
@@ -278,19 +265,18 @@ def rows(name: str, case: Case, rates: Mapping[str, list[float]]) -> list[dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser = argument_parser(__doc__, rounds=6)
     parser.add_argument("--only", default="", help="contenders, separated by semicolons; the baseline always runs")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--json", action="store_true", help="print the figures as the last line")
     arguments = parser.parse_args()
     chosen = [name for name in CONTENDERS if not arguments.only or name in ("baseline", *arguments.only.split(";"))]
     table, raw = [], {}
     for name in arguments.cases.split(","):
-        rates = measure(name, CASES[name], chosen, arguments.rounds)
-        table += rows(name, CASES[name], rates)
+        case = CASES[name]
+        rates = measure(name, case, chosen, arguments.rounds)
+        table += table_rows(case, rates)
         raw[name] = rates
-        print(f"{NAMES[name]}{'tokens/s':>{50 - len(NAMES[name])}}   over baseline")
+        print(f"{case.title}{'tokens/s':>{50 - len(case.title)}}   over baseline")
         for contender, values in rates.items():
             ratio = median_ratio(values, rates["baseline"])
             print(f"  {contender:36} {median(values):9.0f}   {ratio:.2f}")

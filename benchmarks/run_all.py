@@ -1,9 +1,9 @@
-"""Run all benchmarks one after the other and write what they measured into RESULTS.md.
+"""Run all benchmarks in sequence and write the results to RESULTS.md.
 
     python benchmarks/run_all.py [--only ddp_step,startup]
 
-Everything in RESULTS.md is written anew but the part below the line `## Notes`, which is kept. With `--only` the
-other benchmarks' parts stay as they are. `benchmarks/gpu.sh` is run by hand, on a machine with GPUs.
+RESULTS.md is rewritten except for the part below the line `## Notes`. With `--only`, the results of the other
+benchmarks are kept. `benchmarks/gpu.sh` is run by hand on a machine with GPUs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PACKAGES = ("torch", "torchvision", "numpy", "mlflow", "accelerate", "lightning"
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table: a number out of a benchmark's JSON, and what it is to be at most."""
+    """One row of the table: a number in the JSON of a benchmark, and its upper limit."""
 
-    what: str
+    title: str
     path: tuple[str, ...]
     unit: str = ""
     target: float | None = None
@@ -41,10 +41,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script and what of its JSON is shown. One of a trainer also prints its rows of the trainers' table, `table`:
+    """A script and the figures of its JSON. Benchmarks of trainers also print rows of the table of trainers, `table`:
 
-    [{"case", "unit", "baseline", "ours", "ratio", "bound", "goal"}], where ratio, bound and goal are times the
-    baseline and None stands for what there is not. More is better.
+    [{"case", "unit", "baseline", "ours", "ratio", "bound", "goal"}]. Ratio, bound and goal are multiples of the
+    baseline, bound and goal can be None, and more is better.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Benchmark:
 
 
 def _step_figures(batch_size: int, target: float) -> Iterator[Figure]:
-    at = f"training step, batch {batch_size}"
+    title = f"training step, batch {batch_size}"
     path = (f"batch_{batch_size}",)
-    yield Figure(f"{at}: ours over bare DDP", (*path, "ours", "over_bare"), target=target)
+    yield Figure(f"{title}: hpcdist over bare DDP", (*path, "ours", "over_bare"), target=target)
     for name in ("accelerate", "lightning", "bare, with our MALLOC_*", "bare, without exchange"):
-        yield Figure(f"{at}: {name}", (*path, name, "over_bare"))
+        yield Figure(f"{title}: {name}", (*path, name, "over_bare"))
 
 
 BENCHMARKS = (
@@ -71,12 +71,12 @@ BENCHMARKS = (
         ("--rounds", "9"),
         (
             Figure(
-                "to the first all-reduce: trainer over torchrun",
+                "command to first all-reduce: trainer over torchrun",
                 ("rows", "hpcdist run, trainer", "over_torchrun"),
                 target=0.6,
             ),
             Figure(
-                "to the first all-reduce: unchanged script over torchrun",
+                "command to first all-reduce: unchanged script over torchrun",
                 ("rows", "hpcdist run, script", "over_torchrun"),
             ),
             Figure("`hpcdist --help`", ("rows", "hpcdist --help", "s"), "s", 0.2),
@@ -88,15 +88,15 @@ BENCHMARKS = (
         (),
         (
             Figure("checkpoint stall over torch.save", ("over_torch_save", "ours"), target=0.25),
-            Figure("checkpoint stall: one memcpy, the limit", ("over_torch_save", "memcpy")),
+            Figure("one memcpy over torch.save (lower limit)", ("over_torch_save", "memcpy")),
         ),
     ),
     Benchmark(
         "log_record",
         (),
         (
-            Figure("one record of one metric", ("median_us", "journal, 1"), "µs", 20),
-            Figure("one record of five metrics", ("median_us", "journal, 5"), "µs", 20),
+            Figure("journal record of one metric", ("median_us", "journal, 1"), "µs", 20),
+            Figure("journal record of five metrics", ("median_us", "journal, 5"), "µs", 20),
             Figure("MLflow's `log_metric`, sqlite", ("median_us", "MLflow sqlite, log_metric, 1"), "µs"),
             Figure("MLflow's `log_metric`, server", ("median_us", "MLflow server, log_metric, 1"), "µs"),
         ),
@@ -105,9 +105,13 @@ BENCHMARKS = (
         "shipping",
         (),
         (
-            Figure("a late record of 300 keys in a journal of 13 MB", ("rows", "300 keys, late record", "cpu_s"), "s"),
             Figure(
-                "a million points out of order, resident memory",
+                "CPU time of reading a journal of 13 MB with a late record",
+                ("rows", "300 keys, late record", "cpu_s"),
+                "s",
+            ),
+            Figure(
+                "resident memory of reading a million points out of order",
                 ("rows", "a million points, out of order", "resident_mb"),
                 "MB",
             ),
@@ -117,8 +121,8 @@ BENCHMARKS = (
         "timing",
         (),
         (
-            Figure("step timer, of a DDP step at batch 8 (one rank)", ("batch_8", "percent"), "%", 0.5),
-            Figure("step timer, a step", ("cost_us",), "µs"),
+            Figure("step timer, share of a DDP step at batch 8 (one rank)", ("batch_8", "percent"), "%", 0.5),
+            Figure("step timer, per step", ("cost_us",), "µs"),
         ),
     ),
     Benchmark("pipeline", ("--rounds", "3"), ()),
@@ -126,17 +130,21 @@ BENCHMARKS = (
         "scale",
         (),
         (
-            Figure("4,096 simulated ranks: supervisor, of one core", ("sizes", "4096", "cpu_percent"), "%", 5),
-            Figure("4,096 simulated ranks: calls to the file system", ("sizes", "4096", "calls_per_s"), "/s", 230),
-            Figure("64 simulated ranks: calls to the file system", ("sizes", "64", "calls_per_s"), "/s", 230),
-            # Linear is 1; `scale.py` says why the limit is a little more.
-            Figure("fastest growth of a cost with ranks, as a power", ("largest_power",), target=1.2),
+            Figure("4,096 simulated ranks: supervisor, share of one core", ("sizes", "4096", "cpu_percent"), "%", 5),
+            Figure("4,096 simulated ranks: file-system calls", ("sizes", "4096", "calls_per_s"), "/s", 230),
+            Figure("64 simulated ranks: file-system calls", ("sizes", "64", "calls_per_s"), "/s", 230),
+            # 1 is linear; see LINEAR_UP_TO in scale.py.
+            Figure("fastest growth of a cost with the number of ranks, exponent", ("largest_power",), target=1.2),
         ),
     ),
     Benchmark(
         "slurm_start",
         (),
-        (Figure("submit to first step over sbatch + srun by hand", ("rows", "hpcdist submit", "over"), target=1.15),),
+        (
+            Figure(
+                "submit to first step over hand-written sbatch + srun", ("rows", "hpcdist submit", "over"), target=1.15
+            ),
+        ),
     ),
     Benchmark("rl", ("--rounds", "3", "--seconds", "8"), ()),
     Benchmark("rnn", ("--rounds", "3"), ()),
@@ -145,7 +153,7 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark) -> dict[str, Any]:
-    """Run one benchmark; its report for people, its JSON, when it ran and how busy the machine was before."""
+    """Run a benchmark and return its report, its JSON, date, duration and the load average before it."""
     load, began = os.getloadavg()[0], time.time()
     print(f"$ python {' '.join(benchmark.command)}", flush=True)
     done = subprocess.run(
@@ -168,6 +176,7 @@ def run(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def machine_facts() -> list[str]:
+    """Return lines about the processor, the operating system and the versions."""
     text = Path("/proc/cpuinfo").read_text()
     model = re.search(r"model name\s*:\s*(.*)", text)
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
@@ -187,11 +196,11 @@ def rows(benchmark: Benchmark, result: Mapping[str, Any]) -> Iterator[str]:
         unit = f" {figure.unit}" if figure.unit else ""
         target = "" if figure.target is None else f"≤ {figure.target:g}{unit}"
         verdict = "" if figure.target is None else ("met" if value <= figure.target else "**missed**")
-        yield f"| {figure.what} | {value:.3g}{unit} | {target} | {verdict} |"
+        yield f"| {figure.title} | {value:.3g}{unit} | {target} | {verdict} |"
 
 
 def trainer_rows(name: str, table: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    def times(value: float | None) -> str:
+    def multiple(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}×"
 
     for row in table:
@@ -199,7 +208,7 @@ def trainer_rows(name: str, table: Iterable[Mapping[str, Any]]) -> Iterator[str]
         verdict = "" if goal is None else ("met" if row["ratio"] >= goal else "**missed**")
         yield (
             f"| {name} | {row['case']} | {row['baseline']:.3g} {row['unit']} | {row['ours']:.3g} {row['unit']}"
-            f" | {times(row['ratio'])} | {times(bound)} | {'' if goal is None else '≥ ' + times(goal)} | {verdict} |"
+            f" | {multiple(row['ratio'])} | {multiple(bound)} | {(goal and '≥ ' + multiple(goal)) or ''} | {verdict} |"
         )
 
 
@@ -210,7 +219,7 @@ def trainer_table(shown: Iterable[tuple[Benchmark, Mapping[str, Any]]]) -> list[
         if "table" in result["values"]
         for row in trainer_rows(benchmark.name, result["values"]["table"])
     ]
-    head = ["| trainer | case | baseline | ours | ratio | bound | goal | |", "|---|---|---|---|---|---|---|---|"]
+    head = ["| trainer | case | baseline | hpcdist | ratio | bound | goal | |", "|---|---|---|---|---|---|---|---|"]
     return ["", *head, *lines] if lines else []
 
 
@@ -224,7 +233,7 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
         *machine_facts(),
         "- GPU figures: none; `benchmarks/gpu.sh` was not run, because this machine has no GPU",
         "",
-        "| what | measured | target | |",
+        "| figure | measured | target | |",
         "|---|---|---|---|",
     ]
     shown = [(benchmark, results[benchmark.name]) for benchmark in BENCHMARKS if benchmark.name in results]
@@ -248,15 +257,15 @@ def render(results: Mapping[str, Mapping[str, Any]], notes: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--only", default="", help="names of benchmarks, separated by commas")
     arguments = parser.parse_args()
-    chosen = [one for one in BENCHMARKS if not arguments.only or one.name in arguments.only.split(",")]
+    chosen = [item for item in BENCHMARKS if not arguments.only or item.name in arguments.only.split(",")]
     results: dict[str, Any] = json.loads(RAW.read_text()) if arguments.only and RAW.exists() else {}
     old = RESULTS.read_text() if RESULTS.exists() else ""
     notes = NOTES + (old.partition("\n" + NOTES)[2] or "\n")
     for benchmark in chosen:
         results[benchmark.name] = run(benchmark)
-        # After each one: hours of measuring shall not be lost to the last benchmark's failure.
+        # Written after each benchmark, so that a later failure does not discard the results.
         RESULTS.write_text(render(results, notes))
         RAW.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 

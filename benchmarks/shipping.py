@@ -1,13 +1,12 @@
-"""What the shipper pays for steps that do not rise: CPU time and resident memory, without MLflow.
+"""Cost of steps out of order for the shipper: CPU time and resident memory, without MLflow.
 
     python benchmarks/shipping.py [--json] [--folder DIR]
 
-Two journals, each read to its end in a process of its own:
+Each journal is read completely in a process of its own:
 
-late record     1,100 records of 300 metrics (13 MB), then one record whose step lies between theirs
-out of order    a million points of one metric, their steps shuffled
-
-The figures are those of the whole process; `in order` is the same number of points with rising steps.
+in order        the steps rise
+late record     1,100 records of 300 metrics (13 MB), then one record with a step between theirs
+out of order    a million points of one metric, with shuffled steps
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from harness import argument_parser
 
 from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.shipping_state import ShippingState
@@ -47,13 +48,13 @@ def journals() -> dict[str, Iterable[tuple[int, dict[str, float]]]]:
 
 
 def peak_mb() -> float:
-    """The most resident memory of this process so far. `ru_maxrss` would include its parent's before exec."""
+    """Return the peak resident memory of this process; `ru_maxrss` includes its parent's before exec."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024 / 1e6
 
 
 def read(folder: Path) -> dict[str, float]:
-    """Read a journal as the shipper does, and throw the points away."""
+    """Read a journal as the shipper does and discard the points."""
     before_mb = peak_mb()
     progress = ShippingState()
     tail = JournalTail(folder, progress)
@@ -70,26 +71,24 @@ def read(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--folder", type=Path, default=None, help="where the journals are written for a while")
+    parser = argument_parser(__doc__)
+    parser.add_argument("--folder", type=Path, default=None, help="folder of the journals (default: a temporary one)")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.read is not None:
-        print(json.dumps(read(options.read)))
+    arguments = parser.parse_args()
+    if arguments.read is not None:
+        print(json.dumps(read(arguments.read)))
         return
     rows = {}
     for name, records in journals().items():
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             write(Path(folder), records)
             command = [sys.executable, __file__, "--read", folder]
             rows[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return
     print(f"{'':<34}{'CPU s':>8}{'MB':>8}{'points':>10}")
     for name, row in rows.items():
         print(f"{name:<34}{row['cpu_s']:>8.1f}{row['resident_mb']:>8.1f}{row['points']:>10.0f}")
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""Seconds from `hpcdist submit` to the first optimizer step, over a hand-written sbatch + srun of the same script.
+"""Seconds from `hpcdist submit` to the first optimizer step, compared with sbatch and srun of the same script.
 
     python benchmarks/slurm_start.py [--rounds 7] [--nodes 2] [--tasks 1] [--json]
 
-Both submit from the same git repository to a dev cluster (`hpcdist devcluster`), which is brought up here unless one
-is up, and take turns on its empty queue. The clock runs from the start of the command until rank 0 has done its step.
-With hpcdist this takes in the checks before, the snapshot of the code, submitit, the supervisor and the MLflow run.
-The ratio is taken within a round; medians over rounds.
+Both submit from the same git repository to a dev cluster (`hpcdist devcluster`), which this script starts unless one is
+running, and alternate on its empty queue. The time begins with the command and ends when rank 0 has done its first
+step. For hpcdist it includes validation, the snapshot of the code, submitit, the supervisor and the MLflow run. The
+ratio is computed within each round; the results are medians.
 
-Beside the seconds stands the processor time of all processes, to their ends, which neighbours hardly move: of the
-command that submits (MLflow's import at low priority included), of the batch step and of the ranks' step, by sacct.
+CPU time, which depends little on other load, is reported as well: of the submitting command (the import of MLflow at
+low priority included), of the batch step and of the step of the ranks, from sacct.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
 import resource
 import shutil
@@ -28,11 +26,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness import BASELINES, HPCDIST, argument_parser, clean_env, commit_all, median_ratio
+
 from hpcdist.devcluster import cluster
 from hpcdist.devcluster.settings import Layout
 
-SCRIPT = Path(__file__).parent / "baselines" / "first_step.py"
-HPCDIST = [sys.executable, "-m", "hpcdist"]
 STEP_WITHIN_S = 120.0
 PARTS = ("command", "batch", "ranks")
 
@@ -60,7 +58,7 @@ launch: {{device: cpu, num_threads: 1}}
 
 @contextmanager
 def dev_cluster(num_nodes: int) -> Iterator[dict[str, str]]:
-    """Variables that lead to a cluster; one that was brought up here is taken down again."""
+    """Yield the variables of a running cluster; a cluster that was started here is stopped at the end."""
     layout = Layout()
     was_up = cluster.status(layout).is_up
     if not was_up:
@@ -73,18 +71,16 @@ def dev_cluster(num_nodes: int) -> Iterator[dict[str, str]]:
 
 
 def make_project(folder: Path, out: Path, *, nodes: int, tasks: int) -> None:
-    """A user's repository: the script, its config and a batch script by hand, committed."""
-    shutil.copy(SCRIPT, folder)
+    """Create a user's repository: the script, its config and a hand-written batch script, committed."""
+    shutil.copy(BASELINES / "first_step.py", folder)
     (folder / "config.yaml").write_text(CONFIG.format(out=out))
     by_hand = HAND_WRITTEN.format(nodes=nodes, tasks=tasks, folder=folder.parent, python=sys.executable, out=out)
     (folder / "job.sh").write_text(by_hand)
-    identity = ["-c", "user.name=bench", "-c", "user.email=bench@localhost"]
-    for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "--message", "start"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
+    commit_all(folder)
 
 
 def until_first_step(command: list[str], project: Path, out: Path, env: Mapping[str, str]) -> dict[str, float]:
-    """Seconds from the command to the first step (`s`), and of CPU time by PARTS; returns when the queue is empty."""
+    """Return the seconds to the first step (`s`) and the CPU seconds of PARTS, as soon as the queue is empty."""
     out.unlink(missing_ok=True)
     before = cpu_of_children()
     with open(project.parent / "command.log", "w+") as log:
@@ -100,31 +96,33 @@ def until_first_step(command: list[str], project: Path, out: Path, env: Mapping[
         log.seek(0)
         job = re.search(r"job (\d+)", log.read())
     assert job is not None
-    of_command = cpu_of_children() - before
-    while ask("squeue", "--noheader", env=env):
+    command_s = cpu_of_children() - before
+    while output_of("squeue", "--noheader", env=env):
         time.sleep(0.1)
-    return {"s": seconds, "command": of_command, **cpu_of_job(job[1], env)}
+    return {"s": seconds, "command": command_s, **cpu_of_job(job[1], env)}
 
 
 def cpu_of_children() -> float:
-    """CPU seconds of all processes that this one has started and that have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def cpu_of_job(job: str, env: Mapping[str, str]) -> dict[str, float]:
-    """CPU seconds of a job's batch step and of its ranks' step, as soon as accounting has them."""
+    """Return the CPU seconds of a job's batch step and of the step of its ranks, once sacct lists them."""
     for _ in range(300):
-        listing = ask("sacct", "--noheader", "--parsable2", f"--jobs={job}", "--format=JobID,End,TotalCPU", env=env)
+        listing = output_of(
+            "sacct", "--noheader", "--parsable2", f"--jobs={job}", "--format=JobID,End,TotalCPU", env=env
+        )
         steps = {name: cpu for name, end, cpu in map(sacct_fields, listing.splitlines()) if end != "Unknown"}
         if {job, f"{job}.batch", f"{job}.0"} <= steps.keys():
             return {"batch": steps[f"{job}.batch"], "ranks": steps[f"{job}.0"]}
         time.sleep(0.1)
-    sys.exit(f"sacct knows nothing of job {job}:\n{listing}")
+    sys.exit(f"sacct does not list job {job}:\n{listing}")
 
 
 def sacct_fields(line: str) -> tuple[str, str, float]:
-    """Job or step, its end, and CPU seconds (`01:02.345`, `1-02:03:04`)."""
+    """Return job or step, its end, and CPU seconds (from `01:02.345` or `1-02:03:04`)."""
     name, end, cpu = line.split("|")
     days, _, clock = cpu.rpartition("-")
     seconds = 86400.0 * int(days or 0)
@@ -133,19 +131,17 @@ def sacct_fields(line: str) -> tuple[str, str, float]:
     return name, end, seconds
 
 
-def ask(*command: str, env: Mapping[str, str]) -> str:
+def output_of(*command: str, env: Mapping[str, str]) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
 
 def show(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Print a line for each way to submit; returns the medians, by way."""
+    """Print a line per command and return the medians."""
     print(f"{'':16}{'s':>8}{'min':>8}{'max':>8}{'over':>8}    CPU s:" + "".join(f"{part:>9}" for part in PARTS))
     rows = {}
     for key, values in rounds.items():
         times = [value["s"] for value in values]
-        over = statistics.median(
-            ours["s"] / by_hand["s"] for ours, by_hand in zip(values, rounds["sbatch + srun"], strict=True)
-        )
+        over = median_ratio(times, [value["s"] for value in rounds["sbatch + srun"]])
         cpu = {part: statistics.median(value[part] for value in values) for part in PARTS}
         rows[key] = {"s": statistics.median(times), "over": over, **cpu}
         print(
@@ -156,17 +152,13 @@ def show(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--tasks", type=int, default=1, help="per node")
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
     arguments = parser.parse_args()
 
-    own = ("HPCDIST_", "MLFLOW_", "OMP_", "MALLOC_", "SLURM_", "SBATCH_")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     with tempfile.TemporaryDirectory(prefix="slurm_start_") as name, dev_cluster(arguments.nodes) as client:
-        env |= client
+        env = {**clean_env("SLURM_", "SBATCH_"), **client}
         project, out = Path(name) / "project", Path(name) / "first_step.txt"
         project.mkdir()
         make_project(project, out, nodes=arguments.nodes, tasks=arguments.tasks)
@@ -174,7 +166,7 @@ def main() -> None:
         submit = [*HPCDIST, "submit", "config.yaml", "--cluster", "devcluster", *shape, f"runs_dir={name}/runs"]
         commands = {"sbatch + srun": ["sbatch", "job.sh"], "hpcdist submit": submit}
         rounds: dict[str, list[dict[str, float]]] = {key: [] for key in commands}
-        # The first round fills the page cache, writes byte code and makes MLflow's database.
+        # The first round, which fills the page cache and creates MLflow's database, does not count.
         for number in range(arguments.rounds + 1):
             for key, values in rounds.items():
                 measured = until_first_step(commands[key], project, out, env)

@@ -1,28 +1,25 @@
-"""Seconds from the command to the first all-reduce of 2 ranks, and how long small commands take.
+"""Seconds from the command to the first all-reduce of 2 ranks, and duration of short commands.
 
     python benchmarks/startup.py [--rounds 7] [--json]
 
-`hpcdist run` with a trainer, and with the unchanged bare script, against `torchrun` of that script: all start in a
-small git repository, take turns, and count until rank 0 has the sum. Shipping to MLflow, heartbeats, logs and the
-snapshot of the code are on. The ratio is taken within a round; medians over rounds.
+`hpcdist run` with a trainer and with an unchanged script, compared with `torchrun` of that script. All start in a small
+git repository, in turn; the time ends when rank 0 has the sum. Shipping to MLflow, heartbeats, logs and the snapshot of
+the code are enabled. The ratio is computed within each round; the results are medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-BASELINES = Path(__file__).parent / "baselines"
-HPCDIST = [sys.executable, "-m", "hpcdist"]
+from harness import BASELINES, HPCDIST, argument_parser, call, clean_env, commit_all, median_ratio
+
 NUM_RANKS = 2
 
 TRAINER_CONFIG = """\
@@ -38,39 +35,30 @@ launch: {device: cpu, num_ranks: 2, num_threads: 1}
 
 
 def make_project(folder: Path) -> None:
-    """A user's repository: the two programs and their configs, committed."""
+    """Create a user's repository: the two programs and their configs, committed."""
     for name in ("first_all_reduce.py", "first_all_reduce_trainer.py"):
         shutil.copy(BASELINES / name, folder)
     (folder / "trainer.yaml").write_text(TRAINER_CONFIG)
     (folder / "script.yaml").write_text(SCRIPT_CONFIG)
-    identity = ["-c", "user.name=bench", "-c", "user.email=bench@localhost"]
-    for command in (["init", "--quiet"], ["add", "."], [*identity, "commit", "--quiet", "--message", "start"]):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-
-
-def call(command: list[str], folder: Path, env: Mapping[str, str]) -> float:
-    """Run a command to its end; the time at which it was started."""
-    began = time.time()
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return began
+    commit_all(folder)
 
 
 def contenders(project: Path, runs: Path, out: Path) -> dict[str, Callable[[Mapping[str, str]], float]]:
-    """What to measure: each returns its seconds."""
+    """Return functions that run a command and return its seconds, by name."""
 
     def until_sum(command: list[str]) -> Callable[[Mapping[str, str]], float]:
         def measure(env: Mapping[str, str]) -> float:
             out.unlink(missing_ok=True)
-            began = call(command, project, env)
+            began = time.time()
+            call(command, project, env)
             return float(out.read_text()) - began
 
         return measure
 
     def whole(command: list[str]) -> Callable[[Mapping[str, str]], float]:
         def measure(env: Mapping[str, str]) -> float:
-            began = call(command, project, env)
+            began = time.time()
+            call(command, project, env)
             return time.time() - began
 
         return measure
@@ -89,22 +77,18 @@ def contenders(project: Path, runs: Path, out: Path) -> dict[str, Callable[[Mapp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="contenders whose names contain this")
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
+    parser = argument_parser(__doc__, rounds=7)
+    parser.add_argument("--only", default="", help="measure only torchrun and the names that contain this")
     arguments = parser.parse_args()
 
-    own = ("HPCDIST_", "MLFLOW_", "OMP_", "MALLOC_")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(own)}
-    env |= {"OMP_NUM_THREADS": "1"}
+    env = {**clean_env(), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="startup_") as name:
         project, runs = Path(name) / "project", Path(name) / "runs"
         project.mkdir()
         make_project(project)
         measures = contenders(project, runs, Path(name) / "sum.txt")
         times: dict[str, list[float]] = {key: [] for key in measures if arguments.only in key or key == "torchrun"}
-        # The first round fills the page cache and writes byte code.
+        # The first round, which fills the page cache and writes byte code, does not count.
         for number in range(arguments.rounds + 1):
             for key, values in times.items():
                 seconds = measures[key](env)
@@ -115,7 +99,7 @@ def main() -> None:
     print(f"{'':24}{'s':>8}{'min':>8}{'max':>8}  over torchrun")
     rows = {}
     for key, values in times.items():
-        over = statistics.median(value / other for value, other in zip(values, times["torchrun"], strict=True))
+        over = median_ratio(values, times["torchrun"])
         rows[key] = {"s": statistics.median(values), "over_torchrun": over}
         print(f"{key:24}{rows[key]['s']:8.3f}{min(values):8.3f}{max(values):8.3f}  {over:.3f}")
     if arguments.json:

@@ -1,6 +1,6 @@
-"""Run the fuzz targets of tests/fuzz with random seeds until some minutes are over: `make fuzz MINUTES=30`.
+"""Run the fuzz targets of tests/fuzz with random seeds for a number of minutes: `make fuzz MINUTES=30`.
 
-Each round is a process of its own, so that a crash of the interpreter ends one round and is reported like a failure.
+Each round is a separate process, so a crash of the interpreter ends one round only and is reported as a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXAMPLES_PER_ROUND = 100
 
 def main(minutes: float) -> int:
     """Print a line of progress per round; return 1 if an example failed."""
-    # The one of an earlier run is taken again by name: its failing examples come first.
+    # With FUZZ_FOLDER of an earlier run, its failing examples are tried first.
     folder = Path(os.environ.get("FUZZ_FOLDER") or tempfile.mkdtemp(prefix="hpcdist-fuzz-", dir="/var/tmp"))
     env = os.environ | {"FUZZ_FOLDER": str(folder), "FUZZ_EXAMPLES": str(EXAMPLES_PER_ROUND)}
     until = time.monotonic() + minutes * 60

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make a virtual environment with hpcdist in it: scripts/install.sh VENV EXTRAS
+# Install hpcdist into a virtual environment: scripts/install.sh VENV EXTRAS
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 extras=$2
 python=${PYTHON:-python3}
 
-# Networks hiccup; three tries with a pause between them.
+# Downloads can fail temporarily: three tries with a pause between them.
 retry() {
   for pause in 5 20 0; do
     "$@" && return
@@ -18,7 +18,7 @@ retry() {
   echo "hpcdist needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Try: make PYTHON=python3.12 …" >&2
   exit 2
 }
-# Debian and Ubuntu keep the venv module in a package of its own.
+# On Debian and Ubuntu, the venv module is in a separate package.
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   package=$("$python" -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")')
   if [ "$(id -u)" = 0 ]; then sudo=(); else sudo=(sudo -n); fi
@@ -27,5 +27,5 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
   retry "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends "$package"
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-echo "installing hpcdist with [$extras] into $venv; torch alone is some 5 GB on disk, so this takes minutes" >&2
+echo "installing hpcdist with [$extras] into $venv; torch alone takes 5 GB, so this takes minutes" >&2
 retry "$venv/bin/python" -m pip install --quiet --editable ".[$extras]"

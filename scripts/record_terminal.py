@@ -18,7 +18,7 @@ from rich.text import Text
 BIN = Path(sys.executable).parent
 STATE = Path("/var/lib/hpcdist-devcluster")
 COLUMNS = 112
-#: Lines of one command's output that are shown; longer outputs keep their first and last lines.
+#: Maximum number of lines per command; longer outputs keep their first and last lines.
 MAX_LINES = 14
 RUN = "digits"
 SHOWN = (

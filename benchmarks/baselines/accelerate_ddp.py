@@ -1,4 +1,4 @@
-"""The same training step with Hugging Face Accelerate, as its documentation writes it.
+"""The training step of `bare_ddp.py` with Hugging Face Accelerate, as in its documentation.
 
 Source: https://huggingface.co/docs/accelerate/basic_tutorials/migration
 """

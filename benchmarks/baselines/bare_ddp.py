@@ -1,4 +1,4 @@
-"""DistributedDataParallel as torch's tutorial writes it; `ddp_step.py` measures everything against this.
+"""DistributedDataParallel as in PyTorch's tutorial: the baseline of `ddp_step.py`.
 
 torchrun --nproc-per-node 2 benchmarks/baselines/bare_ddp.py --data mnist --root DIR --batch-size 64 …
 """
@@ -26,7 +26,7 @@ def main() -> None:
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=arguments.batch_size, sampler=sampler)
     model = SimpleCNN(num_classes=10, in_channels=images.shape[1], image_size=images.shape[2])
-    # The limit that no exchange of gradients can be faster than.
+    # Without DDP: the lower limit for any gradient exchange.
     network = model if "WITHOUT_EXCHANGE" in os.environ else DistributedDataParallel(model)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
 

@@ -1,4 +1,4 @@
-"""The bare script of `startup.py`: meet, add up one number, say when that was done. Needs torchrun's variables."""
+"""The script of `startup.py`: one all-reduce, then write its time. Needs the variables of torchrun."""
 
 from __future__ import annotations
 

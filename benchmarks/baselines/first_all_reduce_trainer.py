@@ -1,4 +1,4 @@
-"""The same as `first_all_reduce.py`, as a trainer of hpcdist."""
+"""`first_all_reduce.py` as a trainer of hpcdist."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def train(ctx: Context, cfg: Config) -> None:
     dist.all_reduce(torch.ones(1))
     if ctx.is_main:
         Path(cfg.params["out"]).write_text(repr(time.time()))
-    ctx.end_reason = "added up one number"
+    ctx.end_reason = "completed one all-reduce"

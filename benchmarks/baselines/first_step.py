@@ -1,4 +1,4 @@
-"""The script of `slurm_start.py`: a small model under DDP, one optimizer step, and the time when rank 0 had done it.
+"""The script of `slurm_start.py`: one optimizer step of a small DDP model, then write its time on rank 0.
 
 Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """

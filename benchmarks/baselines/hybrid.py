@@ -1,10 +1,10 @@
-"""DDP with one parameter server as torch's tutorial has it, and the same model in one process without RPC.
+"""DDP with one parameter server as in PyTorch's tutorial, and the same model in one process without RPC.
 
     python benchmarks/baselines/hybrid.py --rows 100 --dim 16 --bags 10 --bag-size 4 --steps 500 [--one-process]
 
-A master tells two trainers to train. Each looks up its bags by `rpc_sync` in a table with dense gradients, passes them
-through a linear layer in DDP, and lets distributed autograd and DistributedOptimizer do the rest. Prints batches a
-second of all trainers, over the last two thirds of the steps.
+A master starts two trainers. Each looks up its bags by `rpc_sync` in a table with dense gradients and passes them
+through a linear layer in DDP; distributed autograd and DistributedOptimizer compute the update. Prints the batches per
+second of all trainers over the last two thirds of the steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_batches(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Endless indices [bags × bag size], offsets [bags] and classes [bags], drawn beforehand."""
+    """Yield indices [bags × bag size], offsets [bags] and classes [bags] without end, from 20 generated batches."""
     torch.manual_seed(seed)
     num_indices = arguments.bags * arguments.bag_size
     offsets = torch.arange(0, num_indices, arguments.bag_size)
@@ -52,7 +52,7 @@ def make_batches(arguments: argparse.Namespace, seed: int) -> Iterator[tuple[Ten
 
 
 class Table:
-    """On the server."""
+    """The embedding table on the server."""
 
     def __init__(self, rows: int, dim: int) -> None:
         self.bags = nn.EmbeddingBag(rows, dim, mode="sum")
@@ -65,7 +65,7 @@ class Table:
 
 
 def train(arguments: argparse.Namespace, table: rpc.RRef[Table]) -> float:
-    """One trainer: returns its seconds for the last two thirds of its steps."""
+    """Train on one trainer and return the seconds of the last two thirds of the steps."""
     model = DistributedDataParallel(nn.Linear(arguments.dim, NUM_CLASSES))
     parameters = table.rpc_sync().parameters() + [rpc.RRef(parameter) for parameter in model.parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
@@ -90,13 +90,13 @@ def _look_up(table: rpc.RRef[Table], indices: Tensor, offsets: Tensor) -> Tensor
 
 def master(arguments: argparse.Namespace) -> float:
     table = rpc.remote(f"rank{SERVER}", Table, (arguments.rows, arguments.dim))
-    # A dense gradient of a large table and its update take their time.
+    # No timeout: the dense gradient of a large table and its update are slow.
     trainers = [rpc.rpc_async(f"rank{rank}", train, (arguments, table), timeout=0) for rank in range(NUM_TRAINERS)]
     seconds = max(trainer.wait() for trainer in trainers)
     return NUM_TRAINERS * (arguments.steps - arguments.steps // 3) / seconds
 
 
-def be_rank(arguments: argparse.Namespace, rank: int) -> None:
+def run_rank(arguments: argparse.Namespace, rank: int) -> None:
     address = f"tcp://127.0.0.1:{os.environ['BASELINE_PORT']}"
     if rank < NUM_TRAINERS:
         store = dist.TCPStore("127.0.0.1", int(os.environ["DDP_PORT"]), NUM_TRAINERS, is_master=rank == 0)
@@ -129,5 +129,5 @@ if __name__ == "__main__":
     if parsed.one_process:
         print(f"{one_process(parsed):.3f}", flush=True)
     else:
-        be_rank(parsed, int(os.environ["RANK"]))
+        run_rank(parsed, int(os.environ["RANK"]))
     sys.exit(0)

@@ -1,6 +1,6 @@
-"""The same training step with Lightning, as its documentation writes it.
+"""The training step of `bare_ddp.py` with Lightning, as in its documentation.
 
-Its logger, progress bar and checkpoints are off, which makes it faster than most people run it.
+Logger, progress bar and checkpoints are disabled, so it is faster than in common use.
 Source: https://lightning.ai/docs/pytorch/stable/starter/introduction.html
 """
 

@@ -1,11 +1,11 @@
-"""Our pipeline trainer, whose steps `benchmarks/pipeline.py` asks for one by one: `trainer: paced_pipeline:train`.
+"""The pipeline trainer, which executes single steps on command of `benchmarks/pipeline.py`.
 
-Set-up and step are the trainer's own, in ranks that `hpcdist run` has started. Rank 0 reads lines from the named pipe
-`params.commands` and answers each with numbers in `params.answers`:
+Set-up and step are the trainer's own, in ranks of `hpcdist run`. Rank 0 reads commands from the named pipe
+`params.commands` and writes numbers to `params.answers`:
 
-    step N      seconds of one step in N micro-batches
-    alone N     seconds that each stage takes for one of N micro-batches while the others rest
-    together N  the same while all of them compute
+    step N      seconds of one step with N micro-batches
+    alone N     seconds of each stage for one of N micro-batches while the other stages are idle
+    together N  the same while all stages compute
     update      seconds of each stage's optimizer step
 """
 
@@ -26,17 +26,17 @@ def train(ctx: Context, cfg: Config) -> None:
     with open_stage(ctx, cfg) as setup:
         batch = next(step_batches(ctx, cfg, setup.data, epoch=0, start=0))
         if not ctx.is_main:
-            while (command := _shared(None)) != "":
+            while (command := _broadcast(None)) != "":
                 _measure(ctx, cfg, setup, batch, command)
             return
         with open(cfg.params["commands"]) as commands, open(cfg.params["answers"], "w", buffering=1) as answers:
             answers.write("ready\n")
             for line in commands:
-                answers.write(" ".join(map(str, _measure(ctx, cfg, setup, batch, _shared(line.strip())))) + "\n")
-        _shared("")
+                answers.write(" ".join(map(str, _measure(ctx, cfg, setup, batch, _broadcast(line.strip())))) + "\n")
+        _broadcast("")
 
 
-def _shared(command: str | None) -> str:
+def _broadcast(command: str | None) -> str:
     box = [command]
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
@@ -73,7 +73,7 @@ def _measure(
 
 
 def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) -> float:
-    """Mean seconds, forward and backward, of as many micro-batches as a step has."""
+    """Return the mean seconds of forward and backward pass of the micro-batches of one step."""
     size = cfg.data.batch_size // number
     side = cfg.data.image_size or 0
     shape = (size, 3, side, side) if ctx.rank == 0 else (size, 512, side // 8, side // 8)
@@ -86,7 +86,7 @@ def _one_micro_batch(ctx: Context, cfg: Config, setup: StageSetup, number: int) 
         y.backward(torch.ones_like(y))
         seconds.append(time.perf_counter() - began)
     setup.optimizer.zero_grad()
-    return sum(seconds[1:]) / number  # the first one makes the gradients that the others are added to
+    return sum(seconds[1:]) / number  # without the first one, which allocates the gradients
 
 
 def _update(setup: StageSetup) -> float:

@@ -1,8 +1,8 @@
-"""Pipeline parallelism over RPC as the tutorial does it; `benchmarks/pipeline.py` measures ours against this.
+"""Pipeline parallelism over RPC as in PyTorch's tutorial: the baseline of `benchmarks/pipeline.py`.
 
-A master sends micro-batches by `remote()` to the first stage and hands the result's RRef to the second one, waits for
-all of them, and then runs distributed autograd and a DistributedOptimizer; MSE on one-hot labels. Reads numbers of
-splits from standard input, one step each, and answers with its seconds.
+A master sends micro-batches by `remote()` to the first stage, passes the RRef of the result to the second stage, waits
+for all of them, and then runs distributed autograd and a DistributedOptimizer; MSE on one-hot labels. For each number
+of splits on standard input it does one step and prints its seconds.
 Source: https://docs.pytorch.org/tutorials/intermediate/dist_pipeline_parallel_tutorial.html
 
 python benchmarks/baselines/pipeline.py RANK FOLDER BATCH_SIZE IMAGE_SIZE       # ranks 0 to 2, the master is rank 0
@@ -27,7 +27,7 @@ NUM_CLASSES = 10
 
 
 class Stage(nn.Module):
-    """The layers up to layer2, or the rest."""
+    """The layers up to layer2, or those after it."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

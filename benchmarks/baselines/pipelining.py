@@ -1,6 +1,6 @@
-"""torch.distributed.pipelining as its documentation writes it: two stages of ResNet50, 1F1B, cross-entropy, SGD.
+"""torch.distributed.pipelining as in its documentation: two stages of ResNet50, 1F1B, cross-entropy, SGD.
 
-Reads numbers of splits from standard input, one step each, and answers with its seconds.
+For each number of splits on standard input it does one step and prints its seconds.
 Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 python benchmarks/baselines/pipelining.py RANK FOLDER BATCH_SIZE IMAGE_SIZE      # ranks 0 and 1
@@ -36,7 +36,7 @@ def main() -> None:
     @cache
     def schedule(num_splits: int) -> ScheduleGPipe | Schedule1F1B:
         part = PipelineStage(stage, rank, 2, torch.device("cpu"))
-        # 1F1B wants as many micro-batches as stages. A loss on the last rank only would make it hang.
+        # 1F1B needs as many micro-batches as stages. With a loss on the last rank only, it would hang.
         return (Schedule1F1B if num_splits > 1 else ScheduleGPipe)(part, num_splits, loss_fn=F.cross_entropy)
 
     if rank == 0:

@@ -1,10 +1,13 @@
-"""Reinforcement learning as the tutorial does it: one RPC for each action, another one for each reward.
+"""Reinforcement learning as in PyTorch's tutorial: one RPC per action and one RPC per reward.
 
-https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html, written afresh: REINFORCE with a policy 4-128-2 and
-dropout 0.6. Every observer runs an episode, then the agent updates once. What the tutorial gets wrong is right here
-(returns start anew with each observer, the discount is 0.99, episodes are not cut short), since it costs no time.
+An implementation of https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html: REINFORCE with a 4-128-2 policy
+and dropout 0.6. Every observer runs an episode, then the agent updates once. Errors of the tutorial are corrected,
+because this does not affect the speed: returns are separate for each observer, the discount is 0.99, and episodes are
+not truncated.
 
-    python baselines/rl.py SECONDS [--observers 2]      the last line is JSON: steps/s, best mean return, in how long
+    python baselines/rl.py SECONDS [--observers 2]
+
+The last line is JSON: steps per second, best mean return, and seconds until solved.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-#: CartPole-v1 counts as solved from here on, as the mean of this many episodes.
+#: CartPole-v1 is solved when the mean return of this number of episodes reaches this threshold.
 THRESHOLD, NUM_EPISODES = 475.0, 100
 
 
@@ -120,7 +123,7 @@ def lead(seconds: float, num_observers: int) -> dict[str, float | None]:
 
 def run(rank: int, folder: str, seconds: float, num_observers: int) -> None:
     global agent, observer
-    warnings.simplefilter("ignore")  # of torch's own making
+    warnings.simplefilter("ignore")  # torch's own warnings
     torch.manual_seed(rank)
     if rank == 0:
         agent = Agent(num_observers)

@@ -1,10 +1,11 @@
-"""The parameter-server RNN of PyTorch's RPC tutorial, written afresh: embedding and decoder on a server, LSTM here.
+"""The parameter-server RNN of PyTorch's RPC tutorial: embedding and decoder on a server, LSTM on the trainer.
 
     python benchmarks/baselines/rnn.py --out steps.txt [--local] …
 
 Lookup by RPC, LSTM on the trainer, decoder by RPC, loss on the trainer, distributed autograd, `DistributedOptimizer`
-over everyone's parameters. `--local` is the same model in one process, without RPC: what no split of it on one thread
-can pass. Source: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html
+over all parameters. `--local` trains the same model in one process without RPC: the upper limit for one thread.
+
+Source: https://docs.pytorch.org/tutorials/intermediate/rpc_tutorial.html
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def local_step(cfg: RnnConfig, vocab_size: int, lr: float) -> Step:
 
 
 def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.Namespace) -> None:
-    """Train until someone ends it, and write a line a step: its number, unix time in s."""
+    """Train without end and write a line per step: its number and the Unix time in s."""
     cfg = RnnConfig(**json.loads(arguments.rnn))
     corpus = load_corpus(cfg, seed=0)
     columns = Columns(corpus.train, cfg.batch_size, cfg.bptt)
@@ -125,7 +126,7 @@ def measure(make: Callable[[RnnConfig, int, float], Step], arguments: argparse.N
             out.write(f"{number} {time.time()}\n")
 
 
-def be_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
+def run_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     rpc.init_rpc((SERVER, TRAINER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 1:
@@ -145,7 +146,7 @@ def main() -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    multiprocessing.spawn(be_rank, (port, arguments), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    multiprocessing.spawn(run_rank, (port, arguments), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

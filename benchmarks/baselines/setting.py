@@ -1,4 +1,4 @@
-"""What all contenders of `ddp_step.py` share: arguments, the training set as tensors, and the clock."""
+"""Arguments, training set and clock of all contenders of `ddp_step.py`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=2048, help="data.num_samples")
     parser.add_argument("--image-size", type=int, default=28, help="data.image_size")
     parser.add_argument("--batch-size", type=int, required=True, help="samples per rank")
-    parser.add_argument("--steps", type=int, required=True, help="how many to do; less than an epoch")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps; less than an epoch")
     parser.add_argument("--window", type=int, required=True, help="steps between two readings of the clock")
-    parser.add_argument("--out", type=Path, required=True, help="where rank 0 leaves its readings")
+    parser.add_argument("--out", type=Path, required=True, help="file for the readings of rank 0")
     return parser.parse_args()
 
 
 def training_tensors(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """The training set that ours gets: normalised images float32 [N, C, H, W] and labels int64 [N]."""
+    """Return the training set of hpcdist: normalised images float32 [N, C, H, W] and labels int64 [N]."""
     data = DataConfig(
         name=arguments.data,
         root=arguments.root,
@@ -43,7 +43,7 @@ def training_tensors(arguments: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 class Clock:
-    """Reads the time after every `window` steps; rank 0 leaves the readings in a file of one JSON record."""
+    """Reads the time every `window` steps; rank 0 writes the readings as JSON."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self._arguments = arguments
@@ -52,7 +52,7 @@ class Clock:
         self._step = 0
 
     def tick(self) -> bool:
-        """Count a step; True when all are done."""
+        """Count a step; return whether all steps are done."""
         self._step += 1
         if self._step % self._arguments.window == 0:
             self._readings.append((self._step, time.time()))

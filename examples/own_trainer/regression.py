@@ -1,4 +1,4 @@
-"""A trainer of your own: `train(ctx, cfg)` in a module, named by `trainer:` in the config beside it.
+"""A trainer in a user's module: the key `trainer` of regression.yaml names the function `train`.
 
 cd examples/own_trainer
 hpcdist run regression.yaml
@@ -14,11 +14,11 @@ from hpcdist import Config, Context
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Fit a small network to a noisy sine; it stops, resumes and is tracked like any shipped trainer."""
+    """Fit a small network to a noisy sine, with checkpoints, stop requests and tracking."""
     net = nn.Sequential(nn.Linear(1, cfg.params["hidden"]), nn.Tanh(), nn.Linear(cfg.params["hidden"], 1))
     model = ctx.wrap(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=cfg.optim.lr)
-    ctx.seed_per_rank()  # from here on each rank draws samples of its own
+    ctx.seed_per_rank()  # each rank draws its own samples from here on
 
     step = 0
     if (saved := ctx.restore()) is not None:

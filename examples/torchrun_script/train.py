@@ -1,4 +1,4 @@
-"""A script as torchrun would start it, unchanged: it knows nothing of hpcdist.
+"""A script for torchrun, which hpcdist runs unchanged.
 
 torchrun --nproc-per-node 2 train.py --steps 200
 hpcdist run script.yaml
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05)
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are in the environment
+    dist.init_process_group("gloo")  # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT come from the environment
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Linear(8, 1))

@@ -21,7 +21,7 @@ from hpcdist.rank.network.process_group import Groups
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend_irecv")
 SIZES = (1 << 20, 1 << 24)
 _MOST_ITERATIONS = 5
-#: Side of a matrix whose product takes about 0.2 ms, on a CPU core and on a GPU.
+#: Side of square matrices; their product takes about 0.2 ms on a CPU core and on a GPU.
 _SIDE = {"cpu": 192, "cuda": 2048}
 
 

@@ -15,7 +15,7 @@ from hpcdist.rank.network.collective_timing import Timing, synchronize
 
 #: Maximum world size for which all pairs are measured, one after the other.
 MAX_ALL_PAIRS = 16
-#: Number of ranks of the first node whose pairs are measured in larger runs.
+#: In larger runs the pairs of this many ranks of the first node are measured.
 NUM_SAMPLED_RANKS = 8
 _ROUND_TRIPS, _PINGS_BEFORE = 20, 3
 _SMALL_BYTES = 8

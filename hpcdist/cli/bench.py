@@ -22,6 +22,8 @@ from hpcdist.cli.options import (
     RunsDir,
     RunsDirKey,
     TrackingUriKey,
+    flag,
+    option,
     with_options,
 )
 from hpcdist.cli.run import run_here
@@ -39,11 +41,11 @@ CONFIG = "bench_comm"
 LAST = "last"
 Compare = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--compare",
-        metavar="RUN",
-        help="Report operations slower than in this run; `last` is the newest comparable one.",
-        autocompletion=completion.runs_or_last,
+        "RUN",
+        "Report operations slower than in this run; `last` is the newest comparable one.",
+        completion.runs_or_last,
     ),
 ]
 
@@ -51,7 +53,7 @@ Compare = Annotated[
 @app.command()
 def comm(
     overrides: Overrides = None,
-    on_slurm: Annotated[bool, typer.Option("--submit", help="Submit to Slurm; implied by --cluster.")] = False,
+    on_slurm: Annotated[bool, flag("--submit", "Submit to Slurm; implied by --cluster.")] = False,
     cluster: Cluster = None,
     compare: Compare = None,
     dry_run: DryRun = False,
@@ -102,7 +104,7 @@ def comm(
 def show(
     run: RunName,
     compare: Compare = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print all measurements as CSV.")] = False,
+    as_csv: Annotated[bool, flag("--csv", "Print all measurements as CSV.")] = False,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:

@@ -109,13 +109,6 @@ def profiles(ctx: typer.Context, incomplete: str) -> Iterator[str]:
     yield from _shipped("cluster", incomplete)
 
 
-def _schema() -> dict[str, tuple[str, object]]:
-    """Return the type and default of each config key."""
-    from hpcdist.config.schema import describe
-
-    return {key: (kind, default) for key, kind, default, _ in describe()}
-
-
 def _values(kind: str, default: object) -> list[str]:
     """Return the values of a key as far as its type lists them, else its default."""
     if kind.startswith("Literal["):
@@ -128,11 +121,13 @@ def _values(kind: str, default: object) -> list[str]:
 
 @_bounded
 def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
-    """Yield config keys as `key=`, and with a value once there is one key left.
+    """Yield config keys as `key=`, and with a value if only one key matches.
 
     The value keeps shells from putting a space behind `key=`: they append one to a sole candidate.
     """
-    schema = _schema()
+    from hpcdist.config.schema import describe
+
+    schema = {key: (kind, default) for key, kind, default, _ in describe()}
     key, equals, _ = incomplete.partition("=")
     # bash splits a word at `=`: `optim.lr=0` arrives as `optim.lr`, `=`, `0`, and Typer may drop the `=`.
     words = ["", "", *(ctx.params.get("overrides") or [])]
@@ -146,9 +141,6 @@ def keys(ctx: typer.Context, incomplete: str) -> Iterator[str]:
             yield f"{name}="
         if len(matching) == 1:
             yield from (f"{name}={value}" for value in _values(*schema[name]))
-
-
-overrides = keys
 
 
 def one_of(*names: str) -> Completer:

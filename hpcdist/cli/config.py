@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.cli import completion
 from hpcdist.cli.options import (
     Cluster,
     ExperimentKey,
     Json,
+    OptionalConfigName,
     Overrides,
     RunsDirKey,
     TrackingUriKey,
+    flag,
     with_options,
 )
 from hpcdist.errors import UserMistake
@@ -24,18 +25,11 @@ app = typer.Typer()
 
 @app.command("config")
 def show_config(
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="Path of a YAML file, or name of a shipped config.",
-            autocompletion=completion.configs,
-        ),
-    ] = None,
+    config: OptionalConfigName = None,
     overrides: Overrides = None,
     cluster: Cluster = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print every key with type, default and meaning.")] = False,
-    for_editors: Annotated[bool, typer.Option("--json-schema", help="Print the JSON Schema of a config.")] = False,
+    schema: Annotated[bool, flag("--schema", "Print every key with type, default and meaning.")] = False,
+    for_editors: Annotated[bool, flag("--json-schema", "Print the JSON Schema of a config.")] = False,
     as_json: Json = False,
     experiment: ExperimentKey = None,
     runs_dir: RunsDirKey = None,

@@ -6,11 +6,11 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcdist.cli.options import Json
+from hpcdist.cli.options import Json, flag, option
 from hpcdist.devcluster.settings import DEFAULT_STATE, Layout, Settings
 
 if TYPE_CHECKING:
@@ -24,58 +24,36 @@ app = typer.Typer(
 node_app = typer.Typer(name="node", help="Inject faults: kill, start or slow down a node.", no_args_is_help=True)
 app.add_typer(node_app)
 
-State = Annotated[
-    Path,
-    typer.Option("--state", metavar="DIR", envvar="HPCDIST_DEVCLUSTER_STATE", help="Folder of the cluster's files."),
-]
+State = Annotated[Path, option("--state", "DIR", "Folder of the cluster's files.", envvar="HPCDIST_DEVCLUSTER_STATE")]
 Node = Annotated[str, typer.Argument(metavar="NAME", help="Name of a node, such as n2.")]
+
+
+def _setting(flag: str, metavar: str, text: str, default: object) -> Any:
+    """Return an option that keeps the setting of an existing cluster if it is not given."""
+    return option(flag, metavar, text, show_default=str(default))
 
 
 @app.command()
 def up(
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", metavar="N", help="Number of nodes.", show_default=str(Settings.num_nodes))
+    num_nodes: Annotated[int | None, _setting("--nodes", "N", "Number of nodes.", Settings.num_nodes)] = None,
+    cpus_per_node: Annotated[
+        int | None, _setting("--cpus-per-node", "N", "CPUs that each node reports.", Settings.cpus_per_node)
     ] = None,
-    cpus: Annotated[
-        int | None,
-        typer.Option(
-            "--cpus-per-node",
-            metavar="N",
-            help="CPUs that each node reports.",
-            show_default=str(Settings.cpus_per_node),
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus-per-node", metavar="N", help="Fake GPUs of each node.", show_default=str(Settings.gpus_per_node)
-        ),
+    gpus_per_node: Annotated[
+        int | None, _setting("--gpus-per-node", "N", "Fake GPUs of each node.", Settings.gpus_per_node)
     ] = None,
     memory_mb: Annotated[
-        int | None,
-        typer.Option(
-            "--memory-mb", metavar="MB", help="Memory that each node reports.", show_default=str(Settings.memory_mb)
-        ),
+        int | None, _setting("--memory-mb", "MB", "Memory that each node reports.", Settings.memory_mb)
     ] = None,
     grace_time_s: Annotated[
-        int | None,
-        typer.Option(
-            "--grace-time-s",
-            metavar="S",
-            help="Grace time of a preempted job.",
-            show_default=str(Settings.grace_time_s),
-        ),
+        int | None, _setting("--grace-time-s", "S", "Grace time of a preempted job.", Settings.grace_time_s)
     ] = None,
-    subnet: Annotated[
-        str | None, typer.Option("--subnet", metavar="CIDR", help="Network of the nodes.", show_default=Settings.subnet)
-    ] = None,
+    subnet: Annotated[str | None, _setting("--subnet", "CIDR", "Network of the nodes.", Settings.subnet)] = None,
     users: Annotated[
         list[str] | None,
-        typer.Option(
-            "--user", metavar="NAME", help="A user who may submit, besides root and SUDO_USER; repeat for more."
-        ),
+        option("--user", "NAME", "A user who may submit, besides root and SUDO_USER; repeat for more."),
     ] = None,
-    install: Annotated[bool, typer.Option("--install", help="Install missing Debian packages.")] = False,
+    install: Annotated[bool, flag("--install", "Install missing Debian packages.")] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
     """Start the cluster, or its missing parts.
@@ -90,9 +68,9 @@ def up(
 
     layout = Layout(state)
     asked = {
-        "num_nodes": nodes,
-        "cpus_per_node": cpus,
-        "gpus_per_node": gpus,
+        "num_nodes": num_nodes,
+        "cpus_per_node": cpus_per_node,
+        "gpus_per_node": gpus_per_node,
         "memory_mb": memory_mb,
         "grace_time_s": grace_time_s,
         "subnet": subnet,
@@ -136,9 +114,7 @@ def status(as_json: Json = False, state: State = DEFAULT_STATE) -> int:
 @node_app.command("kill")
 def kill(
     name: Node,
-    keep_link: Annotated[
-        bool, typer.Option("--keep-link", help="Kill the processes only: peers see closed connections.")
-    ] = False,
+    keep_link: Annotated[bool, flag("--keep-link", "Kill the processes only: peers see closed connections.")] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
     """Simulate a power failure of a node: cut its link, then kill its processes.
@@ -154,9 +130,7 @@ def kill(
 @node_app.command("start")
 def start(
     name: Node,
-    own_mounts: Annotated[
-        bool, typer.Option("--own-mounts", help="Give the node a mount namespace of its own.")
-    ] = False,
+    own_mounts: Annotated[bool, flag("--own-mounts", "Give the node a mount namespace of its own.")] = False,
     state: State = DEFAULT_STATE,
 ) -> None:
     """Start a killed node again.
@@ -174,12 +148,9 @@ def start(
 @node_app.command("slow")
 def slow(
     name: Node,
-    rate_mbit: Annotated[
-        float | None, typer.Option("--rate-mbit", metavar="MBIT", help="Mbit/s in each direction.")
-    ] = None,
+    rate_mbit: Annotated[float | None, option("--rate-mbit", "MBIT", "Mbit/s in each direction.")] = None,
     delay_ms: Annotated[
-        float | None,
-        typer.Option("--delay-ms", metavar="MS", help="Extra delay in each direction; needs the kernel module netem."),
+        float | None, option("--delay-ms", "MS", "Extra delay in each direction; needs the kernel module netem.")
     ] = None,
     state: State = DEFAULT_STATE,
 ) -> None:

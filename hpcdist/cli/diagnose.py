@@ -6,15 +6,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri
+from hpcdist.cli.options import RUNS, Json, RunName, RunsDir, TrackingUri, argument
 from hpcdist.cli.terminal import console, say
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def explain(run: RunName, runs_dir: RunsDir = RUNS) -> None:
 @app.command()
 def doctor(
     run: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Check the nodes of this run instead of this machine.",
-            autocompletion=completion.runs,
-        ),
+        str | None, argument("RUN", "Check the nodes of this run instead of this machine.", completion.runs)
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,
@@ -75,6 +70,7 @@ def doctor(
     """
     import hpcdist
     from hpcdist.diagnostics.doctor.page import document, would_fail
+    from hpcdist.diagnostics.doctor.section import execute
     from hpcdist.files.ownership import require_trusted
     from hpcdist.run.lookup import resolve_run
 
@@ -90,9 +86,11 @@ def doctor(
         "run": str(found.path) if found is not None else None,
     }
     sections = _run_sections(found) if found is not None else _machine_sections(runs_dir)
-    page = _examine(sections) if as_json else _show_page(sections, facts)
     if as_json:
+        page = [_redacted(*section) for section in execute(sections)]
         print(json.dumps(document(page, facts), indent=2))
+    else:
+        page = _show_page(sections, facts)
     return 1 if would_fail(page) else 0
 
 
@@ -132,12 +130,6 @@ def _request(runs_dir: Path, uri: str, folder: Path) -> Request:
     return Request(env=os.environ, folder=folder, store=store)
 
 
-def _examine(sections: Sequence[Section]) -> list[tuple[str, list[Check]]]:
-    from hpcdist.diagnostics.doctor.section import execute
-
-    return [_redacted(*section) for section in execute(sections)]
-
-
 def _redacted(title: str, checks: Sequence[Check]) -> tuple[str, list[Check]]:
     """Return a section without secrets, since reports are pasted into tickets."""
     from dataclasses import replace
@@ -156,7 +148,8 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
     width = min(out.width, _MAX_WIDTH)
     _print(out, [("title", f"hpcdist {facts['hpcdist']} on {facts['host']}, {time.strftime('%Y-%m-%d %H:%M')}")])
     page = []
-    with _spinner(out) as status:
+    # The spinner shows the sections in progress at the bottom of a terminal.
+    with out.status("checking") if out.is_terminal else nullcontext() as status:
         for section in execute(sections, lambda titles: _show_pending(status, titles)):
             title, checks = _redacted(*section)
             page.append((title, checks))
@@ -166,28 +159,18 @@ def _show_page(sections: Sequence[Section], facts: dict[str, str | None]) -> lis
     return page
 
 
-@contextmanager
-def _spinner(out: Console) -> Iterator[Status | None]:
-    """Show the sections in progress at the bottom of a terminal."""
-    if not out.is_terminal:
-        yield None
-        return
-    with out.status("checking") as status:
-        yield status
-
-
 def _show_pending(status: Status | None, titles: Sequence[str]) -> None:
     if status is not None and titles:
         more = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
         status.update(f"checking {titles[0]}{more}")
 
 
-def _print(out: Console, lines: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> None:
+def _print(out: Console, lines: Iterable[tuple[str, str]]) -> None:
     from rich.text import Text
 
     for kind, line in lines:
         text = Text(line)
-        if kind in ("title",):
+        if kind == "title":
             text.stylize(_COLOURS[kind])
         elif kind:
             start = len(line) - len(line.lstrip())

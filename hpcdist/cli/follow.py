@@ -51,7 +51,7 @@ def follow_to_end(run: RunDir, config: Config, *, progress: bool) -> int:
 def stream_log(run: RunDir, rank: int, attempt: int | None, *, follow: bool) -> Iterator[str]:
     """Yield the text of a rank's log; with `follow`, until the run ends, through all its attempts.
 
-    Raises RunFolderError if there is no such log.
+    Raises RunFolderError if the log does not exist.
     """
     number = attempt or run.read_state().attempt
     path = run.attempt(number).log(rank)

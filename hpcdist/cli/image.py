@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.cli import completion
-from hpcdist.cli.options import DryRun
+from hpcdist.cli.options import DryRun, option
 from hpcdist.cli.terminal import console
 from hpcdist.errors import UserMistake
 
@@ -18,11 +18,11 @@ app = typer.Typer(name="image", help="Build, check and convert container images.
 
 EngineOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--engine",
-        metavar="ENGINE",
-        help="docker or podman; to build, also buildah. The first that works by default.",
-        autocompletion=completion.one_of("docker", "podman", "buildah"),
+        "ENGINE",
+        "docker or podman; to build, also buildah. The first that works by default.",
+        completion.one_of("docker", "podman", "buildah"),
     ),
 ]
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
@@ -30,26 +30,21 @@ Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A local image.")]
 
 @app.command()
 def build(
-    tag: Annotated[
-        str | None, typer.Option("--tag", metavar="NAME", help="Name of the image; `hpcdist` by default.")
-    ] = None,
+    tag: Annotated[str | None, option("--tag", "NAME", "Name of the image; `hpcdist` by default.")] = None,
     target: Annotated[
         str,
-        typer.Option(
+        option(
             "--target",
-            metavar="TARGET",
-            help="default, slim (without compiler and torch.compile), or mlflow (the server).",
-            autocompletion=completion.one_of("default", "slim", "mlflow"),
+            "TARGET",
+            "default, slim (without compiler and torch.compile), or mlflow (the server).",
+            completion.one_of("default", "slim", "mlflow"),
         ),
     ] = "default",
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="IMAGE", help="Base image instead of the Dockerfile's.")
-    ] = None,
-    uid: Annotated[int | None, typer.Option("--uid", metavar="UID", help="User id of the image's user.")] = None,
-    gid: Annotated[int | None, typer.Option("--gid", metavar="GID", help="Group id of the image's user.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="WORD", help="Additional argument of the engine; repeat for more."),
+    base: Annotated[str | None, option("--base", "IMAGE", "Base image instead of the Dockerfile's.")] = None,
+    uid: Annotated[int | None, option("--uid", "UID", "User id of the image's user.")] = None,
+    gid: Annotated[int | None, option("--gid", "GID", "Group id of the image's user.")] = None,
+    more: Annotated[
+        list[str] | None, option("--option", "WORD", "Additional argument of the engine; repeat for more.")
     ] = None,
     engine: EngineOption = None,
     dry_run: DryRun = False,
@@ -87,7 +82,7 @@ def build(
         gid=gid,
         revision=revision,
         created=created,
-        options=tuple(option or ()),
+        options=tuple(more or ()),
     )
     command = building.argv(found.name, wanted)
     print(shlex.join(command), flush=True)
@@ -131,16 +126,14 @@ def convert(
     image: Image = "hpcdist",
     to: Annotated[
         str,
-        typer.Option(
+        option(
             "--to",
-            metavar="FORMAT",
-            help="sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).",
-            autocompletion=completion.one_of("sqsh", "sif", "dir"),
+            "FORMAT",
+            "sqsh (enroot, pyxis), sif (apptainer) or dir (charliecloud).",
+            completion.one_of("sqsh", "sif", "dir"),
         ),
     ] = "",
-    into: Annotated[
-        Path, typer.Option("--into", metavar="DIR", help="Folder on a file system that all nodes share.")
-    ] = Path("images"),
+    into: Annotated[Path, option("--into", "DIR", "Folder on a file system that all nodes share.")] = Path("images"),
     engine: EngineOption = None,
 ) -> None:
     """Convert an image to the format of a site's container runtime; the file is named by the image's digest.

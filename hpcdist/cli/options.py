@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,89 +26,61 @@ def _into_environment(uri: str | None) -> str | None:
     return uri
 
 
+def argument(metavar: str, text: str, complete: completion.Completer) -> Any:
+    """Return an argument with completion."""
+    return typer.Argument(metavar=metavar, help=text, autocompletion=complete)
+
+
+def option(flag: str, metavar: str, text: str, complete: completion.Completer | None = None, **more: Any) -> Any:
+    """Return an option that has a value."""
+    return typer.Option(flag, metavar=metavar, help=text, autocompletion=complete, **more)
+
+
+def flag(flag: str, text: str) -> Any:
+    """Return an option without a value."""
+    return typer.Option(flag, help=text)
+
+
 # --- Configs
 
-ConfigName = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="Path of a YAML file, or name of a shipped config.", autocompletion=completion.configs
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides of config keys.", autocompletion=completion.overrides),
-]
+_CONFIG = argument("CONFIG", "Path of a YAML file, or name of a shipped config.", completion.configs)
+ConfigName = Annotated[str, _CONFIG]
+OptionalConfigName = Annotated[str | None, _CONFIG]
+Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides of config keys.", completion.keys)]
 SweepAxes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--sweep",
-        metavar="KEY=V1,V2",
-        help="Values of a key to sweep over; repeat the option for a grid.",
-        autocompletion=completion.keys,
-    ),
+    option("--sweep", "KEY=V1,V2", "Values of a key to sweep over; repeat the option for a grid.", completion.keys),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        metavar="PROFILE",
-        help="Site profile: path of a YAML file, or name of a shipped one.",
-        autocompletion=completion.profiles,
-    ),
+    option("--cluster", "PROFILE", "Site profile: path of a YAML file, or name of a shipped one.", completion.profiles),
 ]
 #: Commands that read a config: these options are short forms of overrides, see `with_options`.
 RunsDirKey = Annotated[
-    Path | None,
-    typer.Option("--runs-dir", metavar="DIR", help="Folder of the runs; short for runs_dir=DIR.", callback=_expanded),
+    Path | None, option("--runs-dir", "DIR", "Folder of the runs; short for runs_dir=DIR.", callback=_expanded)
 ]
 ExperimentKey = Annotated[
     str | None,
-    typer.Option(
-        "--experiment",
-        metavar="NAME",
-        help="MLflow experiment; short for experiment=NAME.",
-        autocompletion=completion.experiments,
-    ),
+    option("--experiment", "NAME", "MLflow experiment; short for experiment=NAME.", completion.experiments),
 ]
 TrackingUriKey = Annotated[
     str | None,
-    typer.Option(
-        "--tracking-uri", metavar="URI", help="MLflow store; short for tracking.uri=URI.", callback=_into_environment
-    ),
+    option("--tracking-uri", "URI", "MLflow store; short for tracking.uri=URI.", callback=_into_environment),
 ]
 
 # --- Existing runs
 
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Name of a run, a unique prefix of it, or its folder.", autocompletion=completion.runs
-    ),
-]
-RunNames = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="RUN", help="Names of runs; all runs by default.", autocompletion=completion.runs),
-]
+RunName = Annotated[str, argument("RUN", "Name of a run, a unique prefix of it, or its folder.", completion.runs)]
+RunNames = Annotated[list[str] | None, argument("RUN", "Names of runs; all runs by default.", completion.runs)]
 RunsDir = Annotated[
-    Path,
-    typer.Option(
-        "--runs-dir", metavar="DIR", envvar="HPCDIST_RUNS_DIR", help="Folder of the runs.", callback=_expanded
-    ),
+    Path, option("--runs-dir", "DIR", "Folder of the runs.", envvar="HPCDIST_RUNS_DIR", callback=_expanded)
 ]
 Experiment = Annotated[
-    str | None,
-    typer.Option(
-        "--experiment", metavar="NAME", help="Only runs of this experiment.", autocompletion=completion.experiments
-    ),
+    str | None, option("--experiment", "NAME", "Only runs of this experiment.", completion.experiments)
 ]
 TrackingUri = Annotated[
     str | None,
-    typer.Option(
-        "--tracking-uri",
-        metavar="URI",
-        help="MLflow store instead of the configured one.",
-        callback=_into_environment,
-    ),
+    option("--tracking-uri", "URI", "MLflow store instead of the configured one.", callback=_into_environment),
 ]
 
 # --- Behaviour
@@ -116,17 +88,12 @@ TrackingUri = Annotated[
 Follow = Annotated[
     bool, typer.Option("--follow/--detach", "-f/-d", help="Show progress until the end, or return at once.")
 ]
-Wait = Annotated[bool, typer.Option("--wait", help="Show only changes of state until the end.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan without starting anything.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Dependency = Annotated[
-    str | None,
-    typer.Option("--dependency", metavar="KIND:RUN", help="As for sbatch, with names of runs or job ids."),
-]
-Begin = Annotated[
-    str | None, typer.Option("--begin", metavar="TIME", help="Earliest start, as for sbatch: now+2hours, 20:00.")
-]
-Force = Annotated[bool, typer.Option("--force", help="Submit even if the checks of hpcdist, not Slurm, fail.")]
+Wait = Annotated[bool, flag("--wait", "Show only changes of state until the end.")]
+DryRun = Annotated[bool, flag("--dry-run", "Print the plan without starting anything.")]
+Json = Annotated[bool, flag("--json", "Print JSON.")]
+Dependency = Annotated[str | None, option("--dependency", "KIND:RUN", "As for sbatch, with names of runs or job ids.")]
+Begin = Annotated[str | None, option("--begin", "TIME", "Earliest start, as for sbatch: now+2hours, 20:00.")]
+Force = Annotated[bool, flag("--force", "Submit even if the checks of hpcdist, not Slurm, fail.")]
 
 
 def with_options(

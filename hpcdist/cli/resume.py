@@ -19,6 +19,7 @@ from hpcdist.cli.options import (
     RunsDir,
     TrackingUriKey,
     Wait,
+    flag,
     with_options,
 )
 from hpcdist.cli.run import resolve_start, supervise_here
@@ -33,7 +34,7 @@ def resume(
     run: RunName,
     overrides: Overrides = None,
     with_current_code: Annotated[
-        bool, typer.Option("--with-current-code", help="Use the current code, not the snapshot of the first start.")
+        bool, flag("--with-current-code", "Use the current code, not the snapshot of the first start.")
     ] = False,
     follow: Follow = True,
     wait: Wait = False,

@@ -59,7 +59,7 @@ def ui(
 
 
 def experiment_links(runs_dir: Path, tracking_uri: str, address: str) -> list[str]:
-    """Return a link to the runs of each experiment in the UI at `address`, whose start page shows no training runs."""
+    """Return a link to each experiment in the UI at `address`; the start page of the UI shows no training runs."""
     from hpcdist.files.atomic import read_json
     from hpcdist.run.lookup import find_runs
     from hpcdist.tracking.uri import redact_uri

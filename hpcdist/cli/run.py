@@ -18,6 +18,7 @@ from hpcdist.cli.options import (
     RunsDirKey,
     SweepAxes,
     TrackingUriKey,
+    option,
     with_options,
 )
 from hpcdist.cli.terminal import console, exit_code
@@ -46,11 +47,8 @@ def run(
             help="Continue the unfinished run of this config, if there is one. Default in hpcdist's images.",
         ),
     ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option("--in", metavar="ENGINE", help="Run in a container of docker or podman."),
-    ] = None,
-    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="Image for --in.")] = "hpcdist",
+    engine: Annotated[str | None, option("--in", "ENGINE", "Run in a container of docker or podman.")] = None,
+    image: Annotated[str, option("--image", "IMAGE", "Image for --in.")] = "hpcdist",
     experiment: ExperimentKey = None,
     runs_dir: RunsDirKey = None,
     tracking_uri: TrackingUriKey = None,

@@ -22,6 +22,8 @@ from hpcdist.cli.options import (
     SweepAxes,
     TrackingUriKey,
     Wait,
+    flag,
+    option,
     with_options,
 )
 from hpcdist.errors import UserMistake
@@ -40,14 +42,14 @@ def submit(
     cluster: Cluster = None,
     sweep: SweepAxes = None,
     dry_run: DryRun = False,
-    test: Annotated[bool, typer.Option("--test", help="Ask Slurm for the expected start; submit nothing.")] = False,
+    test: Annotated[bool, flag("--test", "Ask Slurm for the expected start; submit nothing.")] = False,
     follow: Follow = False,
     wait: Wait = False,
     dependency: Dependency = None,
     begin: Begin = None,
     force: Force = False,
     array_parallelism: Annotated[
-        int | None, typer.Option("--array-parallelism", min=1, metavar="N", help="Cells of a sweep that run at a time.")
+        int | None, option("--array-parallelism", "N", "Cells of a sweep that run at a time.", min=1)
     ] = None,
     experiment: ExperimentKey = None,
     runs_dir: RunsDirKey = None,

@@ -1,9 +1,8 @@
-"""Which names and texts are secrets, and how they are shown: one list for configs, messages, patches and logs.
+"""Detection and redaction of secrets in configs, messages, patches and logs.
 
-The patterns are our own. detect-secrets 1.5 was measured: 1.8 s for a patch of 10,000 lines with its keyword and
-prefix detectors, 6.5 s and 48,018 findings with its entropy detectors, 0.3 s to import (it imports requests). The
-supervisor, the ranks and the shipper all redact, so that import would be paid many times. The prefixes of tokens below
-are those of detect-secrets, with newer ones added.
+detect-secrets 1.5 is not used, since it is slow: 1.8 s for a patch of 10,000 lines with its keyword and prefix
+detectors, 6.5 s and 48,018 findings with its entropy detectors, and 0.3 s for its import in each process that redacts.
+The prefixes of tokens are those of detect-secrets, with newer ones added.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ from typing import Any
 from hpcdist.errors import MAX_SHOWN, shown
 
 REDACTED = "***"
-#: In the place of a number: tells a reader of the config that the value is not a string.
+#: Replaces a number, so that a reader of the config knows that the value is not a string.
 REDACTED_NUMBER = "*** (number)"
-#: Keys below these are names of roles, not of variables.
+#: Sections with names of roles as keys.
 _ROLE_KEYED = (("roles",), ("launch", "devices"), ("cluster", "roles"))
 
 # --- names
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-#: Parts of a name that make it a secret wherever they stand. Longer words may end with the stems: PGPASSWORD.
+#: Stems: a name with a part that ends with one is that of a secret, such as PGPASSWORD.
 _STEMS = ("password", "passwd", "passwort", "passphrase", "secret", "secrets", "credential", "credentials", "apikey")
+#: Whole parts at any position.
 _ANYWHERE = frozenset({"pwd", "jwt", "authorization", "passw"})
-#: Parts that make a name a secret at its end.
+#: Last parts.
 _AT_END = frozenset({"key", "token", "auth", "pass", "pat"})
-#: Two neighbouring parts: `access_key_id`, `api_keys`, `auth_header`.
+#: Pairs of adjacent parts: `access_key_id`, `api_keys`, `auth_header`.
 _KEY_KINDS = frozenset({"api", "access", "private", "secret", "encryption", "signing", "auth", "ssh", "master"})
 _KEY_NOUNS = frozenset({"key", "keys", "token", "tokens", "header"})
-#: What stands in front of `key`, `token` and `pass` in names of machine learning and databases that hold no secret.
+#: Last part → parts before it in names of machine learning and databases that are not secrets, such as `pad_token`.
 _HARMLESS = {
     "key": frozenset(
         {"num", "primary", "foreign", "public", "sort", "partition", "group", "index", "join", "dict", "metric"}
@@ -49,9 +49,9 @@ _HARMLESS = {
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key, variable, flag or query parameter with this name holds a secret.
+    """Return whether a key, variable, option or query parameter of this name is a secret.
 
-    A name is split at everything that is no letter, and inside camelCase; case does not count.
+    A name is split into parts at characters other than letters, and within camelCase; case is ignored.
     """
     parts = [part.lower() for part in _PART.findall(name) if not part.isdigit()]
     if any(
@@ -63,20 +63,20 @@ def is_secret_name(name: str) -> bool:
     if not parts or parts[-1] not in _AT_END:
         return False
     before = parts[-2] if len(parts) > 1 else ""
-    # A bare `key` is the key of a mapping more often than one of a lock.
+    # The name `key` alone is usually the key of a mapping.
     return before not in _HARMLESS[parts[-1]] and not (parts[-1] == "key" and not before)
 
 
 # --- texts
 
-# Up to the last @ before a slash: a password may hold an @ of its own.
+# Up to the last @ before a slash, since a password may contain an @.
 _USERINFO = re.compile(r"(?<=://)([^/:@\s]*):[^/\s]+@")
-#: A user without a password: over HTTP that is a token.
+#: A user without a password, which in HTTP is a token.
 _HTTP_USER = re.compile(r"(?<=http://|ttps://)(?!\*\*\*@)[^/:@\s?#]+@")
 #: `name=value`, `--name=value`, `?name=value&`; quoted or up to the next separator.
 _NAME = re.compile(r"(?<![\w.-])([\w.-]+)=")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s&;\"']+")
-#: `$(cat file)`, `${NAME}`, `$NAME` stand for a value, and are none.
+#: References to a value: `$(cat file)`, `${NAME}`, `$NAME`.
 _REFERENCE = re.compile(r"[\"']?\$(?:[({]|[A-Z_][A-Z0-9_]*[\"']?$)")
 _QUERY = re.compile(r"(?<=[?&])(key|sig|signature|code|X-Amz-Signature)=([^\s&;\"']+)", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{12,}=*", re.IGNORECASE)
@@ -95,10 +95,10 @@ _MARKS = re.compile(r"[=@]|(?i:bearer|basic)\s|-----BEGIN|hooks\.slack")
 
 
 def redact_text(text: str) -> str:
-    """Return `text` with `***` for each secret that shows by its form.
+    """Return `text` with `***` for each secret in it.
 
-    These are passwords and tokens in URIs and query strings, `name=value` where the name is a secret's, tokens with a
-    known prefix, and private keys.
+    Secrets are passwords and tokens in URIs and query strings, values of `name=value` with the name of a secret, tokens
+    with a known prefix, and private keys.
     """
     text = _TOKEN.sub(REDACTED, text)
     if _MARKS.search(text) is None:
@@ -129,9 +129,9 @@ def _redact_assignments(text: str) -> str:
 
 
 def redact_tree(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a copy of a config's containers with `***` for each value whose key or form shows that it is a secret.
+    """Return a copy of a config's containers with `***` for each value that is a secret by its key or its form.
 
-    Booleans, nulls and empty strings hold no secret and stay.
+    Booleans, nulls and empty strings are not redacted.
     """
     named = above not in _ROLE_KEYED
     return {key: _redact((*above, str(key)), value, named and is_secret_name(str(key))) for key, value in tree.items()}
@@ -152,7 +152,7 @@ def _redact(path: tuple[str, ...], value: Any, secret: bool) -> Any:
 
 
 def redact_words(words: list[Any]) -> list[Any]:
-    """Return the entries of a list, or the words of a command line: what follows `--token` is a secret, too."""
+    """Return a redacted list, in which the word after an option such as `--token` is a secret."""
     shown: list[Any] = []
     for index, word in enumerate(words):
         before = words[index - 1] if index else None
@@ -165,18 +165,18 @@ def redact_words(words: list[Any]) -> list[Any]:
 
 
 _ENV_NAME = re.compile(r"oc\.env:\s*([^,}\s]*)")
-#: A shorter value is replaced only where a message says that it got it: it may be a word of the message.
+#: A shorter value may be a word of the message, and is replaced only after `got` and in quotes.
 _SHORT = 4
 
 
 def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Return the lines of an error without secrets, and with `${oc.env:NAME}` where a variable's value would be.
+    """Return the lines of an error with secrets redacted, and values of variables replaced by `${oc.env:NAME}`.
 
     Args:
-        tree: the config that the error is about, its interpolations unresolved.
-        env: the environment that they are resolved with.
+        tree: the config with unresolved interpolations.
+        env: the environment from which the interpolations are resolved.
     """
-    # A message quotes a value, and of a long one the beginning and the end (`errors.shown`).
+    # A message contains a value as it is, quoted, or shortened (`errors.shown`).
     instead = {
         form: name
         for text, name in _hidden(tree, env)
@@ -193,7 +193,7 @@ def hide_values(lines: Iterable[str], tree: Mapping[str, Any], env: Mapping[str,
 
 
 def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterator[tuple[str, str]]:
-    """Texts that no message may show, with what it shows instead."""
+    """Yield each value that must not occur in a message, with its replacement."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, env, secret or is_secret_name(str(key)))
@@ -202,7 +202,7 @@ def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterato
             yield from _hidden(inner, env, secret)
     elif isinstance(value, str):
         for name in _ENV_NAME.findall(value):
-            # A name that is itself an interpolation may be that of any variable.
+            # The name may be an interpolation, which can refer to any variable.
             names = [name] if "$" not in name else [other for other, text in env.items() if len(text) >= _SHORT]
             yield from ((env.get(one, ""), f"${{oc.env:{one}}}") for one in names)
         if secret and "${" not in value:
@@ -212,7 +212,7 @@ def _hidden(value: Any, env: Mapping[str, str], secret: bool = False) -> Iterato
 
 
 def is_redacted(value: Any) -> bool:
-    """Return whether a value read from a written config stands for a secret."""
+    """Return whether a value of a written config was redacted."""
     if isinstance(value, Mapping | list):
         return any(map(is_redacted, value.values() if isinstance(value, Mapping) else value))
     return isinstance(value, str) and REDACTED in value
@@ -220,26 +220,26 @@ def is_redacted(value: Any) -> bool:
 
 # --- source code
 
-
-#: `name = "literal"`, `"name": "literal"`, and in files that are not code `name: literal`.
+#: `name = "literal"` and `"name": "literal"`.
 _LITERAL = re.compile(
     r"""(?<![\w.-])["']?([A-Za-z_][\w.-]{0,80})["']?\s{0,8}[:=]{1,2}\s{0,8}(["'])([^"'\s]{4,200})\2"""
 )
+#: `name: literal`, for files other than source code.
 _PLAIN_LITERAL = re.compile(
     r"""^\s*(?:export\s+|-\s+)?["']?([A-Za-z_][\w.-]{0,80})["']?\s{0,8}[:=]\s{0,8}([^\s"'#,{}()\[\]]{4,200})\s*(?:#.*)?$"""
 )
 _PLACEHOLDER = re.compile(r"[*x.<$%{-]|your|change|example|dummy|none|null|true|false|env", re.IGNORECASE)
 _ALLOWED = re.compile(r"pragma:\s*allowlist secret|noqa: S10[567]|gitleaks:allow")
-#: A longer line is looked at in pieces of this size, which overlap.
+#: A longer line is searched in overlapping pieces of this size.
 LINE_CHARS, OVERLAP = 4096, 512
 
 
 def holds_secret(line: str, *, code: bool) -> bool:
-    """Return whether a line of a file is likely to hold a secret in clear.
+    """Return whether a line of a file probably contains a secret in plain text.
 
     Args:
-        line: without its newline; `pragma: allowlist secret` in it, as detect-secrets has it, lets it pass.
-        code: whether this is source code, where a secret in clear is a quoted literal.
+        line: the line, without its newline. The comment `pragma: allowlist secret`, as in detect-secrets, allows it.
+        code: whether the file is source code, in which a secret is a quoted literal.
     """
     if _ALLOWED.search(line):
         return False
@@ -248,7 +248,8 @@ def holds_secret(line: str, *, code: bool) -> bool:
         return any(holds_secret(line[start : start + LINE_CHARS], code=code) for start in starts)
     if _TOKEN.search(line) or "PRIVATE KEY-----" in line:
         return True
-    if any(not _PLACEHOLDER.match(found) for found in _passwords(line)):
+    passwords = (match[0].partition(":")[2] for match in _USERINFO.finditer(line))
+    if any(not _PLACEHOLDER.match(password) for password in passwords):
         return True
     found = [(match[1], match[3]) for match in _LITERAL.finditer(line)]
     if not code and (match := _PLAIN_LITERAL.match(line)) is not None:
@@ -256,13 +257,8 @@ def holds_secret(line: str, *, code: bool) -> bool:
     return any(is_secret_name(name) and _is_likely(name, value) for name, value in found)
 
 
-def _passwords(line: str) -> Iterator[str]:
-    for match in _USERINFO.finditer(line):
-        yield match[0].partition(":")[2]
-
-
 def _is_likely(name: str, value: str) -> bool:
-    """Whether a value is more than a placeholder; behind a name such as `sort_key` a plain word is no secret."""
+    """Return whether the value of a secret's name is a secret, and not a placeholder or a plain word."""
     if _PLACEHOLDER.match(value) or value == name:
         return False
     lowered = name.lower()

@@ -16,7 +16,7 @@ def find_config(source: str | Path, folder: str = "") -> Path:
         source: a path, or the name of a shipped config.
         folder: the subfolder of the shipped configs to search, such as `cluster`.
 
-    Raises ConfigError if there is no such file.
+    Raises ConfigError for an unknown name.
     """
     try:
         path = Path(source).expanduser()

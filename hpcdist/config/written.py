@@ -1,6 +1,6 @@
 """The resolved config as a run folder stores it: YAML with redacted secrets, and the variables that restore them.
 
-Reading it uses no OmegaConf, whose import takes a rank longer than that of all modules of hpcdist together.
+It is read without OmegaConf, the import of which takes longer than that of all other modules of a rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def redacted_argument(text: str) -> str:
 
 
 def secret_keys(config: Config) -> list[tuple[str, ...]]:
-    """Return the keys whose values `to_yaml` redacts."""
+    """Return the keys of the values that `to_yaml` redacts."""
     clean = dict(leaves(redacted(config)))
     return [path for path, value in leaves(to_tree(config)) if clean[path] != value]
 

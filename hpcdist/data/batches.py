@@ -51,9 +51,18 @@ class Normalize:
 class _Table:
     """A split on its device in one memory format, built once."""
 
-    images: Tensor
+    images: Tensor  #: on the CPU if the device has no room
     labels: Tensor
     normalize: Normalize
+    channels_last: bool
+
+    def gathered(self, indices: Tensor, batch_size: int) -> Iterator[Tensor]:
+        """Yield batches of the images of these samples."""
+        for part in torch.split(indices.to(self.images.device), batch_size):
+            images = _to_device(self.images.index_select(0, part), self.labels.device)
+            if self.channels_last:
+                images = images.permute(0, 3, 1, 2)
+            yield images if self.images.is_floating_point() else self.normalize(images)
 
 
 class PreloadedSplit:
@@ -111,10 +120,9 @@ class PreloadedSplit:
         # One gather for the labels of the whole epoch, so that those of a batch are a view.
         labels = torch.split(table.labels.index_select(0, rest.to(device)), batch_size)
         if self.augment_seed is None:
-            images = _gathered(table, rest, batch_size, device, channels_last)
+            images = table.gathered(rest, batch_size)
         else:
-            hashes = sample_hashes(self.augment_seed, epoch, rest)
-            images = self._crops(table, rest, hashes, batch_size, device, channels_last)
+            images = self._crops(table, rest, sample_hashes(self.augment_seed, epoch, rest), batch_size)
         yield from zip(images, labels, strict=True)
 
     def _table(self, device: torch.device, channels_last: bool) -> _Table:
@@ -135,18 +143,10 @@ class PreloadedSplit:
                     images = normalize(images)
                 if channels_last:
                     images = images.permute(0, 2, 3, 1).contiguous()
-            self._tables[key] = _Table(images, self.labels.to(device), normalize)
+            self._tables[key] = _Table(images, self.labels.to(device), normalize, channels_last)
         return self._tables[key]
 
-    def _crops(
-        self,
-        table: _Table,
-        indices: Tensor,
-        hashes: Tensor,
-        batch_size: int,
-        device: torch.device,
-        channels_last: bool,
-    ) -> Iterator[Tensor]:
+    def _crops(self, table: _Table, indices: Tensor, hashes: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Yield batches of cropped images; a batch is one gather of pixels from the padded images."""
         channels, height, width = self.images.shape[1:]
         padded_height, padded_width = height + 2 * CROP_PADDING, width + 2 * CROP_PADDING
@@ -161,19 +161,8 @@ class PreloadedSplit:
         ):
             pixels = (corner[:, None] + grids.index_select(0, grid_number)).flatten()
             images = table.images.index_select(0, pixels).reshape(-1, height, width, channels)
-            images = _to_device(images, device).permute(0, 3, 1, 2)
-            yield table.normalize(images if channels_last else images.contiguous())
-
-
-def _gathered(
-    table: _Table, indices: Tensor, batch_size: int, device: torch.device, channels_last: bool
-) -> Iterator[Tensor]:
-    """Yield batches of images as they are."""
-    for part in torch.split(indices.to(table.images.device), batch_size):
-        images = _to_device(table.images.index_select(0, part), device)
-        if channels_last:
-            images = images.permute(0, 3, 1, 2)
-        yield images if table.images.is_floating_point() else table.normalize(images)
+            images = _to_device(images, table.labels.device).permute(0, 3, 1, 2)
+            yield table.normalize(images if table.channels_last else images.contiguous())
 
 
 def _place(images: Tensor, device: torch.device) -> torch.device:

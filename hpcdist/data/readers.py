@@ -1,7 +1,7 @@
 """Readers of dataset files. Each raises DataError with the path of a file that it cannot read.
 
-torchvision's and scikit-learn's readers are not used: their imports take 1.7 s and 1.9 s of CPU time in every
-rank, 20 times as long as to read MNIST, and torchvision reads no .gz files, which Debian's package has.
+torchvision's and scikit-learn's readers are not used: their imports take 1.7 s and 1.9 s of CPU time in every rank,
+reading MNIST takes 0.1 s, and torchvision reads no .gz files, which Debian's package has.
 """
 
 from __future__ import annotations

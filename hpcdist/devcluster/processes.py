@@ -30,7 +30,7 @@ def mounted_namespaces(layout: Layout) -> dict[str, Namespace]:
     folder = layout.namespaces
     found = {path.name: _identity(path) for path in folder.iterdir()} if folder.is_dir() else {}
     kind = os.stat("/proc/self/ns/net").st_dev
-    return {name: where for name, where in found.items() if where is not None and where[0] == kind}
+    return {name: identity for name, identity in found.items() if identity is not None and identity[0] == kind}
 
 
 def _identity(path: Path) -> Namespace | None:
@@ -87,12 +87,12 @@ def _name(pid: int) -> str:
 def is_running(layout: Layout, daemon: Daemon) -> bool:
     """Return whether a daemon runs: its process must be in the namespace, so a stale pid file is harmless."""
     pid = _read_pid(layout.pid_file(daemon.name))
-    where = mounted_namespaces(layout).get(daemon.node)
-    if pid is None or where is None:
+    namespace = mounted_namespaces(layout).get(daemon.node)
+    if pid is None or namespace is None:
         return False
     if os.geteuid() != 0:  # namespaces of root's processes cannot be read
         return _name(pid) != ""
-    return _identity(Path(f"/proc/{pid}/ns/net")) == where
+    return _identity(Path(f"/proc/{pid}/ns/net")) == namespace
 
 
 def has_ended(layout: Layout, daemon: Daemon) -> bool:

@@ -1,9 +1,9 @@
 """Find nodes or ranks, and pairs of them, that are slower than the others.
 
 A slow node is part of many pairs: half of the pairs of four nodes, and most of the pairs of three. Comparing pairs with
-their median is therefore not sufficient. The expected speed of a pair is the lower of what its sender sends and its
-receiver receives with their best partners. A node that is slow with all its partners is a slow node; a pair that is
-slower than both its ends is a slow pair. Single ranks are judged in the same way.
+their median is therefore not sufficient. The expected speed of a pair is the lower one of the best speeds of its sender
+and of its receiver with any partner. A node that is slow with all its partners is a slow node; a pair that is slower
+than both its ends is a slow pair. Single ranks are judged in the same way.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Mesh:
 
     Args:
         nodes: names of all nodes; `node` is this one's.
-        port: where all listen.
+        port: port that all nodes listen on.
         token: shared secret, which every probe of this job proves to know in its handshake.
         resolve: returns the address of a name; raises OSError if there is none.
         bind: address to listen on, None for all interfaces.

@@ -121,7 +121,7 @@ class Link:
             connecting: whether this side opened the connection. It is part of the HMAC, so that a message of this side
                 cannot be sent back as an answer.
 
-        Raises UnknownPeerError where the other side is no probe of this job, or OSError where the connection breaks.
+        Raises UnknownPeerError if the other side is no probe of this job, or OSError if the connection breaks.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         try:

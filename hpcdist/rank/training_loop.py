@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,16 +52,29 @@ class Meter:
         self.restart_clock()
 
 
+class LoopState(Protocol):
+    """State of a training loop. Each trainer has a dataclass with these and its own fields."""
+
+    @property
+    def ctx(self) -> Context: ...
+    @property
+    def cfg(self) -> Config: ...
+    @property
+    def position(self) -> TrainingPosition: ...
+    @property
+    def meter(self) -> Meter: ...
+
+
+L = TypeVar("L", bound=LoopState)
+
+
 def run_epochs(
-    ctx: Context,
-    cfg: Config,
-    position: TrainingPosition,
-    meter: Meter,
+    loop: L,
+    train_epoch: Callable[[L], Iterator[None]],
+    interval_metrics: Callable[[L], Mapping[str, float]],
+    evaluate: Callable[[L], Mapping[str, float]],
+    save: Callable[[L, Mapping[str, float]], None],
     *,
-    train_epoch: Callable[[], Iterator[None]],
-    interval_metrics: Callable[[], Mapping[str, float]],
-    evaluate: Callable[[], Mapping[str, float]],
-    save: Callable[[Mapping[str, float]], None],
     in_flight: Collection[Any] = (),
     goal: tuple[float, str] | None = None,
 ) -> str:
@@ -70,8 +83,7 @@ def run_epochs(
     Each epoch trains, evaluates and saves, in this order. Metrics are logged every `tracking.log_every_steps` steps.
 
     Args:
-        position: where to start; it is advanced.
-        meter: sums that `train_epoch` adds to; it is reset after each logged step.
+        loop: its position is advanced; its meter, to which `train_epoch` adds, is reset after each logged step.
         train_epoch: a generator that does the remaining steps of the current epoch and yields after each. It is not
             resumed after the last step of the epoch or of training.
         interval_metrics: returns the metrics of the steps since the last logged one.
@@ -83,25 +95,26 @@ def run_epochs(
     Returns:
         The reason why training is over; empty if it was stopped before, with a checkpoint saved.
     """
+    ctx, cfg, position, meter = loop.ctx, loop.cfg, loop.position, loop.meter
     meter.restart_clock()
     while not (reason := position.end_reason(cfg.stop, cfg.checkpoint, goal=goal)):
-        for _ in islice(train_epoch(), position.remaining_steps_in_epoch):
+        for _ in islice(train_epoch(loop), position.remaining_steps_in_epoch):
             position.count_step()
             if position.step % cfg.tracking.log_every_steps == 0:
-                ctx.log(interval_metrics(), position.step)
+                ctx.log(interval_metrics(loop), position.step)
                 meter.reset()
             stop = ctx.should_stop(position.step, position.total_steps)
             if in_flight:
                 continue
             # If an evaluation follows, the checkpoint is saved after it, unless the ranks stop now.
             if ctx.should_save(position.step) and (stop or position.remaining_steps_in_epoch > 0):
-                save({})
+                save(loop, {})
             if stop:
                 return ""
         position.finish_epoch()
         with meter.paused():
-            metrics = evaluate()
+            metrics = evaluate(loop)
             ctx.log(metrics, position.step)
             position.record_evaluation(metrics, cfg.checkpoint)
-            save(metrics)
+            save(loop, metrics)
     return reason

@@ -87,14 +87,13 @@ def _processes() -> str:
         return ""
 
 
-def is_held(run: RunDir, *, look_every_s: float = 0.5) -> bool:
+def is_held(run: RunDir) -> bool:
     """Return whether a live process holds a run. Waits until a holder on another host renews its lease or is stale."""
-    first = holder(run)
-    found = first
+    found = first = holder(run)
     while found is not None and first is not None and not _is_here(found):
         if found["renewed"] != first["renewed"]:
             return True
-        time.sleep(look_every_s)
+        time.sleep(POLL_S)
         found = holder(run)
     return found is not None
 
@@ -244,7 +243,7 @@ def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
     )
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
-        time.sleep(min(POLL_S, STALE_S))
+        time.sleep(POLL_S)
         found = read_json(run.lease)
         if found is None:
             return None

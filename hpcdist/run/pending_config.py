@@ -38,7 +38,7 @@ def check(run: RunDir, config: Config) -> None:
     step = newest_step(run)
     if step is None:
         return
-    before, after = _flat(plain_tree(run.config)), _flat_config(config)
+    before, after = _flat(plain_tree(run.config)), _flat(redacted(config))
     target, new_target = before.get("trainer.target"), after["trainer.target"]
     trainer = find_trainer(str(target))
     if config.trainer.script or trainer is None or not trainer.fixed_keys:
@@ -62,7 +62,7 @@ def propose(run: RunDir, config: Config) -> None:
     # The secrets of the old config may be needed again.
     secret_file.keep(run, {**secret_file.kept(run), **secrets_of(config)})
     text = run_yaml(config)
-    if _flat(plain_tree(run.config)) == _flat_config(config):
+    if _flat(plain_tree(run.config)) == _flat(redacted(config)):
         drop(run)
     elif run.read_state().attempt == 0:
         write_atomic(run.config, text, durable=True)
@@ -112,10 +112,6 @@ def _changed(run: RunDir) -> str:
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {".".join(path): value for path, value in leaves(tree)}
-
-
-def _flat_config(config: Config) -> dict[str, Any]:
-    return _flat(redacted(config))
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -67,7 +67,12 @@ def take(config: Config, run: RunDir, cwd: Path) -> CodeState:
     if root and commit:
         patch, left_out = _patch(root, ignored)
         write_atomic(run.path / "code.patch", patch.encode(errors="surrogateescape"))
-    files = _git_files(root) if root else _plain_files(cwd) if is_users else []
+    files: list[Path] = []
+    if root:
+        # git also lists deleted files, and submodules as folders.
+        files = [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _is_file(path)]
+    elif is_users:
+        files = _plain_files(cwd)
     copied = is_users or Path(hpcdist.__file__).resolve() in files
     if copied:
         runs_dir = Path(config.runs_dir).resolve()  # paths from git contain no symbolic links
@@ -198,11 +203,6 @@ def git_root(cwd: Path) -> Path | None:
     return Path(top) if top else None
 
 
-def _git_files(root: Path) -> list[Path]:
-    # git also lists deleted files, and submodules as folders.
-    return [path for path in _git_paths(root, "--cached", "--others", "--exclude-standard") if _can_be_copied(path)]
-
-
 def _plain_files(cwd: Path) -> list[Path]:
     files = []
     for folder, subfolders, names in os.walk(cwd):
@@ -214,11 +214,12 @@ def _plain_files(cwd: Path) -> list[Path]:
         ]
         # os.walk lists links to folders among the subfolders, and does not follow them.
         links = [name for name in subfolders if (here / name).is_symlink()]
-        files += [path for name in names + links if not name.startswith(".") and _can_be_copied(path := here / name)]
+        files += [path for name in names + links if not name.startswith(".") and _is_file(path := here / name)]
     return files
 
 
-def _can_be_copied(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a regular file or a symbolic link, which may be dangling."""
     return path.is_symlink() or path.is_file()
 
 

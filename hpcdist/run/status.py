@@ -112,7 +112,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
     if snapshot is None:
         return status("lost", final=True) if state.status == "running" else status(state.status)
     if snapshot.is_over:
-        return status("lost", end_of_job(run, facts), final=True)
+        return status("lost", _end_of_job(run, facts), final=True)
     if facts is not None and facts.waiting:
         return status("queued")
     if state.status == "running" and facts is None and not snapshot.installed:
@@ -120,7 +120,7 @@ def status_from(run: RunDir, snapshot: JobSnapshot | None) -> RunStatus:
     return status(state.status)
 
 
-def end_of_job(run: RunDir, facts: JobInfo | None) -> str:
+def _end_of_job(run: RunDir, facts: JobInfo | None) -> str:
     """Return a sentence about a job that ended before its supervisor recorded a status."""
     if facts is not None:
         unrecorded = ", its supervisor exited without recording a status" if facts.state == "COMPLETED" else ""

@@ -152,12 +152,12 @@ def job_records(job_id: str, *, retry_s: float = 0.0) -> list[dict[str, str]]:
 
 
 def cancel_job(job_id: str, *, pending_only: bool = False) -> None:
-    """Cancel a job, a running one only without `pending_only`. A job that has ended is left alone."""
+    """Cancel a job, a running one only without `pending_only`. A job that has ended is not changed."""
     run("scancel", *(["--state=PENDING"] if pending_only else []), job_id)
 
 
 def requeue_job(job_id: str) -> None:
-    """Requeue a job; one that is pending already is left alone."""
+    """Requeue a job; a job that is already pending is not changed."""
     try:
         run("scontrol", "requeue", job_id, timeout_s=JOB_TIMEOUT_S)
     except SlurmError as error:

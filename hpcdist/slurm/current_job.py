@@ -17,7 +17,7 @@ from hpcdist.slurm.nodelist import expand
 def job_id_of(env: Mapping[str, str]) -> str:
     """Return the id of the current job as all commands of Slurm take it: `41`, or `41_2` for an array task.
 
-    A task also has an id of its own in SLURM_JOB_ID, but the last task's is the array's, which means all tasks.
+    SLURM_JOB_ID is not usable in an array: the last task's is the id of the array, which addresses all tasks.
     Raises HpcdistError outside of a job.
     """
     if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):

@@ -20,16 +20,18 @@ FLAGS = [
     "--disable-sync",
     "--disable-quic",
 ]
-#: A page takes a second or two, and several times longer on a busy machine.
-PATIENCE_MS = 30_000
+#: A page takes one or two seconds, and several times longer on a busy machine.
+TIMEOUT_MS = 30_000
+#: MLflow 3.17 opens the panel of its assistant at the first visit of a browser, unless this key is set.
+HIDE_ASSISTANT = 'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Return the path of the browser. Without one the test is skipped, or fails if HPCDIST_REQUIRE_BROWSER=1."""
+    """Return the path of the browser. Without one, skip the test, or fail it if HPCDIST_REQUIRE_BROWSER=1."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        reason = "no Chromium here: `sudo apt-get install chromium` enables the tests of MLflow's UI"
+        reason = "Chromium is not installed: `sudo apt-get install chromium` enables the tests of MLflow's UI"
         if os.environ.get("HPCDIST_REQUIRE_BROWSER") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -39,7 +41,7 @@ def chromium() -> str:
 # Module scope: while playwright runs, no other test can run an event loop in this thread.
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
 
@@ -47,8 +49,8 @@ def browser(chromium: str) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the screenshots: HPCDIST_SCREENSHOTS, or a temporary one."""
-    named = os.environ.get("HPCDIST_SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    configured = os.environ.get("HPCDIST_SCREENSHOTS")
+    folder = Path(configured) if configured else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -57,7 +59,8 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
     """Open a page in a new browser context, and take a screenshot at the end of the test."""
     with browser.new_context(viewport={"width": 1600, "height": 1400}) as context:
-        context.set_default_timeout(PATIENCE_MS)
+        context.set_default_timeout(TIMEOUT_MS)
+        context.add_init_script(HIDE_ASSISTANT)
         page = context.new_page()
         yield page
         page.screenshot(path=screenshots / f"{request.node.name}.png")
@@ -65,14 +68,14 @@ def page(browser: Browser, screenshots: Path, request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def docs_image() -> Callable[[Page, str], None]:
-    """Return a function that writes a page as PNG into HPCDIST_DOCS_IMAGES, if that is set (`make screenshots`)."""
+    """Return a function that writes a PNG of a page to HPCDIST_DOCS_IMAGES, if that is set (`make screenshots`)."""
     folder = os.environ.get("HPCDIST_DOCS_IMAGES")
 
     def take(page: Page, name: str) -> None:
         if folder:
             size = page.viewport_size
             page.set_viewport_size({"width": 1280, "height": 720})
-            page.wait_for_timeout(1000)  # charts are laid out again
+            page.wait_for_timeout(1000)  # for the new layout of the charts
             page.screenshot(path=Path(folder) / f"{name}.png")
             if size:
                 page.set_viewport_size(size)

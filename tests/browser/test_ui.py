@@ -1,4 +1,4 @@
-"""MLflow's UI shows runs, metrics, artifacts and models as they were logged."""
+"""MLflow's UI shows the logged runs, metrics, artifacts and models."""
 
 from __future__ import annotations
 
@@ -17,24 +17,35 @@ from hpcdist_runs import HPCDIST, Runs, finish, unused_port, wait_for
 from playwright.sync_api import Locator, Page, expect
 
 from hpcdist.files.atomic import read_json
+from hpcdist.tracking.mlflow_client import open_client
 
-#: 45 steps an epoch.
-MONDAY = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=weekend-model", "tracking.tags.team=vision"]
+# MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+#: Two epochs of 45 steps.
+FINISHED = ["data.batch_size=16", "stop.max_epochs=2", "tracking.register_as=digits-model", "tracking.tags.team=vision"]
 FAILING = ["trainer=counting:train", "params.until=40", "params.raise_at=20", "launch.max_restarts=0"]
 STOPPED = ["trainer=counting:train", "params.until=100000"]
-SWEPT = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
+SWEEP = ["trainer=counting:train", "params.until=40", "--sweep", "seed=1,2", "--sweep", "optim.lr=0.01"]
+#: Time limit for the start of a process; on a busy machine, the import of MLflow takes more than a minute.
+START_TIMEOUT_S = 240
 #: A chart with its title and buttons.
 CARD = "experiment-view-compare-runs-card"
 
 
 @dataclass(frozen=True)
-class Weekend:
-    """A finished, a failed and a stopped run, a sweep of two cells, and the UI that shows them."""
+class Site:
+    """A finished, a failed and a stopped run, a sweep of two cells, and a running `hpcdist ui`.
+
+    Attributes:
+        link: The link that `hpcdist ui` printed, with the token.
+        output: Output of `hpcdist run` for the finished run.
+    """
 
     runs: Runs
-    link: str  #: that `hpcdist ui` printed, token included
+    link: str
     token_file: Path
-    output: str  #: what `hpcdist run` printed of the one that finished
+    output: str
 
     @property
     def url(self) -> str:
@@ -46,8 +57,8 @@ class Weekend:
 
     def page_of(self, name: str, tab: str = "") -> str:
         """Return the address of a run's page, or of one of its tabs."""
-        known = read_json(self.runs.run_dir(name).mlflow) or {}
-        return f"{self.url}/#/experiments/{known['experiment_id']}/runs/{known['run_id']}/{tab}"
+        ids = read_json(self.runs.run_dir(name).mlflow) or {}
+        return f"{self.url}/#/experiments/{ids['experiment_id']}/runs/{ids['run_id']}/{tab}"
 
     def series(self, name: str, metric: str) -> list[float]:
         """Return the values of a metric in the store, in the order of steps."""
@@ -57,8 +68,8 @@ class Weekend:
 
 
 @pytest.fixture(scope="module")
-def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weekend]:
-    runs = Runs(tmp_path_factory.mktemp("weekend"))
+def site(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    runs = Runs(tmp_path_factory.mktemp("site"))
     runs.database = runs.folder / "mlflow.db"  # the default of `hpcdist run` and `hpcdist ui`
     commit(runs.project)
     with ExitStack() as stack:
@@ -68,38 +79,42 @@ def weekend(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             stack.callback(process.kill)  # also if the test is interrupted
             return process
 
-        monday = start("run", *config("monday", *MONDAY))
-        # The first run creates the tables of the database; the others start afterwards.
-        wait_for(lambda: "run_id" in (read_json(runs.run_dir("monday").mlflow) or {}), "the first MLflow run")
+        # Concurrent runs would wait for the first one to create the tables.
+        open_client(f"sqlite:///{runs.database}")
+        finished = start("run", *config("finished", *FINISHED))
         state = tmp_path_factory.mktemp("ui")
-        answers = stack.enter_context(ui(runs, state))
+        link = stack.enter_context(ui(runs, state))
         failing = start("run", *config("failing", *FAILING))
         stopped = start("run", *config("stopped", *STOPPED))
-        swept = start("run", *config("tune", *SWEPT))
-        wait_for(lambda: runs.attempt("stopped").beat(0).exists(), "a step of the run that is to be stopped")
-        for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (monday, 0)):
-            code, output = finish(process)
+        swept = start("run", *config("tune", *SWEEP))
+        wait_for(
+            lambda: runs.attempt("stopped").beat(0).exists(),
+            "the first step of the run to stop",
+            timeout_s=START_TIMEOUT_S,
+        )
+        for process, expected in ((start("stop", "stopped"), 0), (stopped, 0), (failing, 1), (swept, 0), (finished, 0)):
+            code, output = finish(process, timeout_s=600)
             assert code == expected, output
         (token_file,) = state.glob("hpcdist/ui/*.token")
-        yield Weekend(runs, answers(), token_file, output)
+        yield Site(runs, link(), token_file, output)
 
 
 @pytest.fixture
-def page(page: Page, weekend: Weekend) -> Page:
-    """Return a page on which the printed link has been opened."""
-    page.goto(weekend.link)
+def page(page: Page, site: Site) -> Page:
+    """Return a page that has opened the printed link."""
+    page.goto(site.link)
     return page
 
 
 def config(name: str, *overrides: str) -> list[str]:
-    often = ["tracking.log_every_steps=2", "tracking.system_interval_s=1"]
-    return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *often, *overrides]
+    tracking = ["tracking.log_every_steps=2", "tracking.system_interval_s=1", "tracking.drain_timeout_s=600"]
+    return ["ddp_digits", f"name={name}", "launch.num_ranks=2", *tracking, *overrides]
 
 
 def commit(project: Path) -> None:
-    """Make the folder a git work tree with everything committed."""
-    git = ["git", "-C", str(project), "-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
-    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "as it was on Friday"]):
+    """Commit all files of a folder to a new git repository."""
+    git = ["git", "-C", str(project), "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
         subprocess.run([*git, *words], check=True)
 
 
@@ -120,20 +135,20 @@ def ui(runs: Runs, state: Path) -> Iterator[Callable[[], str]]:
 
     def is_up() -> bool:
         assert process.poll() is None, log.read_text()
-        return ask(f"http://127.0.0.1:{port}/health") == 401
+        return request_status(f"http://127.0.0.1:{port}/health") == 401
 
-    def answers() -> str:
-        wait_for(is_up, "MLflow's UI to answer")
+    def wait_for_link() -> str:
+        wait_for(is_up, "a response of MLflow's UI", timeout_s=START_TIMEOUT_S)
         return re.search(rf"^all experiments: (http://127.0.0.1:{port}/[?]token=\S+)$", log.read_text(), re.M)[1]  # type: ignore[index]
 
     try:
-        yield answers
+        yield wait_for_link
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(timeout=30)
 
 
-#: A client of the standard library alone, for users who cannot read this checkout.
+#: An HTTP client that needs only the standard library, since the other user cannot read this checkout.
 CLIENT = """
 import sys, urllib.error, urllib.request
 url, body, *headers = sys.argv[1:]
@@ -147,81 +162,85 @@ except OSError:
 """
 
 
-def ask(url: str, *headers: str, body: str = "", user: int | None = None) -> int:
-    """Return the status of a GET, or of a POST with a body, optionally as another user; 0 without a response."""
-    words = ["python3", "-I", "-c", CLIENT, url, body, *headers]
-    done = subprocess.run(words, user=user, cwd="/", check=True, capture_output=True, text=True)
+def request_status(url: str, *headers: str, body: str = "", user: int | None = None) -> int:
+    """Send a GET, or a POST if there is a body, and return the HTTP status; 0 without a response.
+
+    Args:
+        user: Id of the user who sends the request.
+    """
+    command = ["python3", "-I", "-c", CLIENT, url, body, *headers]
+    done = subprocess.run(command, user=user, cwd="/", check=True, capture_output=True, text=True)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-def test_other_users_of_the_machine_are_refused(weekend: Weekend) -> None:
+def test_requests_of_other_users_are_rejected(site: Site) -> None:
     nobody = 65534
-    known = read_json(weekend.runs.run_dir("monday").mlflow) or {}
-    api = f"{weekend.url}/api/2.0/mlflow"
-    listing = f"{api}/runs/get?run_id={known['run_id']}"
+    ids = read_json(site.runs.run_dir("finished").mlflow) or {}
+    api = f"{site.url}/api/2.0/mlflow"
+    listing = f"{api}/runs/get?run_id={ids['run_id']}"
     json_body = ("Content-Type: application/json",)
-    delete = f'{{"run_id": "{known["run_id"]}"}}'
-    assert ask(listing, user=nobody) == 401
-    assert ask(f"{api}/runs/delete", *json_body, body=delete, user=nobody) == 401
-    assert ask(f"{weekend.url}/get-artifact?path=config.yaml&run_id={known['run_id']}", user=nobody) == 401
-    assert ask(listing, "Authorization: Bearer guessed", user=nobody) == 401
+    delete = f'{{"run_id": "{ids["run_id"]}"}}'
+    assert request_status(listing, user=nobody) == 401
+    assert request_status(f"{api}/runs/delete", *json_body, body=delete, user=nobody) == 401
+    assert request_status(f"{site.url}/get-artifact?path=config.yaml&run_id={ids['run_id']}", user=nobody) == 401
+    assert request_status(listing, "Authorization: Bearer guessed", user=nobody) == 401
     with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run(["cat", weekend.token_file], user=nobody, check=True, capture_output=True)
-    # The server does not reject all requests.
-    assert ask(listing, f"Authorization: Bearer {weekend.token_file.read_text()}") == 200
-    assert weekend.token_file.read_text() == weekend.token
-    # No process of the server shows the token to other users.
+        subprocess.run(["cat", site.token_file], user=nobody, check=True, capture_output=True)
+    # The same request with the token is accepted.
+    assert request_status(listing, f"Authorization: Bearer {site.token_file.read_text()}") == 200
+    assert site.token_file.read_text() == site.token
+    # No command line contains the token.
     assert not [
         path
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.exists() and weekend.token.encode() in path.read_bytes()
+        if path.exists() and site.token.encode() in path.read_bytes()
     ]
 
 
-def test_mlflows_own_client_uses_the_token_as_printed(weekend: Weekend) -> None:
+def test_mlflow_client_accepts_the_printed_token(site: Site) -> None:
     search = "mlflow.search_runs(search_all_experiments=True, output_format='list')"
     code = f"import mlflow; print([run.info.run_name for run in {search}])"
-    for token, expected in ((weekend.token, "monday"), ("of-an-earlier-start", "each start makes a new token")):
-        env = weekend.runs.env(MLFLOW_TRACKING_URI=weekend.url, MLFLOW_TRACKING_TOKEN=token)
+    for token, expected in ((site.token, "finished"), ("of-an-earlier-start", "each start makes a new token")):
+        env = site.runs.env(MLFLOW_TRACKING_URI=site.url, MLFLOW_TRACKING_TOKEN=token)
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
         assert expected in done.stdout + done.stderr
 
 
-def test_the_link_opens_the_list_and_a_reload_stays(page: Page, weekend: Weekend) -> None:
+def test_link_sets_the_cookie_and_a_reload_needs_no_token(page: Page, site: Site) -> None:
     page.context.clear_cookies()
-    page.goto(f"{weekend.url}/?token=of-an-earlier-start")
+    page.goto(f"{site.url}/?token=of-an-earlier-start")
     expect(page.get_by_text("open the link that `hpcdist ui` printed")).to_be_visible()
-    known = read_json(weekend.runs.run_dir("monday").mlflow) or {}
-    page.goto(f"{weekend.link}#/experiments/{known['experiment_id']}/runs?workflowType=machine_learning")
+    ids = read_json(site.runs.run_dir("finished").mlflow) or {}
+    page.goto(f"{site.link}#/experiments/{ids['experiment_id']}/runs?workflowType=machine_learning")
     for _ in range(2):
-        expect(page.get_by_role("link", name="monday", exact=True)).to_be_visible()
-        assert weekend.token not in page.url
+        expect(page.get_by_role("link", name="finished", exact=True)).to_be_visible()
+        assert site.token not in page.url
         page.reload()
     assert page.evaluate("document.cookie") == ""
 
 
-def test_the_front_page_leads_to_every_run(page: Page, weekend: Weekend, screenshots: Path) -> None:
-    # Without this click MLflow shows LLM traces instead of training runs, and no tag changes that.
+def test_start_page_leads_to_all_runs(page: Page, site: Site, screenshots: Path) -> None:
+    # By default MLflow shows LLM traces instead of training runs, and no tag changes that.
     page.get_by_role("button", name="Model training").click()
     page.get_by_role("link", name="digits", exact=True).click()
-    for name in ("monday", "failing", "stopped"):
+    for name in ("finished", "failing", "stopped"):
         expect(page.get_by_role("link", name=name, exact=True)).to_be_visible()
-    page.screenshot(path=screenshots / "the_list_of_runs.png")
-    page.get_by_role("link", name="monday", exact=True).click()
-    expect(page.get_by_role("heading", name="monday", exact=True)).to_be_visible()
+    page.screenshot(path=screenshots / "runs.png")
+    page.get_by_role("link", name="finished", exact=True).click()
+    expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
     page.get_by_role("tab", name="Model metrics").click()
-    expect_curve(page, "train/loss", weekend.series("monday", "train/loss"))
+    expect_curve(page, "train/loss", site.series("finished", "train/loss"))
 
 
-def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None:
-    page.goto(weekend.page_of("monday"))
+def test_overview_of_a_finished_run_shows_tags_params_and_metrics(page: Page, site: Site) -> None:
+    page.goto(site.page_of("finished"))
     expect_status(page, "Finished")
     expect_tag(page, "hpcdist.state", "finished")
     expect_tag(page, "hpcdist.reason", "trained 90 steps, 2 epochs")
     expect_tag(page, "hpcdist.attempts", "1")
     expect_tag(page, "hpcdist.world_size", "2")
-    expect_tag(page, "hpcdist.git_commit", head(weekend.runs.project))
+    expect_tag(page, "hpcdist.git_commit", head_commit(site.runs.project))
     expect_tag(page, "hpcdist.git_dirty", "false")
     expect_tag(page, "team", "vision")
     for row in (
@@ -234,53 +253,51 @@ def test_overview_of_the_run_that_finished(page: Page, weekend: Weekend) -> None
         expect(page.get_by_role("row", name=row, exact=True)).to_be_attached()
     link = page.get_by_role("link", name="eval/accuracy", exact=True)
     shown = page.get_by_role("row").filter(has=link).get_by_role("cell").last.inner_text()
-    printed = re.search(r"eval/accuracy\W+([\d.]+)", weekend.output)
-    assert printed, weekend.output
+    printed = re.search(r"eval/accuracy\W+([\d.]+)", site.output)
+    assert printed, site.output
     assert float(shown) == pytest.approx(float(printed[1]), rel=1e-5)
     expect(page.get_by_role("heading", name="Logged models (1)")).to_be_attached()
 
 
-def test_model_metrics_are_drawn_as_logged(
-    page: Page, weekend: Weekend, docs_image: Callable[[Page, str], None]
-) -> None:
-    page.goto(weekend.page_of("monday", "model-metrics"))
+def test_model_metrics_are_plotted_as_logged(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
+    page.goto(site.page_of("finished", "model-metrics"))
     for metric, num_points in (("train/loss", 45), ("train/lr", 45), ("eval/accuracy", 2), ("eval/loss", 2)):
-        values = weekend.series("monday", metric)
+        values = site.series("finished", metric)
         assert len(values) == num_points
         expect_curve(page, metric, values)
-    show_all(page)
+    show_all_charts(page)
     docs_image(page, "mlflow-metrics")
 
 
-def test_system_metrics_are_drawn_in_their_tab(page: Page, weekend: Weekend) -> None:
-    page.goto(weekend.page_of("monday", "system-metrics"))
+def test_system_metrics_are_plotted_in_their_tab(page: Page, site: Site) -> None:
+    page.goto(site.page_of("finished", "system-metrics"))
     for metric in ("system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"):
-        values = weekend.series("monday", metric)
+        values = site.series("finished", metric)
         assert len(values) >= 2
         expect_curve(page, metric, values)
-    show_all(page)
+    show_all_charts(page)
 
 
-def test_artifacts_can_be_read(page: Page, weekend: Weekend, screenshots: Path) -> None:
-    run = weekend.runs.run_dir("monday")
-    page.goto(weekend.page_of("monday", "artifacts"))
+def test_artifacts_tab_shows_logs_and_config(page: Page, site: Site, screenshots: Path) -> None:
+    run = site.runs.run_dir("finished")
+    page.goto(site.page_of("finished", "artifacts"))
     for folder in ("checkpoints", "final", "logs", "attempt-001"):
         page.get_by_text(folder, exact=True).click()
     expect(page.get_by_text("manifest.json", exact=True)).to_be_visible()
     page.get_by_text("rank-00000.log", exact=True).click()
     expect(page.locator("code").first).to_contain_text(run.attempt(1).log(0).read_text().splitlines()[0])
-    page.screenshot(path=screenshots / "a_log_of_a_rank.png")
+    page.screenshot(path=screenshots / "log.png")
     page.get_by_text("config.yaml", exact=True).click()
     expect(page.locator("code").first).to_contain_text("batch_size: 16")
     assert page.locator("code").first.inner_text().split() == run.config.read_text().split()
 
 
-def test_the_model_is_registered(page: Page, weekend: Weekend) -> None:
-    page.goto(f"{weekend.url}/#/models/weekend-model")
-    expect(page.get_by_role("heading", name="weekend-model")).to_be_visible()
+def test_registered_model_links_to_its_run(page: Page, site: Site) -> None:
+    page.goto(f"{site.url}/#/models/digits-model")
+    expect(page.get_by_role("heading", name="digits-model")).to_be_visible()
     page.get_by_role("link", name="Version 1", exact=True).click()
-    page.get_by_role("link", name="monday", exact=True).click()
-    expect(page.get_by_role("heading", name="monday", exact=True)).to_be_visible()
+    page.get_by_role("link", name="finished", exact=True).click()
+    expect(page.get_by_role("heading", name="finished", exact=True)).to_be_visible()
 
 
 @pytest.mark.parametrize(
@@ -291,27 +308,27 @@ def test_the_model_is_registered(page: Page, weekend: Weekend) -> None:
     ],
     ids=["failing", "stopped"],
 )
-def test_a_run_that_did_not_finish(
-    page: Page, weekend: Weekend, name: str, status: str, state: str, reason: str
+def test_overview_shows_status_and_reason_of_an_unfinished_run(
+    page: Page, site: Site, name: str, status: str, state: str, reason: str
 ) -> None:
-    page.goto(weekend.page_of(name))
+    page.goto(site.page_of(name))
     expect_status(page, status)
     expect_tag(page, "hpcdist.state", state)
-    # The page shortens a long tag; a click shows all of it.
+    # The page shortens a long tag; a click opens the whole text.
     tag(page, "hpcdist.reason").click()
     expect(page.get_by_role("dialog")).to_contain_text(reason)
-    expect(page.get_by_role("dialog")).to_contain_text(weekend.runs.run_dir(name).read_state().reason)
+    expect(page.get_by_role("dialog")).to_contain_text(site.runs.run_dir(name).read_state().reason)
 
 
-def test_the_cells_of_a_sweep_are_below_it(
-    page: Page, weekend: Weekend, screenshots: Path, docs_image: Callable[[Page, str], None]
+def test_parent_run_of_a_sweep_expands_to_its_cells(
+    page: Page, site: Site, screenshots: Path, docs_image: Callable[[Page, str], None]
 ) -> None:
-    page.goto(weekend.page_of("tune"))
+    page.goto(site.page_of("tune"))
     expect_status(page, "Finished")
     expect_tag(page, "hpcdist.reason", "2 cells: 2 finished")
     expect(page.get_by_role("row", name="seed 1, 2", exact=True)).to_be_attached()
-    experiment = (read_json(weekend.runs.run_dir("tune").mlflow) or {})["experiment_id"]
-    page.goto(f"{weekend.url}/#/experiments/{experiment}/runs")
+    experiment = (read_json(site.runs.run_dir("tune").mlflow) or {})["experiment_id"]
+    page.goto(f"{site.url}/#/experiments/{experiment}/runs?workflowType=machine_learning")
     expect(page.get_by_role("link", name="tune", exact=True)).to_be_visible()
     cells = [page.get_by_role("link", name=f"seed={seed} lr=0.01", exact=True) for seed in (1, 2)]
     expect(cells[0]).to_be_hidden()
@@ -319,31 +336,31 @@ def test_the_cells_of_a_sweep_are_below_it(
     row.get_by_role("button").first.click()
     for cell in cells:
         expect(cell).to_be_visible()
-    page.screenshot(path=screenshots / "a_sweep.png")
+    page.screenshot(path=screenshots / "sweep.png")
     docs_image(page, "mlflow-sweep")
 
 
 def expect_curve(page: Page, metric: str, values: list[float]) -> None:
-    """Expect a chart with a dot for each value, at the height of that value, and a line that joins them."""
-    # Charts further down are created when they are scrolled to; a search moves each to the top.
+    """Expect a chart with one marker per value, the logged values, and a line through them."""
+    # MLflow renders a chart when it becomes visible; the search moves it to the top.
     page.get_by_placeholder("Search metric charts").fill(metric)
     card = page.get_by_test_id(CARD).filter(has=page.get_by_title(metric, exact=True))
     plot = card.locator(".js-plotly-plot")
-    dots = plot.locator(".scatterlayer .point")
-    expect(dots).to_have_count(len(values))
-    expect(dots.first).to_be_visible()
+    markers = plot.locator(".scatterlayer .point")
+    expect(markers).to_have_count(len(values))
+    expect(markers.first).to_be_visible()
     expect(plot.locator(".js-line").first).to_have_attribute("d", re.compile("^M.+L"))
     assert plot.evaluate("plot => Array.from(plot.data[0].y)") == pytest.approx(values)
 
 
-def show_all(page: Page) -> None:
-    """Clear the search, and expect a second chart."""
+def show_all_charts(page: Page) -> None:
+    """Clear the search and wait for the second chart."""
     page.get_by_placeholder("Search metric charts").clear()
     expect(page.get_by_test_id(CARD).nth(1).locator(".scatterlayer .point").first).to_be_visible()
 
 
 def expect_status(page: Page, status: str) -> None:
-    """Expect this text in the line `Status` under `About this run`."""
+    """Expect a status in the section `About this run`."""
     expect(page.get_by_role("status").filter(has_text=re.compile(rf"^\s*{status}\s*$"))).to_be_visible()
 
 
@@ -355,7 +372,6 @@ def expect_tag(page: Page, key: str, value: str) -> None:
     expect(tag(page, key)).to_have_text(f"{key}: {value}")
 
 
-def head(project: Path) -> str:
-    """Return the commit of a work tree."""
+def head_commit(project: Path) -> str:
     command = ["git", "-C", str(project), "rev-parse", "HEAD"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,7 +1,7 @@
-"""The code blocks of README, tutorials and how-to guides work as printed.
+"""The code blocks of README, tutorials and how-to guides work.
 
-A console block marked `test` is executed in a temporary folder that holds the page's `file=NAME` blocks.
-`tests/slurm/test_tutorial.py` executes the blocks that are marked `slurm` as well.
+The commands of a console block marked `test` are executed in a temporary folder with the `file=NAME` blocks of the
+page. `tests/slurm/test_tutorial.py` executes the blocks that are also marked `slurm`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pages_with_commands() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of the commands: one MLflow database for all of them, whose creation takes seconds."""
+    """Return the environment of the commands, with one MLflow database for all pages, because its creation is slow."""
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -35,9 +35,10 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def execute(command: str, folder: Path, env: dict[str, str]) -> None:
+def execute(command: str, folder: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Return the exit code and the output of a command."""
     done = subprocess.run(shlex.split(command), cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.returncode, f"{command}\n{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("page", [*pages_with_commands()])
@@ -48,14 +49,17 @@ def test_console_blocks_run(page: Path, tmp_path: Path, env: dict[str, str]) -> 
     for block in blocks(page):
         if block.words == ("test",):
             for command in block.commands:
-                execute(command, tmp_path, env)
+                exit_code, output = execute(command, tmp_path, env)
+                assert exit_code == 0, output
 
 
-def test_the_trainer_of_the_readme_trains(tmp_path: Path, env: dict[str, str]) -> None:
+def test_readme_trainer_trains(tmp_path: Path, env: dict[str, str]) -> None:
     (code,) = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
     (config,) = [block.text for block in blocks(ROOT / "README.md") if "mymodule:train" in block.text]
     (tmp_path / "mymodule.py").write_text(code)
     (tmp_path / "config.yaml").write_text(config)
-    execute("hpcdist run config.yaml params.total_steps=20 launch.num_ranks=2 name=readme", tmp_path, env)
+    command = "hpcdist run config.yaml params.total_steps=20 launch.num_ranks=2 name=readme"
+    exit_code, output = execute(command, tmp_path, env)
+    assert exit_code == 0, output
     (journal,) = tmp_path.glob("runs/*/readme/journal/attempt-001.rank-00000.jsonl")
     assert '"s":20,' in journal.read_text()

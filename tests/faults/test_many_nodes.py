@@ -46,7 +46,7 @@ def test_32_ranks_on_16_nodes_all_reduce_and_train(
         # 32 imports of torch on the few cores of this machine.
         "launch.init_timeout_s=600",
     )
-    state = runs.wait_end(name, job, timeout_s=800)
+    state = runs.wait_end(name, job)
     assert (state.status, state.attempt, state.world_size) == ("finished", 1, NUM_RANKS), (
         f"{state}\n{runs.job_log(name)}"
     )

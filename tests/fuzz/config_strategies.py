@@ -1,4 +1,4 @@
-"""Configs, overrides and sweep axes: valid values, values with mutations, and text without any grammar."""
+"""Strategies for configs, overrides and sweep axes: valid values, mutated values, and random text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = [(path.replace("ROLE", "trainer"), kind) for path, kind, _, _ in describe
 KEYS = [path for path, _ in ROWS]
 SECTIONS = sorted({path.rpartition(".")[0] for path in KEYS} - {""})
 
-#: Text that has broken a parser before, or is likely to.
+#: Texts that have caused errors in parsers, or may.
 NASTY = [
     "", " ",
     "~", "~nosuchuser/x", "~nosuchuser", "~/x", "/", "..", "../..", "a/b", "a\nb", "a\0b", "\x1b[31m", "\ufeff",
@@ -63,7 +63,7 @@ values: SearchStrategy[Any] = st.recursive(
 
 
 def likely(kind: str) -> SearchStrategy[Any]:
-    """Values of a declared type, most of them valid."""
+    """Draw values of a declared type, most of them valid."""
     if kind.startswith("Literal"):
         return st.sampled_from(re.findall(r"'([^']*)'", kind))
     if kind.startswith("list"):
@@ -105,7 +105,7 @@ def _dumped(tree: Any) -> str:
 
 
 def _lines(drawn: list[tuple[str, str]]) -> str:
-    """`section:` and `  key: text` lines, the text as it is: whatever YAML makes of it."""
+    """Return lines `section:` and `  key: text` without quotes around the text."""
     text = ""
     for path, value in drawn:
         *parents, leaf = path.split(".")
@@ -116,7 +116,7 @@ def _lines(drawn: list[tuple[str, str]]) -> str:
 
 @st.composite
 def mutated(draw: st.DrawFn, texts: SearchStrategy[str]) -> str:
-    """Text with some pieces removed, doubled or replaced."""
+    """Draw text with some pieces removed, doubled or replaced."""
     text = draw(texts)
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(0, len(text)))

@@ -1,4 +1,4 @@
-"""How a fuzz target runs: limits on memory and processor time, counted examples, and the profiles of Hypothesis."""
+"""The decorator of fuzz targets, with limits on memory and processor time, and the profiles of Hypothesis."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ settings.load_profile("long" if folder else "fixed")
 
 
 class TooSlow(BaseException):
-    """One example took more processor time than `CPU_LIMIT_S`; a BaseException, which no code under test handles."""
+    """An example took more processor time than CPU_LIMIT_S; a BaseException, so that `except Exception` misses it."""
 
 
 def fuzz(share: float = 1.0, **strategies: SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -71,7 +71,7 @@ def fuzz(share: float = 1.0, **strategies: SearchStrategy[Any]) -> Callable[[Cal
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Bound the memory and the processor time of the code inside."""
+    """Limit the memory and the processor time of the block."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise TooSlow(f"more than {CPU_LIMIT_S:g} s of processor time")
@@ -90,7 +90,7 @@ def limits() -> Iterator[None]:
 
 
 def check_message(error: HpcdistError) -> None:
-    """Assert that an error is one that a person can read: bounded in its lines and their lengths."""
+    """Assert that a message is bounded in the number and length of its lines."""
     lines = str(error).splitlines()
     assert lines, "an empty message"
     assert len(lines) <= MAX_LINES, f"{len(lines)} lines"

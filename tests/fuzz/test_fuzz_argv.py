@@ -1,4 +1,4 @@
-"""Words of a command line: any of them end in a result, in one of the project's errors, or in click's usage errors."""
+"""Any command line gives a result, one of the project's errors, or a usage error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcdist.cli.app import app
 from hpcdist.errors import HpcdistError
 
-#: Commands that start nothing: those that would are given `--dry-run` first.
+#: Commands that start no processes; `run` has `--dry-run` for that.
 COMMANDS = (
     ["run", "--dry-run"],
     ["config"],
@@ -24,7 +24,7 @@ COMMANDS = (
     ["cancel"],
     ["resume"],
 )
-#: No NUL: the kernel passes none.
+#: Texts without NUL characters, which arguments of a process cannot contain.
 TEXTS = st.one_of(st.sampled_from([text for text in NASTY if "\0" not in text]), st.text(max_size=12)).map(
     lambda text: text.replace("\0", "")
 )
@@ -44,14 +44,14 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fuzz(share=0.5, command=st.sampled_from(COMMANDS), words=st.lists(WORDS, max_size=3))
-def test_command_lines(empty: None, command: list[str], words: list[str]) -> None:
+def test_command_line_gives_a_result_or_an_error(empty: None, command: list[str], words: list[str]) -> None:
     try:
         app([*command, *words], standalone_mode=False)
     except HpcdistError as error:
         check_message(error)
     except OSError:
-        pass  # a name that the file system refuses: `main` prints it with its path
+        pass  # an invalid file name, which `main` reports with its path
     except Exception as error:
-        # click's usage errors, told as `cli.main` tells them: typer has a click of its own.
+        # Usage errors; their class is private in typer.
         if getattr(error, "exit_code", 0) != 2:
             raise

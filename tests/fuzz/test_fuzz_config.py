@@ -1,4 +1,4 @@
-"""Any config file, override or sweep axis gives a frozen config that can be written and read again, or ConfigError."""
+"""Any config file, override or sweep axis gives ConfigError, or a config that is equal after writing and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @fuzz(share=4, data=files, words=st.lists(overrides, max_size=3))
-def test_config_files_and_overrides(folder: Path, data: bytes, words: list[str]) -> None:
+def test_config_file_gives_a_config_or_an_error(folder: Path, data: bytes, words: list[str]) -> None:
     path = folder / "run.yaml"
     path.write_bytes(data)
     try:
@@ -31,13 +31,13 @@ def test_config_files_and_overrides(folder: Path, data: bytes, words: list[str])
         return
     written = folder / "written.yaml"
     written.write_text(to_yaml(config))
-    again = load_run_config(written, [], secrets_of(config))
-    # Compared as text: nan is not equal to itself.
-    assert repr(again) == repr(config)
+    loaded = load_run_config(written, [], secrets_of(config))
+    # Compared as text, since nan is not equal to itself.
+    assert repr(loaded) == repr(config)
 
 
 @fuzz(share=4, words=st.lists(overrides, min_size=1, max_size=4))
-def test_overrides(words: list[str]) -> None:
+def test_override_gives_a_config_or_an_error(words: list[str]) -> None:
     try:
         to_yaml(load_config("ddp_digits", words)).encode()
     except ConfigError as error:
@@ -45,7 +45,7 @@ def test_overrides(words: list[str]) -> None:
 
 
 @fuzz(words=st.lists(axes, min_size=1, max_size=2), more=st.lists(overrides, max_size=1))
-def test_sweep_axes(words: list[str], more: list[str]) -> None:
+def test_sweep_axis_gives_cells_or_an_error(words: list[str], more: list[str]) -> None:
     try:
         sweep = make_sweep(
             parse_axes(words, more), lambda own: load_config("ddp_digits", [*more, *own]), lambda _: "fuzz"

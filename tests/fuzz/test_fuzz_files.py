@@ -1,4 +1,4 @@
-"""Damaged files of a run folder and bytes of strangers end in the project's errors or are left out."""
+"""Damaged files and random network messages raise the project's errors or are skipped."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from hpcdist.run.lease import holder
 from hpcdist.run.slurm_job import job_of
 from hpcdist.run.status import status_of
 from hpcdist.run.sweep_folder import SweepDir
+from hpcdist.slurm import client
+from hpcdist.slurm.client import SlurmError
 from hpcdist.tracking.journal_reader import read_records
 
 DEEP = "[" * 3000  # beyond the recursion limit
@@ -38,7 +40,7 @@ JSON_NOISE = st.sampled_from(
 
 @st.composite
 def damaged(draw: st.DrawFn, original: bytes) -> bytes:
-    """The content of a JSON file with fields changed, bytes replaced, cut off, or something else altogether."""
+    """Draw a damaged JSON document: changed fields, replaced bytes, a truncated document, or other data."""
     tree = json.loads(original)
     kind = draw(st.sampled_from(["fields", "bytes", "cut", "noise", "binary"]))
     if kind == "fields" and isinstance(tree, dict):
@@ -93,8 +95,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return found
 
 
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: object, **__: object) -> str:
+        raise SlurmError("no Slurm here", installed=False)
+
+    monkeypatch.setattr(client, "run", unavailable)
+
+
 @fuzz(name=st.sampled_from(sorted(FILES)), data=st.data())
-def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> None:
+def test_damaged_file_of_a_run_folder_raises_own_errors_only(
+    no_slurm: None, run: RunDir, name: str, data: st.DataObject
+) -> None:
     path = run.path / name
     original = path.read_bytes()
     path.write_bytes(data.draw(damaged(original)))
@@ -116,7 +128,7 @@ def test_files_of_a_run_folder(run: RunDir, name: str, data: st.DataObject) -> N
 
 
 @fuzz(share=0.2, data=st.data())
-def test_config_of_a_run_folder(run: RunDir, data: st.DataObject) -> None:
+def test_damaged_config_of_a_run_folder_raises_own_errors_only(run: RunDir, data: st.DataObject) -> None:
     original = run.config.read_bytes()
     start = data.draw(st.integers(0, len(original)))
     end = start + data.draw(st.integers(0, 30))
@@ -139,7 +151,7 @@ LINES = st.one_of(
 
 
 @fuzz(lines=st.lists(LINES, max_size=8), offset=st.integers(0, 200), final=st.booleans())
-def test_journals(run: RunDir, lines: Sequence[bytes], offset: int, final: bool) -> None:
+def test_damaged_journal_gives_valid_records(run: RunDir, lines: Sequence[bytes], offset: int, final: bool) -> None:
     path = run.journal / "attempt-001.rank-00000.jsonl"
     path.write_bytes(b"".join(lines))
     records, end = read_records(path, min(offset, path.stat().st_size), final=final)
@@ -151,7 +163,7 @@ ANSWER = answer_lines("n1", {"network": {"peers": {}}, "text": "a" * 2000})
 
 
 @fuzz(lines=st.lists(st.one_of(st.sampled_from(ANSWER), st.text(max_size=20)), max_size=6), data=st.data())
-def test_answers_of_probes(lines: list[str], data: st.DataObject) -> None:
+def test_damaged_probe_output_gives_reports(lines: list[str], data: st.DataObject) -> None:
     text = "\n".join(lines)
     for _ in range(data.draw(st.integers(0, 3))):
         start = data.draw(st.integers(0, len(text)))
@@ -172,7 +184,7 @@ HELLOS = st.one_of(
 
 
 @fuzz(data=HELLOS, connecting=st.booleans())
-def test_hellos_of_strangers(data: bytes, connecting: bool) -> None:
+def test_handshake_with_random_bytes_fails(data: bytes, connecting: bool) -> None:
     async def greet() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         with ours, theirs:

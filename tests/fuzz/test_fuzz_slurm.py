@@ -1,4 +1,4 @@
-"""Outputs of Slurm's commands, recorded from three releases, with random damage: a parser skips damaged parts."""
+"""Parsers skip the damaged parts of outputs of Slurm, which were recorded from three releases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outputs(draw: st.DrawFn) -> str:
 
 
 @fuzz(text=outputs(), job=st.sampled_from(["1", "2_1", "3", "8", "10_2", "11", "", "x"]), more=outputs())
-def test_slurm_outputs(text: str, job: str, more: str) -> None:
+def test_parsers_skip_damaged_slurm_output(text: str, job: str, more: str) -> None:
     parse_record(text)
     for parse in (parse_scontrol, parse_squeue, parse_sacct):
         info = parse(text, job)
@@ -53,14 +53,14 @@ def test_slurm_outputs(text: str, job: str, more: str) -> None:
 
 
 @fuzz(text=st.one_of(st.text(alphabet="0123456789KMGTBb. :-secmin²", max_size=20), st.text(max_size=8), WORDS))
-def test_slurm_values(text: str) -> None:
+def test_parsers_accept_any_slurm_value(text: str) -> None:
     parse_memory_mb(text)
     parse_seconds(text)
     parse_minutes(text)
 
 
 @fuzz(text=st.one_of(st.text(alphabet="n0123456789[]-,(x)a.", max_size=40), st.text(max_size=10), WORDS))
-def test_nodelists(text: str) -> None:
+def test_nodelist_gives_hosts_or_an_error(text: str) -> None:
     for parse in (expand, expand_tasks):
         try:
             parse(text)
@@ -86,7 +86,7 @@ VALUES = st.one_of(
 
 
 @fuzz(env=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12))
-def test_topology_environments(env: dict[str, str]) -> None:
+def test_environment_gives_a_topology_or_an_error(env: dict[str, str]) -> None:
     try:
         topology = Topology.from_env(env)
         assert 0 <= topology.rank < topology.world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fault_table import Cell
@@ -11,6 +12,15 @@ from slurm_faults import SUBJECTS, FaultScene, Subject
 from slurm_runs import ON_FOUR_RANKS, SlurmRuns, create_database
 
 from hpcdist.devcluster import cluster
+
+#: Time limit of a test; the first one may have to build a container image.
+TEST_TIMEOUT_S = 1200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,7 @@ def test_killed_node_is_marked_down_and_can_be_restarted(devcluster: DevCluster)
     assert done.returncode == 0, done.stderr
     assert processes.node_members(devcluster.layout, devcluster.settings)["n4"] == []
     assert cluster.status(devcluster.layout).dead == ("slurmd-n4",)
-    devcluster.wait_until(lambda: state() == "down*", "Slurm marks the node as down", timeout_s=90)
+    devcluster.wait_until(lambda: state() == "down*", "Slurm marks the node as down")
     assert devcluster.job(job)["JobState"] == "NODE_FAIL"
     done = devcluster.hpcdist("devcluster", "node", "start", "n4")
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,6 @@ from slurm_faults import FaultScene
 
 from hpcdist.devcluster import cluster
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.mark.quick_fault
 def test_requeued_job_resumes_at_the_last_step(scene: FaultScene) -> None:
@@ -33,7 +31,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(scene: FaultScene
     """
     scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
-    reason = scene.runs.wait_status(scene.name, "queued", timeout_s=100).reason
+    reason = scene.runs.wait_status(scene.name, "queued").reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP
     scene.start_now()
@@ -83,7 +81,7 @@ def test_two_simultaneous_requeues_have_the_effect_of_one(scene: FaultScene) -> 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["USR2 during import", "requeue during import"])
 def test_stop_signal_before_the_process_group_exists_loses_no_step(scene: FaultScene, fault: str) -> None:
-    """The ranks receive the signal during their imports, when there is nothing to save yet."""
+    """The ranks receive the signal during their imports, before they have anything to save."""
     scene.submit(fault, "trainer=held_import:train")
     scene.wait_until_held()
     if fault.startswith("USR2"):

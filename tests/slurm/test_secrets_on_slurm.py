@@ -31,7 +31,7 @@ OVERRIDES = (
     "tracking.drain_timeout_s=5",
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.faults
 
 
 @dataclass

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "slurm" / "run.sbatch"
 
 
 def sbatch(runs: SlurmRuns, name: str, *flags: str, overrides: tuple[str, ...] = ()) -> str:
-    """Submit the script with a short run whose ranks are held in the second epoch; return the job id."""
+    """Submit the script with a short run that is held in the second epoch; return the job id."""
     command = ["sbatch", "--parsable", f"--output={runs.folder.parent}/{name}.log", *flags, str(SCRIPT)]
     done = subprocess.run(
         [*command, *runs.config(name, *ON_FOUR_RANKS, *HOLD_OVERRIDES, *overrides)],
@@ -56,7 +56,7 @@ def test_job_requeues_itself_ahead_of_the_time_limit(slurm_runs: SlurmRuns, slur
     job = sbatch(slurm_runs, name, *flags, overrides=("cluster.signal_lead_s=60",))
     state = slurm_runs.run_dir(name).path / "state.json"
     wait_for(state.exists, "the run folder")
-    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
+    saved = slurm_runs.wait_queued_again(name)
     assert 0 < saved < LAST_STEP
     slurm_runs.start_now(job)
     slurm_runs.assert_finished_as(name, job, slurm_control)

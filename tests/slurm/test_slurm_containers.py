@@ -19,15 +19,13 @@ from slurm_runs import JOB_ENDED, SlurmRuns
 from hpcdist.files.atomic import read_json
 
 RUNTIMES = ("podman", "charliecloud")
-#: The first test may have to build the image.
-pytestmark = pytest.mark.timeout(1200)
 #: Containers end at most this long after their job.
 REMOVAL_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def unpacked_image(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
-    with container_image.mounted_image(containers, image("slim")) as found:
+    with container_image.unpacked(containers, image("slim")) as found:
         yield found
 
 
@@ -211,7 +209,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(
     name = "time-limit-podman"
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job = slurm_runs.submit(name, *HOLD_OVERRIDES, *overrides(in_image, "podman", slurm_runs), *limits)
-    reason = slurm_runs.wait_status(name, "queued", timeout_s=150).reason
+    reason = slurm_runs.wait_status(name, "queued").reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert_nothing_left(in_image, slurm_runs, name)

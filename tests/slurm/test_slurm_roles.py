@@ -194,7 +194,7 @@ def test_heterogeneous_job_requeues_itself_ahead_of_the_time_limit(
     name = "het-time-limit"
     arguments = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job, _ = submit_held(slurm_runs, name, *HET, *arguments)
-    saved = slurm_runs.wait_queued_again(name, timeout_s=100)
+    saved = slurm_runs.wait_queued_again(name)
     assert 0 < saved < STEPS
     slurm_runs.start_now(job)
     assert_recovered(slurm_runs, name, job, control, saved)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from hpcdist_runs import assert_states_equal, listening, wait_for
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import JOB_ENDED, SlurmRuns
 
 from hpcdist.devcluster import argv
@@ -109,7 +109,7 @@ CASES = {
 
 
 def arguments(runs: SlurmRuns, case: Case, name: str, *more: str) -> list[str]:
-    """Return arguments of `run` and `submit` for a run whose ranks are held at a step."""
+    """Return arguments of `run` and `submit` for a run that is held at a step."""
     (uri,) = [word for word in runs.config(name) if word.startswith("tracking.uri=")]
     common = ["tracking.register_as=null", "tracking.log_every_steps=1", "tracking.system_interval_s=0"]
     path = next(word for word in runs.config(name) if word.startswith("launch.env.PYTHONPATH="))
@@ -186,7 +186,7 @@ def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -
         jobs[case.trainer] = str((read_json(run_of(runs, case, "requeued").path / "slurm.json") or {})["job_id"])
     for case in CASES.values():
         held = [run_of(runs, case, "requeued").attempt(1).path / f"held-{rank}" for rank in range(case.num_stepping)]
-        wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=150)
+        wait_for(lambda held=held: all(path.exists() for path in held), f"{case.trainer} to be held", timeout_s=WAIT_S)
         found = socket_report.sockets[case.trainer] = sockets_of(run_of(runs, case, "requeued"))
         if case.trainer == ATTACKED:
             outside = {(host, port) for sockets in found.values() for host, port in sockets if host != "127.0.0.1"}
@@ -210,7 +210,7 @@ def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:
 
 def wait_finished(runs: SlurmRuns, case: Case, job: str) -> Finished:
     run, cluster = run_of(runs, case, "requeued"), runs.cluster
-    cluster.wait_job_state(job, *JOB_ENDED, timeout_s=150)
+    cluster.wait_job_state(job, *JOB_ENDED)
     state = run.read_state()
     logs = [path.read_text() for path in sorted((run.path / "submitit").glob("*.out"))]
     second = run.attempt(2).log(0).read_text() if state.attempt > 1 else ""

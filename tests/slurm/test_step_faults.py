@@ -8,20 +8,19 @@ import signal
 import psutil
 import pytest
 from hpcdist_runs import wait_for
+from slurm_cluster import WAIT_S
 from slurm_faults import FaultScene
 
 from hpcdist.devcluster import nodes
-
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
     "victim", [pytest.param("n2", marks=pytest.mark.quick_fault), pytest.param("n1", marks=pytest.mark.faults)]
 )
 def test_job_is_requeued_after_unnoticed_node_reboot(scene: FaultScene, victim: str) -> None:
-    """Slurm does not notice the reboot and keeps the step, whose nodes are then busy for the next attempt.
+    """Slurm does not notice the reboot and keeps the step, so that the nodes are busy for the next attempt.
 
-    n1 is the batch host, where the supervisor dies, too; Slurm misses the batch step and requeues the job.
+    n1 is the batch host: the supervisor dies, too; Slurm misses the batch step and requeues the job.
     """
     scene.submit_held("batch host reboots within seconds" if victim == "n1" else "node reboots within seconds")
     nodes.kill_node(scene.cluster.layout, victim)
@@ -83,7 +82,7 @@ def test_ranks_killed_while_slurmctld_is_down_restart_when_it_is_back(scene: Fau
     scene.kill_daemon("slurmctld")
     os.kill(scene.pid_of(3), signal.SIGKILL)
     scene.release()
-    wait_for(lambda: "SIGKILL" in scene.runs.job_log(scene.name), "the failure", timeout_s=150)
+    wait_for(lambda: "SIGKILL" in scene.runs.job_log(scene.name), "the failure", timeout_s=WAIT_S)
     scene.start_daemon("slurmctld")
     scene.assert_recovered_from_checkpoint()
     assert (scene.num_starts(), scene.cell.attempts) == (1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hpcdist_runs import wait_for
+from slurm_cluster import WAIT_S
 from slurm_runs import SlurmRuns
 
 #: The detection needs measurements of a whole minute.
@@ -24,7 +25,7 @@ def test_only_the_slow_one_of_four_nodes_is_reported(slurm_runs: SlurmRuns) -> N
         "tracking.system_interval_s=10",
     )
     attempt = slurm_runs.attempt(name)
-    wait_for(attempt.straggler_lines, "the straggler's line", timeout_s=180)
+    wait_for(attempt.straggler_lines, "the straggler's line", timeout_s=WAIT_S)
     assert slurm_runs.command("stop", name)[0] == 0
     slurm_runs.wait_end(name, job)
 

@@ -10,7 +10,7 @@ COLUMNS = ("fault", "trainer", "s", "steps lost", "starts", "attempts", "restart
 
 @dataclass
 class Cell:
-    """A row of the table. Tests fill it in step by step, so that the row of a failed test shows where it failed."""
+    """A row of the table. Tests fill it in step by step, so that a failed test leaves a partial row."""
 
     fault: str
     trainer: str

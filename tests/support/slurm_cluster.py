@@ -17,6 +17,8 @@ from hpcdist.devcluster import cluster, host, nodes
 from hpcdist.devcluster.settings import Layout, Settings
 from hpcdist.errors import DevClusterError
 
+WAIT_S = 800.0
+"""Time limit of waits: long enough for a busy machine with few cores, on which ranks take a minute to start."""
 REQUIRE = "HPCDIST_REQUIRE_SLURM"
 """If set to 1, tests that need a dev cluster fail instead of being skipped on machines that cannot start one."""
 
@@ -52,16 +54,16 @@ class DevCluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_until(self, condition: Callable[[], object], description: str, timeout_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], object], description: str, timeout_s: float = WAIT_S) -> None:
         """Wait until a condition is true; a timeout fails with the description and the queue."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"timeout after {timeout_s:g} s: {description}\n{self.run('squeue')}"
             time.sleep(0.1)
 
-    def wait_job_state(self, job_id: str, *states: str, timeout_s: float = 60) -> None:
+    def wait_job_state(self, job_id: str, *states: str) -> None:
         description = f"job {job_id} is {' or '.join(states)}"
-        self.wait_until(lambda: self.job(job_id)["JobState"] in states, description, timeout_s)
+        self.wait_until(lambda: self.job(job_id)["JobState"] in states, description)
 
     def start_high_priority_job(self, *options: str) -> str:
         """Submit a short job that preempts jobs of partition main; return its job id."""
@@ -100,7 +102,7 @@ def missing_requirement(layout: Layout) -> str | None:
 
 @contextmanager
 def dev_cluster(num_nodes: int) -> Iterator[DevCluster]:
-    """Run a dev cluster for the duration of the block; skip the test where none can be started."""
+    """Run a dev cluster for the duration of the block; skip the test on machines that cannot start one."""
     layout = Layout()
     if (reason := missing_requirement(layout)) is not None:
         if os.environ.get(REQUIRE) == "1":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fault_table import Cell
 from hpcdist_runs import HOLD_OVERRIDES, HOLD_STEP, LAST_STEP, TRAINING_METRICS, assert_states_equal, wait_for
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 from slurm_runs import NUM_RANKS, SlurmRuns
 
 from hpcdist.devcluster import argv, cluster, nodes, processes, system
@@ -124,16 +124,15 @@ class FaultScene:
     def wait_restarted(self) -> None:
         self.runs.wait_restarted(self.job)
 
-    def assert_recovered(self, *, max_lost_steps: int, sync: bool = True, timeout_s: float = 150) -> None:
+    def assert_recovered(self, *, max_lost_steps: int, sync: bool = True) -> None:
         """Assert that the run ends with the results of the control run, on disk and in MLflow, and leaves no process.
 
         Args:
             max_lost_steps: steps that an attempt may have to repeat.
-            sync: run `hpcdist sync` first; not needed where the job itself reaches the tracking server.
-            timeout_s: time limit for the end of the job.
+            sync: run `hpcdist sync` first; not needed if the job itself reaches the tracking server.
         """
         runs, cell, name = self.runs, self.cell, self.name
-        state = runs.wait_end(name, self.job, timeout_s)
+        state = runs.wait_end(name, self.job)
         cell.starts, cell.attempts, cell.restarts = self.num_starts(), state.attempt, state.restarts
         assert state.status == "finished", f"{state}\n{runs.job_log(name)}"
         assert self.cluster.job(self.job)["JobState"] == "COMPLETED"
@@ -146,9 +145,9 @@ class FaultScene:
         self._compare_with_control()
         runs.assert_no_process_left(name)
 
-    def assert_recovered_from_checkpoint(self, timeout_s: float = 150) -> None:
+    def assert_recovered_from_checkpoint(self) -> None:
         """Assert that the run has recovered and has lost steps, at most those since the last checkpoint."""
-        self.assert_recovered(max_lost_steps=self.subject.interval, timeout_s=timeout_s)
+        self.assert_recovered(max_lost_steps=self.subject.interval)
         assert self.cell.steps_lost, "no step was lost: the fault had no effect"
 
     def _steps_done(self, attempt: int) -> int:
@@ -176,7 +175,7 @@ class FaultScene:
         """Wait until the run is queued again; return the reason that the supervisor recorded."""
         return self.runs.wait_status(self.name, "queued").reason
 
-    def wait_step(self, step: int, timeout_s: float = 90) -> None:
+    def wait_step(self, step: int) -> None:
         """Wait until rank 0 of the first attempt has done a number of steps."""
         beat = self.runs.attempt(self.name).beat(0)
-        wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=timeout_s)
+        wait_for(lambda: int((read_json(beat) or {}).get("step", 0)) >= step, f"step {step}", timeout_s=WAIT_S)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from hpcdist_runs import HOLD_OVERRIDES, TRAINING, Runs, assert_equals_control, wait_for
-from slurm_cluster import DevCluster
+from slurm_cluster import WAIT_S, DevCluster
 
 from hpcdist.devcluster.processes import node_members
 from hpcdist.files.atomic import read_json
@@ -60,17 +60,17 @@ class SlurmRuns(Runs):
     def state(self, name: str) -> State:
         return self.run_dir(name).read_state()
 
-    def wait_status(self, name: str, *wanted: str, timeout_s: float = 60) -> State:
-        wait_for(lambda: self.state(name).status in wanted, f"{name} to be {wanted}", timeout_s=timeout_s)
+    def wait_status(self, name: str, *wanted: str) -> State:
+        wait_for(lambda: self.state(name).status in wanted, f"{name} to be {wanted}", timeout_s=WAIT_S)
         return self.state(name)
 
     def wait_stop_request(self, name: str) -> None:
         """Wait until the supervisor has asked the ranks of the first attempt to stop."""
-        wait_for(self.attempt(name).request.exists, "the supervisor to request a stop")
+        wait_for(self.attempt(name).request.exists, "the supervisor to request a stop", timeout_s=WAIT_S)
 
-    def wait_queued_again(self, name: str, timeout_s: float = 60) -> int:
+    def wait_queued_again(self, name: str) -> int:
         """Wait until a stopped run is queued again; return the step of its newest checkpoint."""
-        self.wait_status(name, "queued", timeout_s=timeout_s)
+        self.wait_status(name, "queued")
         return self.checkpoint_steps(name)[-1]
 
     def start_now(self, job: str) -> None:
@@ -91,11 +91,11 @@ class SlurmRuns(Runs):
                 self.start_now(job)
             return fields["JobState"] == "RUNNING" and int(fields["Restarts"]) > 0
 
-        self.cluster.wait_until(is_restarted, f"job {job} is running again", timeout_s=150)
+        self.cluster.wait_until(is_restarted, f"job {job} is running again")
 
-    def wait_end(self, name: str, job: str, timeout_s: float = 120) -> State:
+    def wait_end(self, name: str, job: str) -> State:
         """Wait for the end of the job; return the run's final state."""
-        self.cluster.wait_job_state(job, *JOB_ENDED, timeout_s=timeout_s)
+        self.cluster.wait_job_state(job, *JOB_ENDED)
         state = self.state(name)
         assert state.status in ENDED, f"{state}\n{self.job_log(name)}\n{self.controller_log(job)}"
         return state
@@ -132,7 +132,7 @@ class SlurmRuns(Runs):
         self.assert_no_process_left(name)
 
     def assert_no_process_left(self, name: str) -> None:
-        wait_for(lambda: not self.processes(name), f"the processes of {name} to end", timeout_s=30)
+        wait_for(lambda: not self.processes(name), f"the processes of {name} to end")
 
     def processes(self, name: str) -> list[str]:
         """Return the command lines on the nodes that contain the run's folder: ranks, supervisor, srun."""

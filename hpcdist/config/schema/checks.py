@@ -18,22 +18,18 @@ def check(problems: list[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-def at_least(section: object, low: float, *names: str) -> list[str]:
+def at_least(section: object, low: float, *names: str, strictly: bool = False) -> list[str]:
+    """Return the mistakes in numbers with a lower bound; NaN is one, null is not."""
     values = {name: getattr(section, name) for name in names}
     return [
-        f"{name} must be >= {low:g}, got {value}"
+        f"{name} must be {'>' if strictly else '>='} {low:g}, got {value}"
         for name, value in values.items()
-        if value is not None and not value >= low
+        if value is not None and not (value > low or (value == low and not strictly))
     ]
 
 
 def above(section: object, low: float, *names: str) -> list[str]:
-    values = {name: getattr(section, name) for name in names}
-    return [
-        f"{name} must be > {low:g}, got {value}"
-        for name, value in values.items()
-        if value is not None and not value > low
-    ]
+    return at_least(section, low, *names, strictly=True)
 
 
 def strings(section: object, name: str) -> list[str]:

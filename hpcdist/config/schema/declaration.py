@@ -27,7 +27,7 @@ class Trainer:
     default_config: str
     """The shipped config that runs this trainer."""
     section: type | None = None
-    """The dataclass of its own config section, whose key is the trainer's name."""
+    """The dataclass of its own config section; the key of the section is the trainer's name."""
     shared_sections: tuple[str, ...] = ()
     """The sections for several trainers that this one reads: some of model, data, optim, schedule and precision."""
     roles: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Trainer:
     single_roles: tuple[str, ...] = ()
     """The roles that have exactly one rank."""
     instead_of_accumulation: str = ""
-    """The key to use instead of optim.grad_accum_steps, where the trainer does not support that."""
+    """The key to use instead of optim.grad_accum_steps, for a trainer without support for it."""
     check: Callable[[Config], list[str]] = _no_problems
     """Return the mistakes in a config of this trainer that no section can detect alone."""
     check_host: Callable[[Config], list[str]] = _no_problems

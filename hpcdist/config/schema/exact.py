@@ -1,4 +1,4 @@
-"""A config from plain containers that contain every key in its declared type, as a run folder stores it.
+"""Reading of a config from plain containers with every key in its declared type, as a run folder stores it.
 
 Values are neither converted nor filled in, so reading needs only the standard library, and ranks start quickly.
 """
@@ -21,7 +21,7 @@ class _MismatchError(TypeError):
 
 
 def exact(tree: Mapping[str, Any]) -> Config | None:
-    """Return the config whose `to_tree` is `tree`, or None if a key, a type or a value does not fit."""
+    """Return the config of a tree that `to_tree` returned, or None if a key, a type or a value does not match."""
     try:
         return _config(tree)
     except (TypeError, ValueError):
@@ -29,7 +29,7 @@ def exact(tree: Mapping[str, Any]) -> Config | None:
 
 
 def type_mismatch(tree: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Return the first dotted key whose value does not have its declared type, with the value; None without one."""
+    """Return the first dotted key with a value of another type than declared, and the value; None without one."""
     try:
         _config(tree)
     except _MismatchError as error:

@@ -12,7 +12,7 @@ IS_PATH = {"is_path": True}
 
 
 def map_paths(section: S, prefix: str, absolute: Callable[[str, str], str]) -> S:
-    """Return a section whose non-empty paths are replaced by `absolute(key, path)`."""
+    """Return a section in which `absolute(key, path)` replaces each path that is not empty."""
     changes: dict[str, str | list[str]] = {}
     for field in fields(cast(Any, section)):
         value = getattr(section, field.name)

@@ -13,16 +13,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from hpcdist.errors import shortened
 from hpcdist.machine import storage
 from hpcdist.machine.check import Check, note, ok, warning
 
 #: A server on the same continent answers faster.
 SERVER_TIMEOUT_S = 3.0
 DATABASE_TIMEOUT_S = 15.0
+#: Exceptions of a request: no connection, an invalid address of a redirect, or a response that is not HTTP.
+_FAILURES = (OSError, ValueError, HTTPException)
 _LATER = "training continues, and `hpcdist sync` delivers its metrics later"
 _REVISION = re.compile(r"^(down_revision|revision) = (?:['\"](\w+)['\"]|None)", re.MULTILINE)
 #: Runs in a child process, so that a hanging driver has a time limit. The URI may hold a password, so it is a variable.
@@ -92,23 +96,27 @@ def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
         text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
         fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
         return [warning("server", text, fix)]
-    except (urllib.error.URLError, TimeoutError, OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
-        text = f"{found.shown} cannot be reached ({why}): {_LATER}"
+    except _FAILURES as error:
+        text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
         fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
         return [warning("server", text, fix)]
     try:
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
-        version = _get(f"{root}/version", headers).strip()
+        version = " ".join(_get(f"{root}/version", headers).split())
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, env, error.code, known=bool(headers))]
         text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
         return [warning("server", text, "see the server's log")]
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
-        text = f"{found.shown} is up, but did not list experiments ({getattr(error, 'reason', error)}): {_LATER}"
+    except _FAILURES as error:
+        text = f"{found.shown} is up, but did not list experiments ({_reason(error)}): {_LATER}"
         return [warning("server", text, "see the server's log, and its database")]
     return [ok("server", f"{found.shown} answers, MLflow {version[:20]}")]
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(getattr(error, "reason", error)).split())
+    return shortened(text or type(error).__name__, 200)
 
 
 def _get(url: str, headers: Mapping[str, str]) -> str:

@@ -1,1 +1,1 @@
-"""Inside a job: the supervisor in its batch step, the steps that run ranks, and what Slurm says of the job."""
+"""Inside a job: the supervisor in the batch step, and the steps that run ranks."""

@@ -45,24 +45,24 @@ class JobLog:
     """Writes the events of a run to the job's log. Progress is not logged: it is in the heartbeat files.
 
     Args:
-        life: the run whose nodes and queue time are recorded in its folder once the first ranks are started. The
-            query to Slurm takes a while, and the ranks import torch during it.
+        run: record the job's nodes and queue time in this run's folder when the first ranks have been started. The
+            query to Slurm takes a while, and the ranks import torch in the meantime.
     """
 
-    def __init__(self, life: RunDir | None = None) -> None:
-        self._life = life
+    def __init__(self, run: RunDir | None = None) -> None:
+        self._run = run
         self._network: Path | None = None
 
     def attempt(self, attempt: Attempt, num_ranks: int) -> None:
         self._network = attempt.network
         log.info("attempt %d: starting %d ranks, logs in %s", attempt.number, num_ranks, attempt.path)
-        if self._life is not None:
+        if self._run is not None:
             try:
-                record_job_start(self._life, os.environ)
+                record_job_start(self._run, os.environ)
             except OSError as error:
                 # The ranks have been started and must not be left alone because of a full disk.
                 log.warning("the nodes and the queue time of this job are not recorded: %s", error)
-            self._life = None
+            self._run = None
 
     def progress(self, beat: Mapping[str, Any]) -> None:
         """Log the result of the ranks' network check, once."""
@@ -160,7 +160,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
             run,
             config,
             launcher,
-            JobLog(life=run),
+            JobLog(run),
             # SQLite is not safe on a shared file system: `follow` or `sync` on the login node ships the run.
             tracking_uri=uri if is_server(uri) else None,
             env=env,

@@ -25,7 +25,7 @@ def is_partly_requeued(records: Sequence[Mapping[str, str]]) -> bool:
 
 
 def main() -> None:
-    """Poll the job whose id is the argument, until Slurm ends this step with the job."""
+    """Poll a job, given by its id as argument, until Slurm ends this step with the job."""
     (job_id,) = sys.argv[1:]
     while True:
         time.sleep(POLL_EVERY_S)

@@ -81,7 +81,7 @@ def cluster_from_job(cluster: ClusterConfig, env: Mapping[str, str], time_limit_
 
 
 def _is_incomplete(run: RunDir, job_id: str) -> bool:
-    """Return whether the job was killed while it created the folder, whose name is unique to the job."""
+    """Return whether the job was killed while it created the folder. The folder's name is unique to the job."""
     return run.name.endswith(f"-job{job_id}") and run.path.is_dir() and not (run.path / "slurm.json").exists()
 
 

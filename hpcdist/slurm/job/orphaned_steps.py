@@ -2,8 +2,8 @@
 
 Slurm 22.05 loses track of a step when a node reboots before Slurm notices its failure, or when a slurmstepd is killed:
 the step keeps its processors, and neither `scancel` nor a time limit ends it, only the end of the job or its requeue
-(seen on the dev cluster). A new step that needs the same processors then waits forever. Ranks whose slurmstepd has died
-keep running, even after the end of the job, because Slurm cannot signal them any more.
+(seen on the dev cluster). A new step that needs the same processors then waits forever. Ranks continue after the end of
+their slurmstepd, even after the end of the job, because Slurm cannot signal them any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import running_steps, signal_steps
 
-#: A step whose tasks are killed ends within this time.
+#: A step ends within this time after its tasks are killed.
 END_S = 10.0
 #: Processes that wait for a device or a file system take longer. Slurm's UnkillableStepTimeout is 60 s as well.
 UNKILLABLE_S = 60.0
@@ -31,7 +31,7 @@ class UnkillableSteps(NamedTuple):
 
 
 def end_orphaned_steps(names: tuple[str, ...], kill_ranks: Callable[[], Sequence[str]]) -> UnkillableSteps | None:
-    """End the job's steps whose names begin with one of `names`; returns the steps that do not end, or None.
+    """End the job's steps with names that begin with one of `names`; return the steps that do not end, or None.
 
     Args:
         kill_ranks: kills the run's ranks on every node without Slurm, and returns the nodes on which ranks may have

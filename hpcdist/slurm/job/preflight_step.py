@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcdist.config.schema import Config, DataConfig
 from hpcdist.containers.runtimes import outer_env
@@ -43,11 +43,8 @@ STEP_S = {"quick": 60.0, "full": 180.0}
 ROUNDS = 2
 
 
-@dataclass(frozen=True)
-class StepAnswers:
-    """Answers by node, and the error output of the step."""
-
-    answers: dict[str, dict[str, Any]]
+class StepAnswers(NamedTuple):
+    answers: dict[str, dict[str, Any]]  #: by node
     errors: str
 
 
@@ -156,7 +153,7 @@ class Preflight:
             signal_named_steps(PREFLIGHT_STEP, "KILL")
         return StepAnswers(read_answers(done.stdout), done.stderr)
 
-    # --- what follows
+    # --- the result
 
     def _verdict(self, attempt: Attempt, failures: Sequence[Check]) -> str:
         """Set `avoid`; returns the first failure, with the reason if its node cannot be excluded."""

@@ -178,38 +178,34 @@ class SlurmLauncher:
 
     def _lost_nodes(self) -> str:
         """Return a sentence about nodes that do not answer."""
-        nodes = self._all_nodes
-        answers = self._answering_nodes()
-        if lost := [node for node in nodes if node not in answers]:
+        command = node_names_command(self.nodes, het=self._het)
+        answers = run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()
+        if lost := [node for node in self._all_nodes if node not in answers]:
             # Without an idle replacement it is better to wait until this node is back.
-            self.avoid = lost if self._replaceable(lost, idle_only=True) else []
-            return f"lost {', '.join(lost)}" + (", avoided from now on" if self.avoid else "")
+            return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
         return ""
 
     def _unkillable_steps(self) -> str:
         """Return a sentence about a step that does not end and keeps the processors of the next one."""
-        if (left := self._end_orphaned_steps()) is not None:
-            nodes = list(left.nodes)
-            self.avoid = nodes if nodes and self._replaceable(nodes, idle_only=False) else []
-            return left.reason + (", avoided from now on" if self.avoid else "")
-        return ""
+        left = self._end_orphaned_steps()
+        return "" if left is None else left.reason + self._avoid(left.nodes)
 
     def _failing_node(self) -> str:
-        """Return a sentence about a node on which ranks fail repeatedly."""
+        """Return a sentence about a node on which ranks fail repeatedly, if the partition can replace it."""
         blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
         # The host name may be n1.site and Slurm's name n1.
-        named = [node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]
-        self.avoid = named if named and self._replaceable(named, idle_only=False) else []
-        if not self.avoid:
-            return ""
-        return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
+        if self._avoid([node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]):
+            return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
+        return ""
 
-    def _replaceable(self, nodes: Sequence[str], *, idle_only: bool) -> bool:
+    def _avoid(self, nodes: Sequence[str], *, idle_only: bool = False) -> str:
+        """Set `avoid` if the partition can replace the nodes; return the end of a sentence about it, or ""."""
+        self.avoid = []
         # A heterogeneous job has one list of excluded nodes per component, and Slurm shows only the leader's.
-        try:
-            return not self._het and self._job.replaceable(nodes, idle_only=idle_only)
-        except HpcdistError:  # keep the nodes if Slurm does not answer
-            return False
+        with suppress(HpcdistError):  # keep the nodes if Slurm does not answer
+            if nodes and not self._het and self._job.replaceable(nodes, idle_only=idle_only):
+                self.avoid = list(nodes)
+        return ", avoided from now on" if self.avoid else ""
 
     @property
     def _all_nodes(self) -> list[str]:
@@ -241,10 +237,6 @@ class SlurmLauncher:
         words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
         done = run_within(nodes_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
         return parse_answers(done.stdout, self._all_nodes)
-
-    def _answering_nodes(self) -> set[str]:
-        command = node_names_command(self.nodes, het=self._het)
-        return set(run_within(command, NODE_ANSWER_S, env=self._env).stdout.split())
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:

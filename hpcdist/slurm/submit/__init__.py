@@ -1,1 +1,1 @@
-"""Before the queue: what is asked of Slurm, checked against what it has, written as a batch script, submitted."""
+"""Submission of runs: checks of the request, the batch script, and sbatch."""

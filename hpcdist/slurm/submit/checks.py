@@ -1,7 +1,7 @@
 """Checks of a request before its submission. All problems are reported at once, each with its key and the fix.
 
 Slurm accepts requests that never start, such as a time above the partition's limit, and gives few details when it
-rejects one. These checks run before `sbatch --test-only`, whose rejection still counts.
+rejects one. These checks run before `sbatch --test-only`; its rejection also counts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_submission(
 
     Args:
         flags: sbatch flags of this submission only.
-        cwd: folder with the user's modules; None for a run whose folder has a copy of them.
+        cwd: folder with the user's modules; None for a run with a copy of them in its folder.
         missing_data: a message if the dataset is not on disk, else empty.
         force: report problems with the cluster as warnings. Problems of the config and Slurm's rejection stay errors.
 

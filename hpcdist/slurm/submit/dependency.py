@@ -18,8 +18,8 @@ _NEVER = {"afterok": "failed", "aftercorr": "failed", "afternotok": "finished"}
 def resolve(text: str, runs_dir: Path) -> str:
     """Return a dependency with names of runs replaced by job ids: `afterok:first` becomes `afterok:4711`.
 
-    Raises UserMistake for a malformed dependency, for a run that was never submitted, and for a run whose final status
-    rules the dependency out; RunFolderError for an unknown run.
+    Raises UserMistake for a malformed dependency, for a run that was never submitted, and for a run with a final
+    status that rules the dependency out; RunFolderError for an unknown run.
     """
     return "".join(
         part if part in (",", "?") else _resolve_part(part, text, runs_dir)

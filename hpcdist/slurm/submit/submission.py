@@ -74,7 +74,7 @@ def estimate_start(config: Config, flags: Mapping[str, str] | None = None) -> st
 
 
 def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) -> str:
-    """Submit a run whose folder exists; returns the job id, which is also written to `slurm.json` in the folder."""
+    """Submit a run that has a folder; return the job id, which is also written to `slurm.json` in the folder."""
     from submitit import SlurmExecutor
 
     executor = SlurmExecutor(run.path / "submitit", python=SUPERVISOR)
@@ -92,7 +92,7 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
 
     before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
     for run, state, _ in before:
-        # Before the status `queued`: a queued run whose previous job is over counts as lost.
+        # Before the status `queued`: a queued run with a previous job that is over counts as lost.
         write_json(run.path / "slurm.json", {"job_id": None})
         # Before the submission: the job may start before sbatch returns.
         run.write_state(replace(state, status="queued", reason="", ended=None))
@@ -117,7 +117,7 @@ def write_job(run: RunDir, job_id: str, *, name: str) -> None:
 def submit_array(
     config: Config, sweep: RunDir, runs: Sequence[RunDir], flags: Mapping[str, str], parallelism: int | None
 ) -> list[str]:
-    """Submit runs whose folders exist as one job array, with at most `parallelism` running at the same time.
+    """Submit runs that have folders as one job array, with at most `parallelism` running at the same time.
 
     Returns the job ids of the tasks (`41_0`; `41` for a single run), which are also written to each `slurm.json`.
     """

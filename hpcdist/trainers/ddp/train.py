@@ -48,14 +48,7 @@ def train(ctx: Context, cfg: Config) -> None:
     """Train, evaluate after each epoch, save checkpoints and export the final model."""
     loop = make_loop(ctx, cfg)
     ctx.end_reason = run_epochs(
-        ctx,
-        cfg,
-        loop.position,
-        loop.meter,
-        train_epoch=lambda: train_epoch(loop),
-        interval_metrics=lambda: interval_metrics(loop),
-        evaluate=lambda: evaluate(ctx, loop.model.module, loop.data, cfg),
-        save=lambda metrics: save(loop, metrics),
+        loop, train_epoch, interval_metrics, lambda _: evaluate(ctx, loop.model.module, loop.data, cfg), save
     )
     if ctx.end_reason:
         example, _ = next(loop.data.test.batches(torch.arange(2), batch_size=2, device=ctx.device))

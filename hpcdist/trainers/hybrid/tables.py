@@ -131,6 +131,10 @@ class TableShard:
         self, layout: Layout, server: int, *, optimizer: str, lr: float, scale: float, seed: int, device: torch.device
     ) -> None:
         self._spans = {table: layout.span(table, server) for table in layout.tables}
+        ends = accumulate(map(len, self._spans.values()))
+        self._slices = {
+            table: slice(end - len(span), end) for (table, span), end in zip(self._spans.items(), ends, strict=True)
+        }
         self._layout = layout
         self.weight = torch.empty(layout.num_rows(server), layout.dim, device=device)
         for table, span in self._spans.items():
@@ -162,12 +166,7 @@ class TableShard:
 
     def table_rows(self, table: str, matrix: Tensor | None = None) -> Tensor:
         """Return a view of this server's rows of a table."""
-        first = 0
-        for name, span in self._spans.items():
-            if name == table:
-                return (self.weight if matrix is None else matrix)[first : first + len(span)]
-            first += len(span)
-        raise KeyError(table)
+        return (self.weight if matrix is None else matrix)[self._slices[table]]
 
     def checkpoint(self) -> Shard:
         """Return views of all rows and of the optimizer's state, which has the same rows."""

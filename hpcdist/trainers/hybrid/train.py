@@ -95,16 +95,7 @@ def train(ctx: Context, cfg: Config) -> None:
             serve_tables(ctx, cfg, layout, groups.exchange, group)
         else:
             loop = make_loop(ctx, cfg, layout, groups, group)
-            ctx.end_reason = run_epochs(
-                ctx,
-                cfg,
-                loop.position,
-                loop.meter,
-                train_epoch=lambda: train_epoch(loop),
-                interval_metrics=lambda: interval_metrics(loop),
-                evaluate=lambda: evaluate(loop),
-                save=lambda metrics: save(loop, metrics),
-            )
+            ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
             loop.lookups.leave()
             if ctx.end_reason and ctx.is_main:
                 _export(ctx, cfg, layout, loop.model, group, num_numeric=loop.test.numeric.shape[1])

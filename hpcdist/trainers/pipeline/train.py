@@ -33,7 +33,6 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.optimizer import lr_factor, set_lr
 from hpcdist.rank.training_loop import Meter, run_epochs
 from hpcdist.rank.training_position import TrainingPosition
-from hpcdist.trainers.pipeline.engines import Engine
 from hpcdist.trainers.pipeline.schedules import ideal_bubble
 from hpcdist.trainers.pipeline.schema import PipelineConfig
 from hpcdist.trainers.pipeline.setup import StageSetup, build_whole_model, open_stage
@@ -59,16 +58,7 @@ def train(ctx: Context, cfg: Config) -> None:
     ctx.roles.require(stage=None)
     with open_stage(ctx, cfg) as setup:
         loop, data = make_loop(ctx, cfg, setup), setup.data
-        ctx.end_reason = run_epochs(
-            ctx,
-            cfg,
-            loop.position,
-            loop.meter,
-            train_epoch=lambda: train_epoch(loop),
-            interval_metrics=lambda: interval_metrics(loop),
-            evaluate=lambda: evaluate(ctx, cfg, data, setup.engine),
-            save=lambda metrics: save(loop, metrics),
-        )
+        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save)
         whole = _gather_model(ctx, cfg, data, setup.stage) if ctx.end_reason else None
     # The export follows the end of RPC, which has a shorter time limit.
     if whole is not None:
@@ -201,8 +191,9 @@ def clip_gradients(setup: StageSetup, max_norm: float) -> None:
     torch._foreach_mul_(gradients, factor)
 
 
-def evaluate(ctx: Context, cfg: Config, data: ImageData, engine: Engine) -> dict[str, float]:
+def evaluate(loop: PipelineLoop) -> dict[str, float]:
     """Return loss and accuracy over the test set, each sample counted once, equal on all ranks."""
+    ctx, cfg, data, engine = loop.ctx, loop.cfg, loop.setup.data, loop.setup.engine
     size = cfg.data.eval_batch_size
     num_left = len(data.test)
     num_batches = math.ceil(num_left / size)

@@ -129,17 +129,7 @@ def train_policy(loop: RlLoop) -> None:
     goal = None
     if problem.reward_threshold is not None and cfg.checkpoint.monitor == "eval/return":
         goal = problem.reward_threshold, f"solved: {problem.name}'s reward_threshold"
-    reason = run_epochs(
-        ctx,
-        cfg,
-        loop.position,
-        loop.meter,
-        train_epoch=lambda: train_epoch(loop),
-        interval_metrics=lambda: interval_metrics(loop),
-        evaluate=lambda: evaluate(loop),
-        save=lambda metrics: save(loop, metrics),
-        goal=goal,
-    )
+    reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, goal=goal)
     if reason:
         ctx.end_reason = f"{reason}, {loop.history.env_steps} environment steps"
         if cfg.section(RlConfig).record_episode:

@@ -99,17 +99,7 @@ def train(ctx: Context, cfg: Config) -> None:
     saved = ctx.restore()  # at the same time as the servers, which restore before RPC starts
     with rpc_group(ctx, **options) as group:
         loop = make_loop(ctx, cfg, learner, saved, streams, vocab_size[0], group)
-        ctx.end_reason = run_epochs(
-            ctx,
-            cfg,
-            loop.position,
-            loop.meter,
-            train_epoch=lambda: train_epoch(loop),
-            interval_metrics=lambda: interval_metrics(loop),
-            evaluate=lambda: evaluate(ctx, learner, loop.held_out),
-            save=lambda metrics: save(loop, metrics),
-            in_flight=loop.in_flight,
-        )
+        ctx.end_reason = run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=loop.in_flight)
         if corpus and ctx.end_reason:
             _export(ctx, cfg, learner, corpus.tokenizer)
         if not ctx.is_main:
@@ -233,11 +223,11 @@ def save(loop: RnnLoop, metrics: Mapping[str, float]) -> None:
     )
 
 
-def evaluate(ctx: Context, learner: Learner, held_out: Columns) -> dict[str, float]:
+def evaluate(loop: RnnLoop) -> dict[str, float]:
     """Return mean loss in nats and perplexity over the held-out text, equal on all trainers."""
-    learner.settle()
-    loss_sum, num_tokens = learner.sum_over_trainers(learner.measure(held_out))
-    ctx.alive()
+    loop.learner.settle()
+    loss_sum, num_tokens = loop.learner.sum_over_trainers(loop.learner.measure(loop.held_out))
+    loop.ctx.alive()
     loss = loss_sum / num_tokens
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HOLD_AT_MOST_S = 60.0
+HOLD_AT_MOST_S = 600.0
 
 
 def _hold() -> None:

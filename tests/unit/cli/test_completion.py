@@ -1,4 +1,4 @@
-"""Shell completion: candidates in bash as its script gets them, without errors and in bounded time."""
+"""Shell completion in bash, zsh and fish, without error messages and in bounded time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Complete = Callable[..., list[str]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs and a sweep in two experiments, and a config of the user's own."""
+    """Make two runs and a sweep in two experiments, and a config of the user."""
     for name, file in (
         ("digits/first", "state.json"),
         ("digits/second", "state.json"),
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bash(folder: Path) -> Complete:
-    """Install the completion with its own option, then complete words in bash."""
+    """Install the completion by its option, and complete words in bash."""
     env = {"HOME": str(folder), "PATH": f"{BIN}:{os.environ['PATH']}", "LANG": "C.UTF-8"}
     env["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     install = [str(BIN / "hpcdist"), "--install-completion", "bash"]
@@ -79,7 +79,7 @@ def test_bash_completes_commands_runs_configs_and_keys(bash: Complete) -> None:
 
 
 @pytest.mark.processes
-def test_errors_complete_nothing_and_print_nothing(bash: Complete, folder: Path) -> None:
+def test_completion_prints_no_errors(bash: Complete, folder: Path) -> None:
     assert bash("status", "", HPCDIST_RUNS_DIR="/dev/null") == []
     assert bash("run", "ddp_digits", "no.such.key", "=") == []
     assert bash("status", "fi", HPCDIST_RUNS_DIR=str(folder / "missing")) == []
@@ -87,7 +87,7 @@ def test_errors_complete_nothing_and_print_nothing(bash: Complete, folder: Path)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
+def test_zsh_and_fish_complete_config_keys(folder: Path, shell: str) -> None:
     env = {
         "PATH": os.environ["PATH"],
         "_HPCDIST_COMPLETE": f"complete_{shell}",
@@ -101,7 +101,7 @@ def test_zsh_and_fish_get_the_same_candidates(folder: Path, shell: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_completion_imports_no_heavy_modules(folder: Path) -> None:
+def test_completion_imports_no_heavy_modules(folder: Path) -> None:
     code = (
         "import sys; from hpcdist.cli import app, completion\n"
         "from types import SimpleNamespace\n"
@@ -116,8 +116,7 @@ def complete(completer: Any, incomplete: str, **params: Any) -> list[str]:
     return completer(SimpleNamespace(params=params), incomplete)  # type: ignore[no-any-return]
 
 
-def test_a_slow_file_system_costs_a_bounded_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second experiment hangs: the runs of the first one are offered."""
+def test_completion_is_bounded_in_time_on_a_hanging_file_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = completion._folders
 
     def slow(path: Path) -> Any:
@@ -132,7 +131,7 @@ def test_a_slow_file_system_costs_a_bounded_time(folder: Path, monkeypatch: pyte
     assert time.monotonic() - began < 5
 
 
-def test_options_complete_their_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completers_return_experiments_profiles_keys_and_configs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert complete(completion.experiments, "") == ["digits"]
     assert complete(completion.runs_or_last, "") == ["last", "sweep-a", "second", "first"]
@@ -141,5 +140,5 @@ def test_options_complete_their_values(folder: Path, monkeypatch: pytest.MonkeyP
     assert complete(completion.keys, "data.name=") == [
         f"data.name={name}" for name in ("digits", "mnist", "fashion_mnist", "cifar10", "image_folder", "synthetic")
     ]
-    assert "launch.max_restarts=" in complete(completion.overrides, "launch.m")
+    assert "launch.max_restarts=" in complete(completion.keys, "launch.m")
     assert complete(completion.configs, f"{folder}/mi") == [f"{folder}/mine.yaml"]

@@ -1,6 +1,6 @@
 """Damaged files in a run folder: commands on all runs skip it, and commands on the run report the problem.
 
-Each file of a run folder is put into each state that a crash, a full disk, another user or a newer hpcdist can cause.
+The damages are those that a crash, a full disk, another user or a newer hpcdist can cause.
 """
 
 from __future__ import annotations
@@ -134,15 +134,15 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 #: The most important files are tested with all kinds of damage, the others with a selection.
-OF_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
+READ_BY_DOCTOR = ("environment.json", "attempts/001/failure.json", "attempts/001/preflight.json", "lease")
 ALL_DAMAGES = ("state.json", "lease", "slurm.json")
 SOME_DAMAGES = ("truncated", "a list", "wrong types", "huge", "folder", "dangling", "newer")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run folder with all its files, and an undamaged run beside it."""
-    runs_dir = tmp_path_factory.mktemp("whole") / "runs"
+    runs_dir = tmp_path_factory.mktemp("undamaged") / "runs"
     shutil.copytree(FORMATS / "v0" / "runs", runs_dir)
     run = runs_dir / "counting" / "half"
     for name, content in EXTRA.items():
@@ -151,13 +151,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "attempts/001/stragglers.jsonl").write_text(
         '{"role": "", "name": "n", "event": "slow", "text": "rank 1 is slow"}\n'
     )
-    (run / "attempts/001/stacks.txt").write_text("rank 1 stands\n")
+    (run / "attempts/001/stacks.txt").write_text("rank 1 hangs\n")
     shutil.rmtree(runs_dir / "counting" / "grid-seed_2")
     return runs_dir
 
 
 def sync_without_mlflow(run: RunDir) -> None:
-    """Read everything that the shipper reads."""
+    """Read the files that the shipper reads."""
     state, config = run.read_state(), run_metadata.read_config(run)
     run_metadata.params(config)
     run_metadata.fixed_tags(run, config)
@@ -184,21 +184,21 @@ def doctor(run: RunDir) -> None:
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(*_: object, **__: object) -> str:
+    def unavailable(*_: object, **__: object) -> str:
         raise SlurmError("no Slurm here", installed=False)
 
-    monkeypatch.setattr(client, "run", away)
+    monkeypatch.setattr(client, "run", unavailable)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_reported_in_one_line(
-    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_report_a_damaged_file_in_one_line(
+    name: str, undamaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_dir = tmp_path / "runs"
     for kind in DAMAGES if name in ALL_DAMAGES else SOME_DAMAGES:
         damage = DAMAGES[kind]
         shutil.rmtree(runs_dir, ignore_errors=True)
-        shutil.copytree(whole, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
+        shutil.copytree(undamaged, runs_dir, ignore=shutil.ignore_patterns("code", "*.pt"))
         run = RunDir(runs_dir / "counting" / "half")
         path = run.path / name
         if path.is_dir():
@@ -221,10 +221,10 @@ def test_a_damaged_file_is_reported_in_one_line(
                 error = str(raised)
             return code, error or capsys.readouterr().out
 
-        code, said = command(lambda: runs.runs(runs_dir=runs_dir))
+        code, output = command(lambda: runs.runs(runs_dir=runs_dir))
         assert code == 0, label
-        assert "counting/grid-seed_1" in said, f"{label}: the other run is listed"
-        assert "counting/half" in said or name in ("state.json", "config.yaml"), label
+        assert "counting/grid-seed_1" in output, f"{label}: the other run is listed"
+        assert "counting/half" in output or name in ("state.json", "config.yaml"), label
         experiment_links(runs_dir, "sqlite:////x.db", 5000)
         assert find_runs(runs_dir), label
         longest_save(runs_dir / "counting")
@@ -235,21 +235,21 @@ def test_a_damaged_file_is_reported_in_one_line(
             lambda: runs.logs("half", 0, None, False, runs_dir),
             lambda: diagnose.explain("half", runs_dir),
         ):
-            code, said = command(act)
+            code, output = command(act)
             if code == 2:
-                assert len(said.splitlines()) == 1, f"{label}: {said}"
-                assert str(run.path) in said, f"{label}: {said}"
+                assert len(output.splitlines()) == 1, f"{label}: {output}"
+                assert str(run.path) in output, f"{label}: {output}"
         command(lambda: runs.stop("half", runs_dir))
-        for read in (sync_without_mlflow, code_state, newest_step, *([doctor] if name in OF_DOCTOR else [])):
+        for read in (sync_without_mlflow, code_state, newest_step, *([doctor] if name in READ_BY_DOCTOR else [])):
             with suppress(HpcdistError, OSError):
                 read(run)
 
 
-def test_a_damaged_sweep_is_reported(whole: Path, tmp_path: Path) -> None:
+def test_damaged_sweep_file_raises_an_error_with_its_path(undamaged: Path, tmp_path: Path) -> None:
     for kind, damage in DAMAGES.items():
         runs_dir = tmp_path / "runs"
         shutil.rmtree(runs_dir, ignore_errors=True)
-        shutil.copytree(whole, runs_dir)
+        shutil.copytree(undamaged, runs_dir)
         sweep = SweepDir(runs_dir / "counting" / "grid")
         damage(sweep.file)
         if kind in ("NaN", "infinite", "huge", "negative") or "created" not in sweep.file.name:
@@ -257,14 +257,14 @@ def test_a_damaged_sweep_is_reported(whole: Path, tmp_path: Path) -> None:
                 sweep.read()
 
 
-def test_messages_on_damaged_and_newer_files(whole: Path, tmp_path: Path) -> None:
+def test_messages_about_damaged_and_newer_state_files(undamaged: Path, tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
-    shutil.copytree(whole, runs_dir)
+    shutil.copytree(undamaged, runs_dir)
     run = RunDir(runs_dir / "counting" / "half")
     path = run.path / "state.json"
-    said = {}
+    output = {}
     for kind, content in {
-        "torn": '{"status": "run',
+        "truncated": '{"status": "run',
         "newer": '{"format": 2, "status": "dormant"}',
         "unknown": '{"format": 1, "status": "dormant"}',
         "later key": '{"format": 1, "status": "stopped", "mood": "fine"}',
@@ -272,11 +272,11 @@ def test_messages_on_damaged_and_newer_files(whole: Path, tmp_path: Path) -> Non
     }.items():
         path.write_text(content)
         try:
-            said[kind] = run.read_state().status
+            output[kind] = run.read_state().status
         except HpcdistError as error:
-            said[kind] = str(error).removeprefix(f"{path} ")
-    assert said == {
-        "torn": "is damaged (it holds no JSON object): restore it, or remove the run folder",
+            output[kind] = str(error).removeprefix(f"{path} ")
+    assert output == {
+        "truncated": "is damaged (it holds no JSON object): restore it, or remove the run folder",
         "newer": "was written by a newer hpcdist (format 2; this version reads up to 1): upgrade hpcdist",
         "unknown": "is damaged: status cannot be 'dormant'",
         "later key": "stopped",
@@ -284,9 +284,9 @@ def test_messages_on_damaged_and_newer_files(whole: Path, tmp_path: Path) -> Non
     }
 
 
-def test_resume_and_compare_skip_damaged_runs(whole: Path, tmp_path: Path) -> None:
+def test_search_for_an_unfinished_run_skips_damaged_runs(undamaged: Path, tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
-    shutil.copytree(whole, runs_dir)
+    shutil.copytree(undamaged, runs_dir)
     run, other = (RunDir(runs_dir / "counting" / name) for name in ("half", "grid-seed_1"))
     (run.path / "state.json").write_text("")
     config = load_run_config(other.config, [f"runs_dir={runs_dir}"], {})

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
-import sys
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 from hpcdist_runs import unused_port
 
-from hpcdist.cli import app
 from hpcdist.config.loading import load_config
 from hpcdist.diagnostics.doctor import machine_report, rank_startup, runs_folder, slurm_checks
 from hpcdist.diagnostics.doctor.mlflow_store import revisions
@@ -23,13 +22,10 @@ from hpcdist.run.folder import RunDir
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-Doctor = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
-    """Run `hpcdist doctor` in this process, on a machine without Slurm. Returns exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
+def doctor(hpcdist: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run `hpcdist doctor` in this process, on a machine without Slurm."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     stages = ("torch", "torchvision", "compute", "meet", "all-reduce")
@@ -38,18 +34,9 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     )
     monkeypatch.setattr(rank_startup, "try_ranks", lambda device, backend, ranks: [rank] * ranks)
     monkeypatch.setattr(machine_report, "read_slurm", lambda: slurm_checks.SlurmFacts(missing=slurm_checks.NEEDED))
-    monkeypatch.setattr(machine_report.facts, "gpu_device_files", lambda: 0)
+    monkeypatch.setattr(machine_report.gpus, "gpu_device_files", lambda: 0)
     monkeypatch.setattr(machine_report, "in_container", lambda: False)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcdist", "doctor", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        out, err = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, out, err
-
-    return call
+    return functools.partial(hpcdist, "doctor")
 
 
 def checks(text: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -57,7 +44,7 @@ def checks(text: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(check["section"], check["name"]): check for check in json.loads(text)["checks"]}
 
 
-def test_the_report_on_a_terminal(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_prints_sections_and_a_summary(doctor: Cli, tmp_path: Path) -> None:
     code, out, err = doctor()
     assert (code, err) == (0, ""), out
     first, *lines = out.splitlines()
@@ -80,7 +67,7 @@ def test_the_report_on_a_terminal(doctor: Doctor, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is left by looking"
 
 
-def test_the_report_as_json(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_prints_json(doctor: Cli, tmp_path: Path) -> None:
     code, out, err = doctor("--json", "--runs-dir", str(tmp_path / "mine"))
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -89,9 +76,7 @@ def test_the_report_as_json(doctor: Doctor, tmp_path: Path) -> None:
     assert checks(out)["Training test", "2 ranks, gloo"]["level"] == "ok"
 
 
-def test_a_finding_that_would_fail_a_run_gives_exit_code_1(
-    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_exits_with_1_if_a_run_would_fail(doctor: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = runs_folder.os.access
     # Root can write everywhere.
     monkeypatch.setattr(runs_folder.os, "access", lambda path, mode: path != tmp_path and access(path, mode))
@@ -104,7 +89,7 @@ def test_a_finding_that_would_fail_a_run_gives_exit_code_1(
     assert f"- Folder of runs, runs: {tmp_path} belongs to" in words
 
 
-def test_an_unavailable_mlflow_is_not_a_failure(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_unavailable_mlflow_as_a_warning(doctor: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{unused_port()}")
     code, out, _ = doctor("--json")
     assert code == 0
@@ -112,7 +97,7 @@ def test_an_unavailable_mlflow_is_not_a_failure(doctor: Doctor, monkeypatch: pyt
     assert (server["level"], "Connection refused" in server["text"]) == ("warning", True)
 
 
-def test_an_outdated_database_is_reported_and_not_changed(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_reports_an_outdated_database_without_changing_it(doctor: Cli, tmp_path: Path) -> None:
     oldest = next(revision for revision, before in revisions().items() if not before)
     (tmp_path / "runs").mkdir()
     with closing(sqlite3.connect(tmp_path / "runs" / "mlflow.db")) as connection, connection:
@@ -126,14 +111,14 @@ def test_an_outdated_database_is_reported_and_not_changed(doctor: Doctor, tmp_pa
     assert (tmp_path / "runs" / "mlflow.db").read_bytes() == before
 
 
-def test_a_tracking_uri_with_a_redacted_password(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_a_tracking_uri_with_a_redacted_password(doctor: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ada:***@mlflow.site")
     code, out, _ = doctor("--json")
     found = checks(out)["MLflow", "store"]
     assert (code, found["level"], "HPCDIST_TRACKING_URI" in found["text"]) == (0, "warning", True)
 
 
-def test_a_local_run_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
+def test_doctor_checks_the_folder_of_a_local_run(doctor: Cli, tmp_path: Path) -> None:
     config = load_config("ddp_digits", ["name=first", f"runs_dir={tmp_path}/runs", "experiment=exp"])
     run = create.create_run(config, tmp_path)
     assert isinstance(run, RunDir)
@@ -146,7 +131,7 @@ def test_a_local_run_and_its_folder(doctor: Doctor, tmp_path: Path) -> None:
     assert found["MLflow", "database"]["text"] == f"{tmp_path}/runs/mlflow.db does not exist; the first run creates it"
 
 
-def test_a_missing_run_is_an_error(doctor: Doctor) -> None:
+def test_doctor_rejects_an_unknown_run(doctor: Cli) -> None:
     code, out, err = doctor("nope")
     assert (code, out) == (2, "")
     assert err.startswith("hpcdist: no run 'nope' under")

@@ -1,4 +1,4 @@
-"""Following a run: its log through all attempts, its state through all requeues of its job."""
+"""`follow` and `logs -f` continue through restarts and requeues until the run ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import job
 from rich.console import Console
 
 from hpcdist.cli import follow as following
@@ -40,7 +41,7 @@ def make(runs_dir: Path) -> Callable[..., RunDir]:
 # --- logs
 
 
-def test_a_log_of_the_last_or_a_given_attempt(make: Callable[..., RunDir]) -> None:
+def test_log_is_that_of_the_last_or_the_given_attempt(make: Callable[..., RunDir]) -> None:
     run = make(status="finished", attempt=2)
     run.attempt(1).log(0).write_text("first\n")
     run.attempt(2).log(0).write_bytes(b"second \xff\n")
@@ -51,22 +52,22 @@ def test_a_log_of_the_last_or_a_given_attempt(make: Callable[..., RunDir]) -> No
     assert "".join(stream_log(run, 0, 1, follow=True)) == "first\n"
 
 
-def test_a_missing_log_is_an_error(make: Callable[..., RunDir]) -> None:
+def test_missing_log_raises_an_error(make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1)
     with pytest.raises(RunFolderError, match=r"^no log of rank 5 in attempt 1 of first \(.*/001/rank-00005\.log\)$"):
         list(stream_log(run, 5, None, follow=False))
 
 
-class Life:
-    """Events of a run while its log is followed: one at each pause."""
+class Events:
+    """Events of a run while a command follows it: one at each pause of the command."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deeds: list[Callable[[], object]]) -> None:
-        self._deeds: Iterator[Callable[[], object]] = iter(deeds)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]) -> None:
+        self._events: Iterator[Callable[[], object]] = iter(events)
         monkeypatch.setattr(following, "Event", lambda: self)
 
     def wait(self, timeout_s: float) -> None:
         assert timeout_s == following.POLL_S
-        next(self._deeds, lambda: pytest.fail("the run is over"))()
+        next(self._events, lambda: pytest.fail("the command waits after the last event"))()
 
 
 def append(path: Path, text: str) -> None:
@@ -74,7 +75,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_a_log_is_followed_through_all_attempts_to_the_end(
+def test_followed_log_continues_through_all_attempts(
     make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="running", attempt=1)
@@ -92,19 +93,19 @@ def test_a_log_is_followed_through_all_attempts_to_the_end(
         append(run.attempt(3).log(0), "last")
         run.write_state(replace(run.read_state(), status="finished"))
 
-    Life(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
+    Events(monkeypatch, [lambda: log.write_text("a"), lambda: append(log, "b"), two_restarts, finish])
     with hold(run):
         assert "".join(stream_log(run, 0, None, follow=True)) == "abc attempt 2  attempt 3 last"
 
 
-def test_following_ends_with_a_lost_run(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_log_ends_with_a_lost_run(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(status="running", attempt=1)
-    run.attempt(1).log(0).write_text("all there is")
-    Life(monkeypatch, [])
-    assert "".join(stream_log(run, 0, None, follow=True)) == "all there is"
+    run.attempt(1).log(0).write_text("the whole log")
+    Events(monkeypatch, [])
+    assert "".join(stream_log(run, 0, None, follow=True)) == "the whole log"
 
 
-# --- a job
+# --- jobs of Slurm
 
 
 @pytest.fixture
@@ -127,34 +128,32 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
     return now.append
 
 
-def job(state: str, **facts: Any) -> JobSnapshot:
-    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))
-
-
 def submitted(run: RunDir) -> RunDir:
     write_json(run.path / "slurm.json", {"job_id": "7"})
     return run
 
 
-def test_each_straggler_line_is_printed_once_while_a_run_is_followed(
+def test_follow_prints_each_straggler_event_once(
     make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="running", attempt=1)
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         line = {"role": "trainer", "name": "n3", "event": "slow", "text": text}
         append(run.attempt(1).stragglers, json.dumps(line) + "\n")
 
     def finish() -> None:
         run.write_state(replace(run.read_state(), status="finished"))
 
-    Life(monkeypatch, [lambda: tell("n3 is slow"), lambda: None, lambda: tell("n3 is slower"), lambda: None, finish])
+    Events(
+        monkeypatch, [lambda: report("n3 is slow"), lambda: None, lambda: report("n3 is slower"), lambda: None, finish]
+    )
     with hold(run):
         follow(console, run)
     assert [line for line in lines_of(console) if line.startswith("n3")] == ["n3 is slow", "n3 is slower"]
 
 
-def test_a_preempted_run_is_followed_through_the_queue(
+def test_follow_continues_through_a_requeue(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
@@ -178,7 +177,7 @@ def test_a_preempted_run_is_followed_through_the_queue(
         """The supervisor has written the state, which looks like the end, but still runs."""
         state(status="stopped", reason="stopped with everything saved (SIGTERM)")
 
-    def gone() -> None:
+    def supervisor_exits() -> None:
         """No supervisor holds the lease, and the job is in the queue."""
         holding.__exit__(None, None, None)
         slurm(job("PENDING", reason="BeginTime"))
@@ -191,8 +190,8 @@ def test_a_preempted_run_is_followed_through_the_queue(
         state(status="finished", reason="all done")
 
     slurm(job("PENDING", reason="Priority"))
-    deeds = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, gone, runs_again, ends]
-    Life(monkeypatch, deeds)
+    events = [lambda: slurm(job("PENDING", reason="Resources")), starts, preempted, supervisor_exits, runs_again, ends]
+    Events(monkeypatch, events)
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "queued: job 7 waits (Priority)",
@@ -205,60 +204,60 @@ def test_a_preempted_run_is_followed_through_the_queue(
     ]
 
 
-def test_waiting_shows_no_progress(
+def test_follow_without_progress_prints_states_only(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
     write_json(run.attempt(1).beat(0), {"time": 1.0, "step": 4, "total_steps": 9, "metrics": {}})
     slurm(job("RUNNING"))
-    Life(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    Events(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
     with hold(run, job_id="7"):
         assert follow(console, run, progress=False).status == "finished"
     assert lines_of(console) == ["running: job 7"]
 
 
 @pytest.mark.parametrize(
-    ("look", "status", "reason"),
+    ("snapshot", "status", "reason"),
     [
         (job("CANCELLED"), "cancelled", "job 7 was cancelled in the queue"),
         (job("FAILED", exit_code=1, nodes="n1"), "failed", "job 7 ended as FAILED with exit code 1 on n1"),
         (JobSnapshot(), "failed", "Slurm no longer knows job 7, and its supervisor did not record a status"),
     ],
-    ids=["cancelled", "failed", "vanished"],
+    ids=["cancelled", "failed", "unknown job"],
 )
-def test_a_job_that_dies_without_a_recorded_status_is_reported_and_closed(
+def test_follow_closes_a_run_whose_job_died_without_a_status(
     make: Callable[..., RunDir],
     console: Console,
     slurm: Callable[[JobSnapshot], None],
     monkeypatch: pytest.MonkeyPatch,
-    look: JobSnapshot,
+    snapshot: JobSnapshot,
     status: str,
     reason: str,
 ) -> None:
-    """Two answers of Slurm must agree, since the folder may be updated later than Slurm."""
+    """Two answers of Slurm must agree, since a network file system may show changes of the folder later."""
     run = submitted(make(status="queued"))
-    slurm(look)
-    Life(monkeypatch, [lambda: None])
+    slurm(snapshot)
+    Events(monkeypatch, [lambda: None])
     state = follow(console, run)
     assert (state.status, state.reason) == (status, reason)
     assert run.read_state() == state
 
 
-def test_one_failed_poll_does_not_end_following(
+def test_follow_continues_after_one_poll_of_an_ended_job(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
     slurm(job("COMPLETED"))
-    Life(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    Events(monkeypatch, [lambda: run.write_state(replace(run.read_state(), status="finished"))])
     assert follow(console, run).status == "finished"
 
 
-def test_an_unavailable_slurm_is_a_note(
+def test_follow_prints_a_note_if_slurm_is_unavailable(
     make: Callable[..., RunDir], console: Console, slurm: Callable[[JobSnapshot], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="running", attempt=1))
     slurm(JobSnapshot(error="Unable to contact slurm controller (connect failure)"))
-    Life(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
+    Events(monkeypatch, [lambda: None, lambda: run.write_state(replace(run.read_state(), status="finished"))])
     assert follow(console, run).status == "finished"
     assert lines_of(console) == [
         "running",
@@ -266,7 +265,7 @@ def test_an_unavailable_slurm_is_a_note(
     ]
 
 
-def test_a_resubmitted_run_is_followed_as_its_new_job(
+def test_follow_continues_with_a_resubmitted_job(
     make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submitted(make(status="queued"))
@@ -276,19 +275,19 @@ def test_a_resubmitted_run_is_followed_as_its_new_job(
         "take_snapshot",
         lambda job, history=False: JobSnapshot(info=JobInfo(id=job.id, state=states[job.id])),
     )
-    deeds = [
+    events = [
         lambda: write_json(run.path / "slurm.json", {"job_id": "8"}),
         lambda: run.write_state(replace(run.read_state(), status="finished")),
     ]
-    Life(monkeypatch, deeds)
+    Events(monkeypatch, events)
     assert follow(console, run).status == "finished"
     assert lines_of(console)[-1] == "queued: job 8 waits (PENDING)"
 
 
-def test_a_run_of_this_machine_is_followed_by_its_lease(
+def test_follow_closes_a_local_run_without_a_lease(
     make: Callable[..., RunDir], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(status="running", attempt=1)
-    Life(monkeypatch, [])
+    Events(monkeypatch, [])
     state = follow(console, run)
     assert (state.status, state.reason) == ("failed", "its supervisor died")

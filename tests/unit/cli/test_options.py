@@ -1,40 +1,21 @@
-"""Options: one form and one meaning on all commands that have them."""
+"""Options have the same form and the same meaning in all commands."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from command_line import Cli
 
 from hpcdist import __version__
 from hpcdist.cli import app
 from hpcdist.cli.options import with_options
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
-    monkeypatch.delenv("HPCDIST_TRACKING_URI")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
 
 
 def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,21 +69,21 @@ def test_commands_on_runs_and_on_configs_share_their_options() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_short_help_option(call: Call, name: str) -> None:
-    code, out, err = call(*name.split(), "-h")
+def test_every_command_has_a_short_help_option(hpcdist: Cli, name: str) -> None:
+    code, out, err = hpcdist(*name.split(), "-h")
     assert (code, err) == (0, "")
     assert "Example" in out
-    assert call(*name.split(), "--help")[1] == out
+    assert hpcdist(*name.split(), "--help")[1] == out
 
 
-def test_version(call: Call) -> None:
-    assert call("--version") == (0, f"hpcdist {__version__}\n", "")
+def test_version_option_prints_the_version(hpcdist: Cli) -> None:
+    assert hpcdist("--version") == (0, f"hpcdist {__version__}\n", "")
 
 
-def test_options_of_configs_are_overrides(call: Call, tmp_path: Path) -> None:
+def test_options_of_config_commands_are_overrides(hpcdist: Cli, tmp_path: Path) -> None:
     uri = "http://mlflow:5000"
     options = ("--runs-dir", "my runs", "--experiment", "first", "--tracking-uri", uri)
-    code, out, err = call("config", "ddp_digits", "--json", *options)
+    code, out, err = hpcdist("config", "ddp_digits", "--json", *options)
     assert (code, err) == (0, "")
     shown = json.loads(out)
     assert (shown["runs_dir"], shown["experiment"]) == (f"{tmp_path}/my runs", "first")
@@ -112,19 +93,19 @@ def test_options_of_configs_are_overrides(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_run_uses_the_runs_dir_option(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
+def test_run_uses_the_runs_dir_option(hpcdist: Cli, tmp_path: Path) -> None:
+    code, out, _ = hpcdist("run", "ddp_digits", "name=first", "--runs-dir", "elsewhere", "--dry-run")
     assert code == 0
     assert f"{tmp_path}/elsewhere/digits/first" in out
 
 
-def test_an_empty_list_of_runs_as_json(call: Call) -> None:
-    code, out, err = call("runs", "--json")
+def test_empty_list_of_runs_as_json(hpcdist: Cli) -> None:
+    code, out, err = hpcdist("runs", "--json")
     assert (code, json.loads(out), err) == (0, {"runs": [], "notes": []}, "")
 
 
-def test_a_usage_error_names_the_help_of_its_command(call: Call) -> None:
-    code, out, err = call("bench", "comm", "--nonsense")
+def test_usage_error_names_the_help_of_its_command(hpcdist: Cli) -> None:
+    code, out, err = hpcdist("bench", "comm", "--nonsense")
     assert (code, out) == (2, "")
     assert err.startswith("hpcdist: No such option: --nonsense")
     assert err.endswith("(see `hpcdist bench comm --help`)\n")

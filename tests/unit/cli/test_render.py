@@ -1,4 +1,4 @@
-"""Output of one run, on a terminal and in a log."""
+"""Output of commands on a terminal and in a log: plan, progress, result, tables of runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plan(**changes: Any) -> Plan:
     return replace(Plan(num_ranks=2, device="cpu", backend="gloo", threads=1, env={}), **changes)
 
 
-def test_the_plan_in_five_lines(console: Console, tmp_path: Path) -> None:
+def test_plan_has_five_rows(console: Console, tmp_path: Path) -> None:
     show_plan(console, Config(), plan(), tmp_path, "http://ada:s3cret@mlflow:5000", verbose=False)
     assert rows_of(console) == [
         "trainer     ddp",
@@ -91,7 +91,7 @@ def test_the_plan_in_five_lines(console: Console, tmp_path: Path) -> None:
     ]
 
 
-def test_the_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Path) -> None:
+def test_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Path) -> None:
     roles = Roles.of({"trainer": 1, "parameter_server": 2}, 3)
     devices = {"trainer": "cuda", "parameter_server": "cpu"}
     with_roles = plan(num_ranks=3, device="cuda", roles=roles, devices=devices)
@@ -104,7 +104,7 @@ def test_the_plan_with_roles_has_a_table_of_ranks(console: Console, tmp_path: Pa
     ]
 
 
-def test_the_plan_of_one_rank_with_a_script(console: Console, tmp_path: Path) -> None:
+def test_plan_shows_the_script_without_passwords(console: Console, tmp_path: Path) -> None:
     config = Config(trainer=TrainerConfig(script=["/a/[b]/train.py", "--db", "http://ada:s3cret@host"]))
     show_plan(console, config, plan(num_ranks=1, threads=4, device="cuda"), tmp_path, "x", verbose=False)
     assert rows_of(console)[:3] == [
@@ -114,7 +114,7 @@ def test_the_plan_of_one_rank_with_a_script(console: Console, tmp_path: Path) ->
     ]
 
 
-def test_a_dry_run_shows_command_and_variables_without_secrets(console: Console, tmp_path: Path) -> None:
+def test_verbose_plan_shows_command_and_variables_without_secrets(console: Console, tmp_path: Path) -> None:
     config = Config(launch=LaunchConfig(env={"API_TOKEN": "s3cret", "PLAIN": "1"}))
     env = {"OMP_NUM_THREADS": "1", "API_TOKEN": "s3cret", "PLAIN": "1"}
     show_plan(console, config, plan(env=env), tmp_path / "my run", "x", verbose=True)
@@ -130,7 +130,7 @@ def test_a_dry_run_shows_command_and_variables_without_secrets(console: Console,
 # --- during a run
 
 
-def test_notes_and_output_are_printed_unchanged(console: Console, tmp_path: Path) -> None:
+def test_notes_and_script_output_are_printed_unchanged(console: Console, tmp_path: Path) -> None:
     (tmp_path / "002").mkdir()
     with RunView(console) as shown:
         shown.attempt(Attempt(tmp_path / "002"), 1)
@@ -146,7 +146,7 @@ def test_notes_and_output_are_printed_unchanged(console: Console, tmp_path: Path
     ]
 
 
-def test_a_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
+def test_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console) -> None:
     lines = tuple(f"line {number} [x]\n" for number in range(20))
     failure = Failure(kind="error", rank=3, host="n1", step=5, error="ValueError: [nan]\\", traceback=lines)
     RunView(console).failure(failure, Path("/runs/rank-00003.log"))
@@ -157,7 +157,7 @@ def test_a_failure_shows_the_rank_and_the_end_of_its_traceback(console: Console)
     ]
 
 
-def test_progress_in_a_log_is_a_line_every_few_seconds_and_at_the_end(
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -177,7 +177,7 @@ def test_progress_in_a_log_is_a_line_every_few_seconds_and_at_the_end(
     ]
 
 
-def test_progress_on_a_terminal_is_a_bar() -> None:
+def test_progress_on_a_terminal_is_a_progress_bar() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
     with RunView(console) as shown:
         shown.progress({"step": 4, "total_steps": 100, "metrics": METRICS})
@@ -187,7 +187,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "loss 0.1235  accuracy 0.975" in last
 
 
-def test_the_metrics_of_a_progress_line() -> None:
+def test_progress_line_shows_known_metrics_in_order() -> None:
     assert format_metrics({"lr": 1.0, "train/samples_per_s": 12345.6, "train/loss": 2.0}) == ("loss 2  samples/s 12346")
     metrics = {"eval/return": 500.0, "train/env_steps_per_s": 123456.7, "train/return": 23.4567}
     assert format_metrics(metrics) == "return 23.46  greedy return 500  steps/s 123457"
@@ -202,7 +202,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
 
 
-def test_printed_commands_can_be_pasted(
+def test_printed_commands_run_in_the_same_shell(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make(status="finished")
@@ -221,7 +221,7 @@ def end(console: Console, run: RunDir, state: State, **config: Any) -> list[str]
     return rows_of(console)
 
 
-def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]) -> None:
+def test_end_of_a_finished_run_shows_metrics_and_reason(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(attempt=2, status="finished", reason="all [3] epochs are done")
     beat(run, 1, 0, metrics={"old": 1.0})
     beat(run, 2, 0, metrics=METRICS)
@@ -236,7 +236,7 @@ def test_the_end_of_a_finished_run(console: Console, make: Callable[..., RunDir]
     assert "old" not in table
 
 
-def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Callable[..., RunDir]) -> None:
+def test_end_of_a_benchmark_names_the_report_command(console: Console, make: Callable[..., RunDir]) -> None:
     """The last metrics of a benchmark are those of the largest message only, and are not shown."""
     run = make(attempt=1, status="finished", reason="measured")
     beat(run, 1, 0, metrics=METRICS)
@@ -249,33 +249,35 @@ def test_the_end_of_a_benchmark_points_to_its_report(console: Console, make: Cal
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped", "cancelled"])
-def test_the_end_of_a_run_that_can_be_resumed(console: Console, make: Callable[..., RunDir], status: str) -> None:
-    run = make(status=status, reason="so it is")
+def test_end_of_an_unfinished_run_names_the_resume_command(
+    console: Console, make: Callable[..., RunDir], status: str
+) -> None:
+    run = make(status=status, reason="a reason")
     lines = end(console, run, run.read_state(), tracking=TrackingConfig(uri="http://ada:s3cret@mlflow"))
     assert lines == [
         "review in MLflow: hpcdist ui --tracking-uri 'http://ada:***@mlflow'",
         f"continue: hpcdist resume {run.path}",
-        f"{status}: so it is",
+        f"{status}: a reason",
     ]
 
 
 # --- status of runs
 
 
-def test_the_list_of_runs_does_not_cut_names_on_a_narrow_terminal(
+def test_table_of_runs_does_not_cut_names_on_a_narrow_terminal(
     console: Console, make: Callable[..., RunDir], runs_dir: Path
 ) -> None:
-    run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long story " * 9)
+    run = make("ddp-20261120-051903-ab12", attempt=1, status="failed", reason="a long reason " * 9)
     show_runs(console, *read_rows(listed(run)), runs_dir)
     assert "exp/ddp-20261120-051903-ab12" in text_of(console)
 
 
-def test_no_runs(console: Console, runs_dir: Path) -> None:
+def test_empty_list_of_runs_is_one_line(console: Console, runs_dir: Path) -> None:
     show_runs(console, *read_rows(listed()), runs_dir)
     assert rows_of(console) == [f"no runs under {runs_dir}"]
 
 
-def test_a_table_of_runs_the_newest_last(make: Callable[..., RunDir], runs_dir: Path) -> None:
+def test_table_of_runs_lists_the_newest_last(make: Callable[..., RunDir], runs_dir: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     old = make("zzz", created=1.0, attempt=3, status="failed", reason="nan [at] step 3")
     new = make("aaa", created=2e9, attempt=1, status="running")
@@ -287,7 +289,7 @@ def test_a_table_of_runs_the_newest_last(make: Callable[..., RunDir], runs_dir: 
     assert "lost" in lines[1]
 
 
-def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_a_running_run(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=2, restarts=1, world_size=3)
     beat(run, 2, 0, metrics=METRICS, time=time.time() - 5.5)
     beat(run, 2, 2, total_steps=None, time=time.time() + 99)
@@ -309,7 +311,7 @@ def test_the_status_of_a_running_run(console: Console, make: Callable[..., RunDi
     ]
 
 
-def test_a_straggler_shows_in_the_status_and_at_the_end(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_and_end_of_run_show_stragglers(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="finished", attempt=1, world_size=2)
     line = {"role": "trainer", "name": "n3", "event": "slow", "text": "n3 is [slow]"}
     run.attempt(1).stragglers.write_text(json.dumps(line) + "\n")
@@ -318,7 +320,7 @@ def test_a_straggler_shows_in_the_status_and_at_the_end(console: Console, make: 
     assert "straggler: n3 is [slow]" in end(console, run, run.read_state())
 
 
-def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_shows_a_bounded_number_of_ranks(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="finished", attempt=1, world_size=4096)
     for rank in (0, 31, 32):
         beat(run, 1, rank)
@@ -328,7 +330,7 @@ def test_the_status_of_a_run_of_many_ranks_stays_readable(console: Console, make
     assert f"more ranks   4064, see {run.attempt(1).path}" in rows_of(console)
 
 
-def test_the_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_a_lost_run_shows_the_next_commands(console: Console, make: Callable[..., RunDir]) -> None:
     run = make(status="running", attempt=1, world_size=2)
     show_status(console, run)
     assert rows_of(console) == [
@@ -340,7 +342,7 @@ def test_the_status_of_a_lost_run_shows_the_next_commands(console: Console, make
     ]
 
 
-def test_the_status_of_an_ended_run_shows_the_reason(console: Console, make: Callable[..., RunDir]) -> None:
+def test_status_of_an_ended_run_shows_the_reason(console: Console, make: Callable[..., RunDir]) -> None:
     show_status(console, make(status="failed", attempt=1, reason="rank 0 [on] n1 failed"))
     assert rows_of(console)[0] == "status       failed: rank 0 [on] n1 failed"
 
@@ -353,7 +355,7 @@ def waiting(run: RunDir) -> RunDir:
     return run
 
 
-def test_the_status_of_a_run_in_the_queue(
+def test_status_of_a_queued_run_shows_the_expected_start(
     console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = waiting(make(status="queued"))
@@ -369,44 +371,44 @@ def test_the_status_of_a_run_in_the_queue(
 
 
 @pytest.mark.parametrize(
-    ("look", "row"),
+    ("snapshot", "row"),
     [
         (JobSnapshot(error="no answer"), "Slurm        not available: no answer"),
         (JobSnapshot(), "Slurm        the job is no longer known"),
     ],
-    ids=["away", "vanished"],
+    ids=["unavailable", "unknown job"],
 )
-def test_the_status_of_a_job_without_an_answer_of_slurm(
-    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, look: JobSnapshot, row: str
+def test_status_without_an_answer_of_slurm(
+    console: Console, make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, snapshot: JobSnapshot, row: str
 ) -> None:
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: look)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job, history=False: snapshot)
     show_status(console, waiting(make(status="finished")))
     assert row in rows_of(console)
 
 
-def test_the_list_of_runs_queries_slurm_once(
+def test_table_of_runs_queries_slurm_once(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)
     runs = [waiting(make(name, status=status)) for name, status in (("first", "queued"), ("done", "finished"))]
     gone = make("gone", status="queued")
     write_json(gone.path / "slurm.json", {"job_id": "8"})
-    asked: list[object] = []
+    queries: list[object] = []
 
-    def ask_many(jobs: list[str]) -> dict[str, JobInfo]:
-        asked.append(jobs)
+    def query_jobs(jobs: list[str]) -> dict[str, JobInfo]:
+        queries.append(jobs)
         return {"7": JobInfo(id="7", name="exp/first", state="PENDING", reason="Priority")}
 
-    monkeypatch.setattr(client, "query_jobs", ask_many)
-    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: asked.append(job.id) or JobSnapshot())
+    monkeypatch.setattr(client, "query_jobs", query_jobs)
+    monkeypatch.setattr(job_snapshot, "take_snapshot", lambda job: queries.append(job.id) or JobSnapshot())
     show_runs(console, *read_rows(listed(*runs, gone)), runs_dir)
-    assert asked == [["7", "8"], "8"]
+    assert queries == [["7", "8"], "8"]
     text = text_of(console)
     expected = ("job 7 waits (Priority)", "lost", "Slurm no longer knows job 8")
     assert [word for word in expected if word not in text] == []
 
 
-def test_the_list_of_runs_reports_an_unavailable_slurm(
+def test_table_of_runs_reports_an_unavailable_slurm(
     make: Callable[..., RunDir], runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(file=io.StringIO(), width=120)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 
-import hpcdist
-from hpcdist.cli import app
+from hpcdist import __version__
 from hpcdist.config.loading import load_config
 from hpcdist.containers.local_container import without_secrets
 from hpcdist.errors import UserMistake
@@ -26,7 +24,6 @@ from tests.support.fake_nvml import gpu, install_fake_nvml
 #: All tests of this file may start processes.
 pytestmark = pytest.mark.processes
 
-Call = Callable[..., tuple[int, str, str]]
 IMAGE: list[dict[str, Any]] = [
     {
         "Id": "ab" * 32,
@@ -34,7 +31,7 @@ IMAGE: list[dict[str, Any]] = [
         "Config": {
             "Labels": {
                 "org.opencontainers.image.title": "hpcdist",
-                "org.opencontainers.image.version": hpcdist.__version__,
+                "org.opencontainers.image.version": __version__,
             }
         },
     }
@@ -42,23 +39,8 @@ IMAGE: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The only engine; it has one image, and its `run` records the arguments and exits with 7."""
+    """Put a fake podman alone in PATH. It has one image; its `run` records the arguments and exits with 7."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "image.json").write_text(json.dumps(IMAGE))
     (folder / "podman").write_text(
@@ -72,8 +54,8 @@ def podman(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def test_run_in_podman_prints_the_command_and_exits_as_the_container(call: Call, podman: Path, tmp_path: Path) -> None:
-    code, output, _ = call("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
+def test_run_in_podman_prints_the_command_and_returns_its_exit_code(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = hpcdist("run", "ddp_digits", "seed=3", "--in", "podman", "--new")
     assert code == 7
     (line,) = [line for line in output.splitlines() if line.startswith("podman run")]
     assert shlex.split(line)[1:] == (podman / "words").read_text().splitlines()
@@ -82,20 +64,20 @@ def test_run_in_podman_prints_the_command_and_exits_as_the_container(call: Call,
     assert "no GPU is visible: training on CPUs" in output
 
 
-def test_a_dry_run_in_podman_leaves_nothing_behind(call: Call, podman: Path, tmp_path: Path) -> None:
-    code, output, _ = call("run", "ddp_digits", "--in", "podman", "--dry-run")
+def test_dry_run_in_podman_writes_nothing(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
+    code, output, _ = hpcdist("run", "ddp_digits", "--in", "podman", "--dry-run")
     assert code == 0
     assert output.splitlines()[-1].startswith("podman run --rm")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_user_config_is_mounted_at_the_same_path(call: Call, podman: Path, tmp_path: Path) -> None:
+def test_user_config_is_mounted_at_the_same_path(hpcdist: Cli, podman: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     own = tmp_path / "elsewhere" / "mine.yaml"
     own.write_text("runs_dir: ~/mine\n")
     (tmp_path / "here").mkdir()
     os.chdir(tmp_path / "here")
-    code, output, _ = call("run", str(own), "--in", "podman", "--dry-run")
+    code, output, _ = hpcdist("run", str(own), "--in", "podman", "--dry-run")
     assert code == 0
     words = shlex.split(output.splitlines()[-1])
     mounted = [word.removeprefix("--volume=") for word in words if word.startswith("--volume=")]
@@ -104,21 +86,21 @@ def test_a_user_config_is_mounted_at_the_same_path(call: Call, podman: Path, tmp
     assert words[-3:] == ["run", str(own), f"runs_dir={Path.home()}/mine"]
 
 
-def test_an_old_driver_is_reported_before_the_start(
-    call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_old_driver_is_rejected_before_the_start(
+    hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     labels = {**IMAGE[0]["Config"]["Labels"], "hpcdist.cuda": "13.2"}
     (podman / "image.json").write_text(json.dumps([{**IMAGE[0], "Config": {"Labels": labels}}]))
     install_fake_nvml(monkeypatch, gpu("NVIDIA H200"), driver="550.54")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    code, _, errors = call("run", "ddp_digits", "--in", "podman")
+    code, _, errors = hpcdist("run", "ddp_digits", "--in", "podman")
     assert code == 2
     assert "needs driver 580.65 or newer for its CUDA 13.2, found 550.54 here" in errors
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:
-    _, output, _ = call("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
+def test_secret_override_is_not_printed(hpcdist: Cli, podman: Path) -> None:
+    _, output, _ = hpcdist("run", "ddp_digits", "seed=1", "tracking.tags.api_token=hidden", "--in", "podman")
     assert "hidden" not in output
     words = (podman / "words").read_text()
     assert "hidden" not in words
@@ -126,7 +108,7 @@ def test_a_secret_override_is_not_printed(call: Call, podman: Path) -> None:
     assert "tracking.tags.api_token=${oc.env:HPCDIST_OVERRIDE_1}\n" in words
 
 
-def test_a_secret_override_reaches_the_container_by_its_environment() -> None:
+def test_secret_override_is_passed_in_the_environment() -> None:
     overrides = ["seed=1", "launch.env.A_KEY='1234'", "launch.env.B_KEY=${oc.env:B_KEY}", "tracking.uri=http://u:p@h"]
     words, variables = without_secrets(overrides)
     assert words == [
@@ -153,17 +135,17 @@ def test_a_secret_override_reaches_the_container_by_its_environment() -> None:
         (("image", "convert", "--to", "sqsh"), "enroot is not installed here"),
     ],
 )
-def test_a_user_error_is_one_line(call: Call, podman: Path, arguments: tuple[str, ...], message: str) -> None:
-    code, _, errors = call(*arguments)
+def test_a_user_error_is_one_line(hpcdist: Cli, podman: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, errors = hpcdist(*arguments)
     assert code == 2
     assert errors.startswith(f"hpcdist: {message}")
     assert errors.count("\n") == 1
 
 
-def test_build_prints_its_command(call: Call, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_build_prints_its_command(hpcdist: Cli, podman: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(__file__).resolve().parents[3]
     monkeypatch.chdir(checkout)
-    code, output, _ = call("image", "build", "--target", "slim", "--base", "debian:12", "--dry-run")
+    code, output, _ = hpcdist("image", "build", "--target", "slim", "--base", "debian:12", "--dry-run")
     assert code == 0
     assert output.startswith(
         f"podman build --format docker --file {checkout}/docker/Dockerfile --tag hpcdist:slim --target slim"
@@ -188,7 +170,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "env", "goes_on"),
+    ("flags", "env", "resumes"),
     [
         ((), {}, False),
         (("--resume",), {}, True),
@@ -197,20 +179,20 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 def test_run_resumes_a_stopped_run_on_request(
-    call: Call,
+    hpcdist: Cli,
     supervised: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     flags: tuple[str, ...],
     env: dict[str, str],
-    goes_on: bool,
+    resumes: bool,
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     run = create.create_run(replace(load_config("ddp_digits", []), name="first"), tmp_path)
     run.write_state(replace(run.read_state(), status="stopped"))
-    code, output, _ = call("run", "ddp_digits", *flags)
+    code, output, _ = hpcdist("run", "ddp_digits", *flags)
     assert code == 0
-    assert (supervised["run"].name == "first") is goes_on
+    assert (supervised["run"].name == "first") is resumes
     assert supervised["config"].name == supervised["run"].name
-    assert ("continuing run first, which has the same config" in output) is goes_on
+    assert ("continuing run first, which has the same config" in output) is resumes

@@ -1,18 +1,18 @@
-"""Commands that take RUN: texts that name a run, and one-line errors for all others."""
+"""The argument RUN: a name, prefix or folder finds the run; any other text is a one-line error."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli
 from typer.main import get_command
 
-from hpcdist.cli.app import app, main
+from hpcdist.cli.app import app
 from hpcdist.config.loading import load_config
 from hpcdist.config.written import run_yaml
 from hpcdist.errors import RunFolderError
@@ -34,21 +34,18 @@ def commands_of(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, .
 
 
 COMMANDS = sorted(commands_of(get_command(app)))
-#: Commands without effect; the others would start processes for an existing run.
-LOOKING = [("status",), ("logs",), ("explain",)]
+#: Commands that only read; the others would start processes for an existing run.
+READING = [("status",), ("logs",), ("explain",)]
 ENDING = [("stop",), ("cancel",)]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line in this process: any exception but SystemExit would be a traceback."""
+def command(hpcdist: Cli) -> Command:
+    """Run a command in this process. Returns its exit code and its output."""
 
     def run(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
-        with pytest.raises(SystemExit) as left:
-            main()
-        shown = capsys.readouterr()
-        return int(left.value.code or 0), shown.out + shown.err
+        result = hpcdist(*arguments)
+        return result.code, result.out + result.err
 
     return run
 
@@ -69,7 +66,7 @@ def make_sweep(runs_dir: Path, name: str, *cells: str) -> SweepDir:
     return sweep
 
 
-def test_all_commands_are_found() -> None:
+def test_commands_with_a_run_argument_are_found() -> None:
     assert set(COMMANDS) >= {
         ("bench", "show"),
         ("cancel",),
@@ -84,7 +81,7 @@ def test_all_commands_are_found() -> None:
     }
 
 
-def test_text_that_names_no_run_is_a_one_line_error(
+def test_text_without_a_matching_run_is_a_one_line_error(
     runs_dir: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(runs_dir, "first")
@@ -97,17 +94,17 @@ def test_text_that_names_no_run_is_a_one_line_error(
     texts += ["\x00", "first\x00", "first\n", "nowhere/../first", "/dev/null", "~nobody", "-", "\udcff", "/" * 1500]
     for words in COMMANDS:
         for text in texts:
-            code, said = command(*words, "--runs-dir", str(runs_dir), "--", text)
-            assert code == 2, (words, text, said)
-            assert "Traceback" not in said
-            assert len(said) < 500, (words, text)
-            assert said.startswith("hpcdist: "), (words, text, said)
+            code, output = command(*words, "--runs-dir", str(runs_dir), "--", text)
+            assert code == 2, (words, text, output)
+            assert "Traceback" not in output
+            assert len(output) < 500, (words, text)
+            assert output.startswith("hpcdist: "), (words, text, output)
     assert run.path.joinpath("state.json").read_bytes() == before
     assert not run.attempt(1).request.exists()
 
 
 @pytest.mark.parametrize("text", ["absolute", "relative", "slash", "dots", "dot", "first", "exp/first", "fir"])
-def test_a_run_by_folder_name_and_prefix(
+def test_run_is_found_by_folder_name_and_prefix(
     runs_dir: Path, command: Command, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(runs_dir, "first")
@@ -119,30 +116,30 @@ def test_a_run_by_folder_name_and_prefix(
     found = resolve_run(name, runs_dir)
     assert found.path == run.path
     assert (found.name, found.experiment) == ("first", "exp")
-    for words in LOOKING:
-        code, said = command(*words, "--runs-dir", str(runs_dir), name)
-        assert code == 0, (words, said)
+    for words in READING:
+        code, output = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 0, (words, output)
     for words in ENDING:
-        code, said = command(*words, "--runs-dir", str(runs_dir), name)
-        assert code == 2, (words, said)
+        code, output = command(*words, "--runs-dir", str(runs_dir), name)
+        assert code == 2, (words, output)
         expected = "hpcdist: run first is not running: it has no supervisor, and its last state is 'finished'\n"
-        assert said == expected, "the run was found"
+        assert output == expected, "the run was found"
 
 
-def test_a_sweep_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
+def test_sweep_is_found_by_folder_name_and_prefix(runs_dir: Path, command: Command) -> None:
     make(runs_dir, "first")
     sweep = make_sweep(runs_dir, "grid", "grid-1")
     for text in (str(sweep.path), f"{sweep.path}/", "grid", "exp/grid", "gri"):
         found = resolve(text, runs_dir)
         assert isinstance(found, SweepDir)
         assert found.path == sweep.path
-        code, said = command("stop", "--runs-dir", str(runs_dir), text)
-        assert (code, said) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
+        code, output = command("stop", "--runs-dir", str(runs_dir), text)
+        assert (code, output) == (2, "hpcdist: no cell of sweep grid runs or waits (1 cells: 1 missing)\n")
     with pytest.raises(RunFolderError, match=r"^grid is a sweep: name one of its cells \(grid-1, …\)$"):
         resolve_run("grid", runs_dir)
 
 
-def test_a_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
+def test_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
     make_sweep(runs_dir, "grid", "grid-1")
     make(runs_dir, "grid-1")
     assert isinstance(resolve("grid", runs_dir), SweepDir), "the whole name"
@@ -154,44 +151,44 @@ def test_a_prefix_of_a_sweep_and_its_cells_is_ambiguous(runs_dir: Path) -> None:
 
 
 @pytest.fixture
-def others(runs_dir: Path) -> RunDir:
+def foreign_run(runs_dir: Path) -> RunDir:
     if os.geteuid() != 0:
-        pytest.skip("only root can give a folder away")
+        pytest.skip("only root can change the owner of a folder")
     run = make(runs_dir, "theirs")
     for path in [run.path, *run.path.rglob("*")]:
         os.lchown(path, 65534, 65534)
     return run
 
 
-def test_commands_on_all_runs_skip_runs_of_other_users(runs_dir: Path, others: RunDir, command: Command) -> None:
+def test_commands_on_all_runs_skip_runs_of_other_users(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
     mine = make(runs_dir, "mine")
     assert [run.path for run in find_runs(runs_dir)] == [mine.path]
     assert list_runs(runs_dir).num_others == 1
     note = "1 run folder of other users skipped: `hpcdist status RUN` shows one by its name"
-    code, said = command("runs", "--runs-dir", str(runs_dir))
+    code, output = command("runs", "--runs-dir", str(runs_dir))
     assert code == 0
-    assert note in said
-    assert "theirs" not in said
+    assert note in output
+    assert "theirs" not in output
 
 
-def test_a_run_of_another_user_is_shown_by_name_but_not_changed(
-    runs_dir: Path, others: RunDir, command: Command
-) -> None:
-    for words in LOOKING:
-        code, said = command(*words, "--runs-dir", str(runs_dir), "theirs")
-        assert code == 0, (words, said)
+def test_run_of_another_user_can_be_read_but_not_changed(runs_dir: Path, foreign_run: RunDir, command: Command) -> None:
+    for words in READING:
+        code, output = command(*words, "--runs-dir", str(runs_dir), "theirs")
+        assert code == 0, (words, output)
     for words in (("stop",), ("cancel",), ("resume",), ("doctor",), ("sync",)):
-        for text in ("theirs", str(others.path)):
-            code, said = command(*words, "--runs-dir", str(runs_dir), text)
-            assert code == 2, (words, said)
-            wanted = f"run folder {others.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
-            assert wanted in said
-    assert not others.attempt(1).request.exists()
+        for text in ("theirs", str(foreign_run.path)):
+            code, output = command(*words, "--runs-dir", str(runs_dir), text)
+            assert code == 2, (words, output)
+            expected = (
+                f"run folder {foreign_run.path} belongs to nobody, and `hpcdist {words[0]}` acts only on your own runs"
+            )
+            assert expected in output
+    assert not foreign_run.attempt(1).request.exists()
 
 
-def test_a_link_of_another_user_to_an_own_run_is_not_an_own_run(runs_dir: Path) -> None:
+def test_link_of_another_user_to_an_own_run_is_skipped(runs_dir: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can give a link away")
+        pytest.skip("only root can change the owner of a link")
     run = make(runs_dir.parent / "elsewhere", "mine")
     (runs_dir / "exp").mkdir(parents=True)
     link = runs_dir / "exp" / "planted"
@@ -211,19 +208,19 @@ def test_a_link_of_another_user_to_an_own_run_is_not_an_own_run(runs_dir: Path) 
         (0o755, 0o755, ""),
     ],
 )
-def test_a_folder_writable_by_others_is_rejected(
+def test_resume_rejects_a_folder_that_others_can_write(
     runs_dir: Path, command: Command, mode: int, inner: int, refused: str
 ) -> None:
     run = make(runs_dir, "first")
     (run.path / "attempts").chmod(inner)
     run.path.chmod(mode)
-    code, said = command("resume", "--runs-dir", str(runs_dir), "first")
+    code, output = command("resume", "--runs-dir", str(runs_dir), "first")
     assert code == 2
     if refused:
         path = next(path for path in (run.path, *run.path.iterdir()) if path.name == refused)
-        assert said == (
+        assert output == (
             f"hpcdist: {path} is writable by group or others (mode {path.stat().st_mode & 0o7777:04o}), and"
             f" `hpcdist resume` would execute their code: `chmod -R go-w {run.path}`\n"
         )
     else:
-        assert said == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"
+        assert output == "hpcdist: run first is finished: to train longer, add an override such as stop.max_epochs=20\n"

@@ -46,7 +46,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     return True
 
 
-def test_it_has_every_key_with_its_documentation_and_default() -> None:
+def test_json_schema_has_every_key_with_documentation_and_default() -> None:
     found = dict(properties(SCHEMA))
     rows = {path: row for path, *row in describe() if ".ROLE." not in path}
     assert found.keys() == rows.keys()
@@ -56,7 +56,7 @@ def test_it_has_every_key_with_its_documentation_and_default() -> None:
 
 
 @pytest.mark.parametrize("path", [*shipped_configs().values(), *sorted(ROOT.glob("examples/*/*.yaml"))], ids=str)
-def test_it_accepts_the_shipped_configs_and_they_refer_to_it(path: Path) -> None:
+def test_json_schema_accepts_shipped_configs_which_refer_to_it(path: Path) -> None:
     text = path.read_text()
     assert accepts(SCHEMA, yaml.safe_load(text))
     modeline, _, target = text.splitlines()[0].partition("$schema=")
@@ -75,11 +75,11 @@ def test_it_accepts_the_shipped_configs_and_they_refer_to_it(path: Path) -> None
         ("{trainer: {targt: ddp}}", False),
     ],
 )
-def test_mistakes_are_detected(text: str, is_valid: bool) -> None:
+def test_json_schema_rejects_mistakes(text: str, is_valid: bool) -> None:
     assert accepts(SCHEMA, yaml.safe_load(text)) == is_valid
 
 
-def test_the_published_schema_is_current() -> None:
+def test_published_json_schema_is_current() -> None:
     text = json.dumps(SCHEMA, indent=2, ensure_ascii=False) + "\n"
     assert (ROOT / "docs" / "config.schema.json").read_text() == text, (
         "run: hpcdist config --json-schema > docs/config.schema.json"

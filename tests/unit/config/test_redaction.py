@@ -1,4 +1,4 @@
-"""Names and texts that are secrets, and their neighbours that are none."""
+"""Detection and redaction of secrets, and similar names and texts that are not secrets."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ HARMLESS_NAMES = """
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES.split())
-def test_a_secret_name(name: str) -> None:
+def test_name_of_a_secret_is_detected(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES.split())
-def test_a_harmless_name(name: str) -> None:
+def test_harmless_name_is_not_detected(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_no_key_of_the_schema_is_a_secret() -> None:
+def test_schema_has_no_key_with_the_name_of_a_secret() -> None:
     assert [path for path, *_ in describe() if any(map(is_secret_name, path.split(".")))] == []
 
 
@@ -80,12 +80,12 @@ def test_no_key_of_the_schema_is_a_secret() -> None:
         ("ranks=4, got -5", "ranks=4, got -5"),
     ],
 )
-def test_secrets_in_texts(text: str, shown: str) -> None:
+def test_secrets_in_text_are_redacted(text: str, shown: str) -> None:
     assert redact_text(text) == shown
     assert redact_text(shown) == shown
 
 
-def test_a_long_text_takes_linear_time() -> None:
+def test_redaction_takes_linear_time() -> None:
     texts = [
         "a" * 300_000,
         "a=" * 90_000,
@@ -101,7 +101,7 @@ def test_a_long_text_takes_linear_time() -> None:
     assert time.process_time() - began < 20  # a quadratic pattern takes minutes
 
 
-def test_trees_with_numbers_lists_and_role_names() -> None:
+def test_redact_tree_covers_numbers_and_lists_but_not_roles() -> None:
     tree = {
         "params": {"pin_pwd": 1234, "pass": True, "my_key": None, "api_keys": ["a", 2], "text": "http://u:p@h", "n": 3},
         "roles": {"auth": 1},
@@ -127,7 +127,7 @@ def test_trees_with_numbers_lists_and_role_names() -> None:
     assert not is_redacted(shown["roles"])
 
 
-def test_words_of_a_command_line() -> None:
+def test_value_after_a_secret_option_is_redacted() -> None:
     words = ["train.py", "--api-key", "s3cret", "--lr", "1", "--token", "--verbose", "--pwd=s3cret"]
     assert redact_words(words) == ["train.py", "--api-key", "***", "--lr", "1", "--token", "--verbose", "--pwd=***"]
 
@@ -146,7 +146,7 @@ def test_words_of_a_command_line() -> None:
         ("  password: hunter2  # mine", False),
     ],
 )
-def test_a_line_with_a_secret(line: str, code: bool) -> None:
+def test_line_with_a_secret_is_detected(line: str, code: bool) -> None:
     assert holds_secret(line, code=code)
 
 
@@ -167,15 +167,15 @@ def test_a_line_with_a_secret(line: str, code: bool) -> None:
         "parser.add_argument('--token', help='of the hub')",
     ],
 )
-def test_a_line_without_a_secret(line: str) -> None:
+def test_line_without_a_secret_is_not_detected(line: str) -> None:
     assert not holds_secret(line, code=True)
 
 
-def test_a_secret_far_out_in_a_long_line() -> None:
+def test_secret_in_a_long_line_is_detected() -> None:
     assert holds_secret("x" * 100_000 + ' "api_key": "abcdef0123456789" ' + "y" * 100_000, code=True)
     assert not holds_secret("x" * 200_000, code=False)
 
 
-def test_a_setting_in_a_file_that_is_no_code() -> None:
+def test_placeholder_in_a_settings_file_is_not_detected() -> None:
     assert not holds_secret("password: ${DB_PASSWORD}", code=False)
     assert not holds_secret("password: <yours>", code=False)

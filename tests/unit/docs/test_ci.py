@@ -1,4 +1,4 @@
-"""The workflow of GitHub Actions is valid and runs the make targets that people run."""
+"""The workflow of GitHub Actions is valid and runs targets of the Makefile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def validate(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_the_workflow_is_valid_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_workflow_is_valid_and_broken_ones_are_not(tmp_path: Path) -> None:
     assert validate(WORKFLOW).returncode == 0
     broken = tmp_path / "ci.yml"
     for old, new in (("runs-on:", "run-on:"), ("timeout-minutes: 20", "timeout-minutes: soon")):
@@ -39,7 +39,7 @@ def test_jobs_run_make_targets_that_exist() -> None:
     assert workflow["jobs"]["unit"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 
 
-def test_other_jobs_that_a_job_needs_exist() -> None:
+def test_jobs_need_existing_jobs_and_have_timeouts() -> None:
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     assert {name for job in jobs.values() for name in job.get("needs", [])} <= set(jobs)
     assert [name for name, job in jobs.items() if "timeout-minutes" not in job] == []

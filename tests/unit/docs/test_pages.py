@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ _PATH = re.compile(
     r"(?<![\w./-])((?:hpcdist|tests|benchmarks|scripts|docker|slurm|examples|configs|docs)/[\w./-]*[\w/])(?![\w*])"
 )
 _MODULE = re.compile(r"(?<![\w./-])hpcdist(?:\.[a-z_]\w*)+(?!\w*[(/])")
+_KEY = re.compile(r"`([a-z_]+)\.([a-z_]+(?:\.\w+)*)(?:=[^`]*)?`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: Not modules: MLflow tags, labels of containers, and names of packages and images.
 _OTHER_NAMES = re.compile(r"hpcdist\.(image|state|reason|git|run|job|attempt|world|sbom|base|traceback|command)")
@@ -25,35 +26,30 @@ _OTHER_NAMES = re.compile(r"hpcdist\.(image|state|reason|git|run|job|attempt|wor
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_paths_exist(page: Path) -> None:
-    missing = [name for name in _PATH.findall(page.read_text()) if not _exists(name)]
-    assert missing == []
+    assert [name for name in _PATH.findall(page.read_text()) if not _exists(name)] == []
 
 
 def _exists(name: str) -> bool:
     path = ROOT / name
-    # Folders that a command makes.
+    # Files and folders that a command creates.
     return path.exists() or name.startswith("docker/secrets") or name.rstrip("/") in {"docker/.env", "docker/stop"}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_modules_exist(page: Path) -> None:
     names = {name for name in _MODULE.findall(page.read_text()) if not _OTHER_NAMES.match(name)}
-    assert [name for name in sorted(names) if not _is_importable(name)] == []
+    assert [name for name in sorted(names) if not _is_defined(name)] == []
 
 
-def _is_importable(name: str) -> bool:
+def _is_defined(name: str) -> bool:
     """Return whether a dotted name is a module, or an attribute that a module's source defines."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        if importlib.util.find_spec(name) is not None:
-            return True
-    except ModuleNotFoundError:
-        pass
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return False
-    return spec is not None and bool(spec.origin) and attribute in Path(str(spec.origin)).read_text()
+    path = ROOT.joinpath(*name.split("."))
+    sources = [path.parent.with_suffix(".py"), path.parent / "__init__.py"]
+    return (
+        path.is_dir()
+        or path.with_suffix(".py").exists()
+        or any(source.exists() and path.name in source.read_text() for source in sources)
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -71,7 +67,7 @@ def yaml_blocks() -> Iterator[object]:
 
 @pytest.mark.parametrize("block", [*yaml_blocks()])
 def test_yaml_blocks_load_as_configs(block: Block, tmp_path: Path) -> None:
-    """A block marked `profile` is a site profile: the keys of the section `cluster`."""
+    """A block marked `profile` is a site profile, that is the keys of the section `cluster`."""
     text = block.text
     if "profile" in block.words:
         given = yaml.safe_load(text)
@@ -79,7 +75,7 @@ def test_yaml_blocks_load_as_configs(block: Block, tmp_path: Path) -> None:
         text = yaml.safe_dump({"trainer": "ddp", "cluster": given, **sections})
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    load_config(str(path))
+    assert load_config(str(path)).trainer.target
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -97,6 +93,19 @@ def test_overrides_in_commands_are_config_keys(page: Path) -> None:
     assert unknown == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_named_config_keys_exist(page: Path) -> None:
+    known = _known_keys()
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    named = {f"{match[1]}.{match[2]}": match[1] for match in _KEY.finditer(page.read_text()) if match[2] != "pt"}
+    unknown = [
+        name
+        for name, section in named.items()
+        if section in sections and not any(name.startswith(key) or key.startswith(name) for key in known - sections)
+    ]
+    assert unknown == []
+
+
 def _known_keys() -> set[str]:
     from hpcdist.config.schema.describe import describe
 
@@ -104,26 +113,41 @@ def _known_keys() -> set[str]:
     return keys | {key.partition(".")[0] for key in keys}
 
 
-#: Questions that a reader of docs/concepts answers with a file: a phrase of the page, and a word of the file's path.
+#: Mechanisms that a reader looks up in docs/concepts, and a part of the path of the module in charge.
 LOOKUPS = [
-    ("requeue decision", "batch_step"),
-    ("signal forwarding", "pid1"),
+    ("requeue decision", "slurm/job/batch_step"),
+    ("signal forwarding", "containers/pid1"),
     ("lease", "run/lease"),
     ("nodelist parsing", "slurm/nodelist"),
     ("MLflow retry", "tracking/shipper"),
-    ("checkpoint manifest", "checkpoint/"),
-    ("stop agreement", "stop_agreement"),
+    ("checkpoint manifest", "checkpoint/checkpoint_folder"),
+    ("stop agreement", "rank/stop_agreement"),
     ("straggler rule", "supervisor/stragglers"),
-    ("PPO update", "rl/ppo"),
-    ("parameter-server exchange", "hybrid/table_server"),
+    ("PPO update", "trainers/rl/ppo"),
+    ("parameter-server exchange", "trainers/hybrid/lookups"),
 ]
 
 
-@pytest.mark.parametrize(("phrase", "file"), LOOKUPS, ids=[phrase for phrase, _ in LOOKUPS])
-def test_concepts_lead_to_the_file(phrase: str, file: str) -> None:
-    text = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs" / "concepts").glob("*.md")))
-    places = [match.start() for match in re.finditer(re.escape(phrase), text, re.IGNORECASE)]
-    assert any(file in text[max(0, place - 600) : place + 1200] for place in places)
+CONCEPTS = [page for page in sorted((ROOT / "docs" / "concepts").glob("*.md")) if page.name != "index.md"]
+
+
+def modules_in_charge(page: Path) -> list[str]:
+    """Return the rows of the section "In the code", with which each concept page ends."""
+    _, _, section = page.read_text().partition("\n## In the code\n")
+    return section.strip().splitlines()[2:]
+
+
+@pytest.mark.parametrize("page", CONCEPTS, ids=[page.stem for page in CONCEPTS])
+def test_concept_page_ends_with_modules_in_charge(page: Path) -> None:
+    rows = modules_in_charge(page)
+    assert rows
+    assert [row for row in rows if not re.fullmatch(r"\| .+ \| `hpcdist/[^|]+` \|", row)] == []
+
+
+@pytest.mark.parametrize(("mechanism", "module"), LOOKUPS, ids=[mechanism for mechanism, _ in LOOKUPS])
+def test_concepts_lead_to_module_of_mechanism(mechanism: str, module: str) -> None:
+    rows = [row for page in CONCEPTS for row in modules_in_charge(page)]
+    assert [row for row in rows if mechanism.lower() in row.lower() and f"`hpcdist/{module}" in row] != []
 
 
 def test_readme_is_short() -> None:
@@ -137,7 +161,6 @@ def test_pictures_are_small() -> None:
 
 
 def test_python_blocks_are_valid() -> None:
-    for page in pages():
-        for block in blocks(page):
-            if block.language == "python":
-                compile(block.text, str(page.relative_to(ROOT)), "exec")
+    texts = [block.text for page in pages() for block in blocks(page) if block.language == "python"]
+    assert [type(ast.parse(text)) for text in texts] == [ast.Module] * len(texts)
+    assert texts

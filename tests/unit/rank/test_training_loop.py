@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class RecordingContext:
 def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] | None = None) -> str:
     meter, in_flight = Meter(), [] if in_flight is None else in_flight
 
-    def train_epoch() -> Iterator[None]:
+    def train_epoch(loop: SimpleNamespace) -> Iterator[None]:
         while True:
             ctx.events.append(f"step {position.step}")
             meter.add(loss=1.0)
@@ -42,7 +42,7 @@ def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] 
                 in_flight.pop()
             yield
 
-    def interval_metrics() -> dict[str, float]:
+    def interval_metrics(loop: SimpleNamespace) -> dict[str, float]:
         assert meter.sums == {"loss": 2.0}, "the sums of one interval"
         return {"loss": 0.5}
 
@@ -51,14 +51,15 @@ def run(ctx: RecordingContext, position: TrainingPosition, in_flight: list[int] 
         checkpoint=CheckpointConfig(monitor="accuracy"),
         stop=StopConfig(max_epochs=2),
     )
-    arguments: dict[str, Any] = {
-        "train_epoch": train_epoch,
-        "interval_metrics": interval_metrics,
-        "evaluate": lambda: {"accuracy": 0.5},
-        "save": lambda metrics: ctx.events.append(f"save {'/'.join(metrics)} {position.step}".replace("  ", " ")),
-        "in_flight": in_flight,
-    }
-    return run_epochs(ctx, cfg, position, meter, **arguments)  # type: ignore[arg-type]
+
+    def evaluate(loop: SimpleNamespace) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+    def save(loop: SimpleNamespace, metrics: Mapping[str, float]) -> None:
+        ctx.events.append(f"save {'/'.join(metrics)} {position.step}".replace("  ", " "))
+
+    loop = SimpleNamespace(ctx=ctx, cfg=cfg, position=position, meter=meter)
+    return run_epochs(loop, train_epoch, interval_metrics, evaluate, save, in_flight=in_flight)
 
 
 def new_position(**fields: int) -> TrainingPosition:

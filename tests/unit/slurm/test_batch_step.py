@@ -196,7 +196,7 @@ def test_start_of_the_job_is_recorded_with_the_first_attempt(
 ) -> None:
     recorded: list[RunDir] = []
     monkeypatch.setattr(batch_step, "record_job_start", lambda run, _env: recorded.append(run))
-    report = batch_step.JobLog(life=run)
+    report = batch_step.JobLog(run)
     assert recorded == []
     report.attempt(run.attempt(1), 4)
     report.attempt(run.attempt(2), 4)
@@ -206,5 +206,5 @@ def test_start_of_the_job_is_recorded_with_the_first_attempt(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(batch_step, "record_job_start", fail)
-    batch_step.JobLog(life=run).attempt(run.attempt(1), 4)
+    batch_step.JobLog(run).attempt(run.attempt(1), 4)
     assert caplog.messages[-1] == "the nodes and the queue time of this job are not recorded: No space left on device"

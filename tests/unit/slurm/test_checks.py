@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_recordings import FakeCommands
 
 from hpcdist.config.schema import ClusterConfig, Config, ContainerConfig, DataConfig, RoleRequest, TrainerConfig
 from hpcdist.errors import ConfigError, UserMistake
@@ -24,32 +25,20 @@ SCRIPTS = {
 }
 
 
-class Slurm:
-    """Fake Slurm commands, the only commands on PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name, body in SCRIPTS.items():
-            self.set(name, body)
-
-    def set(self, name: str, body: str) -> None:
-        (self.folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {self.folder}/calls\n{body}\n')
-        (self.folder / name).chmod(0o755)
-
-    def reject(self, reason: str) -> None:
-        self.set("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
-
-    @property
-    def calls(self) -> list[str]:
-        return [line.split()[0] for line in (self.folder / "calls").read_text().splitlines()]
-
-
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
+    """Fake Slurm commands, the only commands on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    return Slurm(folder)
+    commands = FakeCommands(folder)
+    for name, lines in SCRIPTS.items():
+        commands.add_script(name, lines)
+    return commands
+
+
+def reject(slurm: FakeCommands, reason: str) -> None:
+    slurm.add_script("sbatch", f"echo 'allocation failure: {reason}' >&2; exit 1")
 
 
 def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **config: Any) -> tuple[list[str], str]:
@@ -59,15 +48,15 @@ def check(tmp_path: Path, *, missing_data: str = "", force: bool = False, **conf
     return check_submission(Config(cluster=cluster, **config), {}, tmp_path, missing_data=missing_data, force=force)
 
 
-def test_valid_request_takes_three_commands(slurm: Slurm, tmp_path: Path) -> None:
+def test_valid_request_takes_three_commands(slurm: FakeCommands, tmp_path: Path) -> None:
     assert check(tmp_path) == ([], "Job 1 to start at noon")
-    *queries, last = slurm.calls
+    *queries, last = slurm.programs()
     assert (sorted(queries), last) == (["scontrol", "sinfo"], "sbatch"), "two concurrent queries, then sbatch"
     assert list(tmp_path.iterdir()) == [slurm.folder]
 
 
-def test_all_problems_are_reported_at_once(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.reject("Requested node configuration is not available")
+def test_all_problems_are_reported_at_once(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Requested node configuration is not available")
     with pytest.raises(ConfigError) as caught:
         check(
             tmp_path,
@@ -86,17 +75,17 @@ def test_all_problems_are_reported_at_once(slurm: Slurm, tmp_path: Path) -> None
     assert data == "mnist was not found in /data: put it there, or point data.root (or HPCDIST_DATA_DIR) at it"
 
 
-def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: Slurm, tmp_path: Path) -> None:
+def test_force_turns_problems_that_slurm_accepts_into_warnings(slurm: FakeCommands, tmp_path: Path) -> None:
     warnings, estimate = check(tmp_path, cluster={"nodes": 9}, force=True)
     assert warnings == ["cluster.nodes=9: partition main has 4: lower it or choose another"]
     assert estimate == "Job 1 to start at noon"
-    slurm.reject("Too many")
+    reject(slurm, "Too many")
     with pytest.raises(ConfigError, match=r"^Slurm rejects this job: Too many$"):
         check(tmp_path, cluster={"nodes": 9}, force=True)
 
 
-def test_rejected_account_is_reported_with_the_users_accounts(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.reject("Invalid account")
+def test_rejected_account_is_reported_with_the_users_accounts(slurm: FakeCommands, tmp_path: Path) -> None:
+    reject(slurm, "Invalid account")
     error = "Slurm rejects this job: Invalid account"
     with pytest.raises(ConfigError) as caught:
         check(tmp_path, cluster={"account": "eve", "nodes": 9})
@@ -107,7 +96,7 @@ def test_rejected_account_is_reported_with_the_users_accounts(slurm: Slurm, tmp_
     assert caught.value.problems == (f"cluster.account is not set: {error}",)
 
 
-def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: Slurm, tmp_path: Path) -> None:
+def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: FakeCommands, tmp_path: Path) -> None:
     trainer = TrainerConfig(target="nosuch:train")
     with pytest.raises(ConfigError) as caught:
         check(tmp_path, trainer=trainer, cluster={"nodes": 9, "sbatch": {"time": "3"}})
@@ -116,7 +105,7 @@ def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: Sl
         "trainer.target:",
         "cluster.nodes=9:",
     ]
-    assert "sbatch" not in slurm.calls
+    assert "sbatch" not in slurm.programs()
     config = Config(trainer=trainer, cluster=ClusterConfig(sbatch={"time": "3"}))
     with pytest.raises(
         ConfigError, match=r"2 mistakes\n  - cluster\.sbatch\.time repeats a key .*\n  - trainer\.target: "
@@ -127,7 +116,7 @@ def test_problems_of_the_config_are_reported_with_those_of_the_request(slurm: Sl
     assert check_submission(config, {}, None, missing_data="", force=False)[0] == [], "an existing run has its own code"
 
 
-def test_warnings(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings(slurm: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "main")
     save = tmp_path / "runs" / "exp" / "before" / "checkpoints" / "step-00000010"
     save.mkdir(parents=True)
@@ -141,15 +130,15 @@ def test_warnings(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_script_needs_no_dataset(slurm: Slurm, tmp_path: Path) -> None:
+def test_script_needs_no_dataset(slurm: FakeCommands, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     trainer = TrainerConfig(script=[str(script)])
     assert check(tmp_path, missing_data="none", trainer=trainer, data=DataConfig(download=False))[0] == []
 
 
-def test_only_sbatch_checks_the_request_if_queries_fail(slurm: Slurm, tmp_path: Path) -> None:
-    slurm.set("scontrol", "exit 1")
+def test_only_sbatch_checks_the_request_if_queries_fail(slurm: FakeCommands, tmp_path: Path) -> None:
+    slurm.add_script("scontrol", "exit 1")
     assert check(tmp_path, cluster={"partition": "nowhere", "nodes": 9}) == ([], "Job 1 to start at noon")
 
 
@@ -170,7 +159,7 @@ def test_longest_save_of_an_experiment(tmp_path: Path) -> None:
     assert longest_save(tmp_path) == (12.0, "b")
 
 
-def test_requests_of_roles_are_checked(slurm: Slurm, tmp_path: Path) -> None:
+def test_requests_of_roles_are_checked(slurm: FakeCommands, tmp_path: Path) -> None:
     roles = {
         "server": RoleRequest(partition="mian"),
         "worker": RoleRequest(nodes=2, gpus_per_node=9, sbatch={"nodes": "3"}),
@@ -184,7 +173,7 @@ def test_requests_of_roles_are_checked(slurm: Slurm, tmp_path: Path) -> None:
     assert caught.value.problems[0].startswith("cluster.sbatch.nodes")
 
 
-def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: Slurm, tmp_path: Path) -> None:
+def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: FakeCommands, tmp_path: Path) -> None:
     config = Config(
         runs_dir=str(tmp_path),
         cluster=ClusterConfig(
@@ -205,5 +194,5 @@ def test_secrets_in_the_batch_script_or_a_command_line_are_rejected(slurm: Slurm
     with pytest.raises(ConfigError) as caught:
         check_submission(config, {}, tmp_path, missing_data="", force=True)
     assert len(caught.value.problems) == 3
-    assert not (slurm.folder / "calls").exists()  # no program was started with the secret in its arguments
+    assert slurm.calls() == []  # no program was started with the secret in its arguments
     assert "pass it as an environment variable, such as cluster.env.MY_TOKEN='${oc.env:MY_TOKEN}'" in str(caught.value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +13,11 @@ from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.cluster_nodes import NodeState
 from hpcdist.slurm.command_output import parse_time
 
-#: All tests of this file may start processes.
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("utc")]
 
 UNKNOWN_JOB = "slurm_load_jobs error: Invalid job id specified\n"
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 NO_ACCOUNTING = "Slurm accounting storage is disabled\n"
-
-
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The time zone of the recordings."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +10,7 @@ from slurm_recordings import recorded
 from hpcdist.slurm.command_output import parse_time
 from hpcdist.slurm.job_info import JobInfo, parse_sacct, parse_scontrol, parse_squeue
 
-
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The time zone of the recordings."""
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
+pytestmark = pytest.mark.usefixtures("utc")
 
 
 def at(clock: str) -> float:

@@ -31,7 +31,7 @@ DISK = Check(name="disk", level="failure", text="0 MB are free in /c", fix="remo
 
 
 class FakeJob:
-    """A job whose partition can replace the nodes in `spare`."""
+    """A job in a partition that can replace the nodes in `spare`."""
 
     partition = "main"
 
@@ -44,7 +44,7 @@ class FakeJob:
 
 
 class Scene:
-    """A run on three nodes whose srun prints the files `answers` and `errors`."""
+    """A run on three nodes with a fake srun, which prints the files `answers` and `errors`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder

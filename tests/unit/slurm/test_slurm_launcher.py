@@ -426,7 +426,7 @@ def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
 
 
 class FakeJob:
-    """A job whose partition can replace the nodes in `spare`."""
+    """A job in a partition that can replace the nodes in `spare`."""
 
     def __init__(self, spare: str) -> None:
         self.spare = spare

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slurm_recordings import FakeCommands
 
 from hpcdist.config.schema import ClusterConfig, Config, RoleRequest
 from hpcdist.errors import UserMistake
@@ -37,9 +37,7 @@ def test_error_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_rejection_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: str, message: str
 ) -> None:
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nprintf '%s\\n' '{output}' >&2\nexit 1\n")
-    sbatch.chmod(0o755)
+    FakeCommands(tmp_path).add("sbatch", error=f"{output}\n", code=1)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserMistake) as caught:
         submission.estimate_start(Config(name="probe"))
@@ -47,42 +45,37 @@ def test_rejection_is_reported_in_one_line(
 
 
 @pytest.fixture
-def sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """A function that sets the shell command of the fake sbatch; the fake scontrol prints a cluster name."""
-
-    def set_command(line: str) -> None:
-        scripts = {"sbatch": line, "srun": "exit 0", "scontrol": "echo 'ClusterName = here'"}
-        for name, text in scripts.items():
-            script = tmp_path / name
-            script.write_text(f"#!/bin/sh\n{text}\n")
-            script.chmod(0o755)
-
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCommands:
+    """Fake Slurm commands, the first ones on PATH; tests add sbatch."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return set_command
+    commands = FakeCommands(tmp_path)
+    commands.add("srun")
+    commands.add("scontrol", "ClusterName = here\n")
+    return commands
 
 
-def test_estimate_fails_after_a_timeout(sbatch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch("exec sleep 1000")
+def test_estimate_fails_after_a_timeout(commands: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.add_script("sbatch", "exec sleep 1000")
     monkeypatch.setattr(client, "JOB_TIMEOUT_S", 0.2)
     with pytest.raises(UserMistake, match=r"^Slurm does not answer \(sbatch did not answer within 0\.2 s\): check"):
         submission.estimate_start(Config(name="probe"))
 
 
-def test_job_id_of_a_submitted_run_is_recorded(sbatch: Callable[[str], None], runs_dir: Path) -> None:
+def test_job_id_of_a_submitted_run_is_recorded(commands: FakeCommands, runs_dir: Path) -> None:
     run = RunDir.create(runs_dir / "exp" / "first")
-    sbatch("echo 'Submitted batch job 41'")
+    commands.add_script("sbatch", "echo 'Submitted batch job 41'")
     assert submission.submit(Config(runs_dir=str(runs_dir)), run) == "41"
     assert run.read_state().status == "queued"
     assert read_json(run.path / "slurm.json") == {"job_id": "41", "job_name": "exp/first", "cluster": "here"}
 
 
-def test_rejected_submission_does_not_change_the_run(sbatch: Callable[[str], None], runs_dir: Path) -> None:
+def test_rejected_submission_does_not_change_the_run(commands: FakeCommands, runs_dir: Path) -> None:
     """A run that were queued with the id of its previous job would count as dead."""
     run = RunDir.create(runs_dir / "exp" / "first")
     state = replace(run.read_state(), status="stopped", attempt=1)
     run.write_state(state)
     write_json(run.path / "slurm.json", {"job_id": "40"})
-    sbatch("echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
+    commands.add_script("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos' >&2; exit 1")
     with pytest.raises(UserMistake, match=r"^Slurm rejected the job: .*Invalid qos"):
         submission.submit(Config(runs_dir=str(runs_dir)), run)
     assert run.read_state() == state
@@ -90,9 +83,7 @@ def test_rejected_submission_does_not_change_the_run(sbatch: Callable[[str], Non
 
 
 def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> None:
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho 'SchedulerType           = {scheduler}'\n")
-    scontrol.chmod(0o755)
+    FakeCommands(folder).add("scontrol", f"SchedulerType           = {scheduler}\n")
     monkeypatch.setenv("PATH", str(folder))
 
 

@@ -1,4 +1,4 @@
-"""Each (key, step) arrives once and the first value wins: random journals, crashes and names against a simple model."""
+"""Each (key, step) is sent once, with its first value: random journals, crashes and names against a simple model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hpcdist.tracking.journal_tail import JournalTail, Point
 from hpcdist.tracking.names import clean_metric_name
 from hpcdist.tracking.shipping_state import ShippingState
 
-#: Names that fall together when only their refused characters are replaced, or when they are cut.
+#: Names that become equal if invalid characters are replaced or the end is cut.
 KEYS = ["loss", "acc%", "acc#", "acc_", "k" * 300 + "a", "k" * 300 + "b", "attempt"]
 
 
-class Model:
-    """The expected content of MLflow, from sets of all steps: the rule of `ShippingState.admit` without shortcuts."""
+class ExpectedContent:
+    """The expected content of MLflow: the rule of `ShippingState.admit` with sets of all steps."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, int], float] = {}
         self._steps: dict[str, dict[int, set[int]]] = {key: {} for key in KEYS}
 
-    def take(self, attempt: int, step: int, metrics: dict[str, float]) -> None:
+    def add(self, attempt: int, step: int, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
             shipped = self._steps[key]
             before = (other >= step for number, own in shipped.items() if number < attempt for other in own)
@@ -35,14 +35,14 @@ class Model:
             self.values[clean_metric_name(key), step] = value
 
 
-class World:
-    """A journal folder, a shipper that can die at any point, and an MLflow that stores equal points once."""
+class Simulation:
+    """A journal folder, a shipper that can be killed at any point, and an MLflow that stores equal points once."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.folder = folder
         self.saved = folder / "shipped.json"
-        self.model = Model()
+        self.expected = ExpectedContent()
         self.received: set[Point] = set()
         self._offsets: dict[str, int] = {}
         self._last: dict[tuple[int, int], int] = {}
@@ -53,7 +53,7 @@ class World:
         self.tail = JournalTail(self.folder, self.progress)
 
     def write(self, attempt: int) -> None:
-        """Some records of a rank: rising steps, repeated ones, late ones."""
+        """Write records of a rank with increasing, repeated and late steps."""
         rank = self.random.randrange(2)
         step = self._last.get((attempt, rank), self.random.randrange(40))
         with open(self.folder / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl", "a") as file:
@@ -64,14 +64,14 @@ class World:
                 file.write(json.dumps({"t": step, "s": step, "m": metrics}) + "\n")
         self._last[attempt, rank] = step
 
-    def ship(self, newest: int, *, over: bool, may_die: bool) -> None:
-        """One chunk as `Delivery.ship_records` sends it, up to the point where the process is killed."""
-        dies_after = self.random.randrange(1, 12) if may_die else 99
+    def ship(self, newest: int, *, over: bool, may_be_killed: bool) -> None:
+        """Send one chunk as `Delivery.ship_records` does, until the process is killed."""
+        killed_after = self.random.randrange(1, 12) if may_be_killed else 99
         chunks = self.tail.next_chunks(newest, over=over)
         if not chunks:
             return
         self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
-        if dies_after == 1:
+        if killed_after == 1:
             self._restart()
             return
         self.progress.save(self.saved)
@@ -79,42 +79,42 @@ class World:
             self._offsets = dict(self.progress.intent)
             for name, chunk in chunks.items():
                 for record in chunk.records:
-                    self.model.take(int(name[8:11]), record.step, record.metrics)
+                    self.expected.add(int(name[8:11]), record.step, record.metrics)
         points = self.tail.new_points(chunks)
-        sent = points[: self.random.randrange(len(points) + 1)] if dies_after == 2 else points
+        sent = points[: self.random.randrange(len(points) + 1)] if killed_after == 2 else points
         self.received |= set(sent)
-        if dies_after <= 3:
+        if killed_after <= 3:
             self._restart()
             return
         self.progress.offsets |= self.progress.intent
         self.progress.intent = {}
         self.progress.save(self.saved)
         self._offsets = {}
-        if dies_after == 4:
+        if killed_after == 4:
             self._restart()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_step_of_a_key_arrives_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_of_a_key_is_sent_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 3000)
-    world = World(tmp_path, seed)
+    simulation = Simulation(tmp_path, seed)
     attempt = 1
     for _ in range(80):
-        attempt += world.random.random() < 0.04
+        attempt += simulation.random.random() < 0.04
         # Sometimes lines of an earlier attempt on another node arrive late.
-        world.write(attempt if world.random.random() < 0.8 else world.random.randrange(1, attempt + 1))
-        if world.random.random() < 0.7:
-            world.ship(attempt, over=False, may_die=True)
-    while world.tail.next_chunks(attempt, over=True):
-        world.ship(attempt, over=True, may_die=True)
-    own = [point for point in world.received if point.key != "attempt"]
-    assert {(point.key, point.step): point.value for point in own} == world.model.values
-    assert len(own) == len(world.model.values)
-    assert len({point.step for point in world.received if point.key == "attempt"}) <= attempt
+        simulation.write(attempt if simulation.random.random() < 0.8 else simulation.random.randrange(1, attempt + 1))
+        if simulation.random.random() < 0.7:
+            simulation.ship(attempt, over=False, may_be_killed=True)
+    while simulation.tail.next_chunks(attempt, over=True):
+        simulation.ship(attempt, over=True, may_be_killed=True)
+    metrics = [point for point in simulation.received if point.key != "attempt"]
+    assert {(point.key, point.step): point.value for point in metrics} == simulation.expected.values
+    assert len(metrics) == len(simulation.expected.values)
+    assert len({point.step for point in simulation.received if point.key == "attempt"}) <= attempt
 
 
-def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "attempt-001.rank-00000.jsonl"
     with open(path, "w") as file:
         for step in [*range(0, 4000, 10), *([777] * 2), 778]:
@@ -138,9 +138,7 @@ def test_a_late_record_of_many_keys_reads_the_journal_once(tmp_path: Path, monke
     assert num_read < 2.5 * path.stat().st_size
 
 
-def test_the_data_of_one_read_is_bounded_for_any_number_of_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_read_at_once_is_bounded_for_any_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 500)
     monkeypatch.setattr(journal_tail, "BATCH_BYTES", 1000)
     for rank in range(20):

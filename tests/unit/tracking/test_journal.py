@@ -1,3 +1,5 @@
+"""Writing and reading of journals, with full disks, outages of the file server and damaged files."""
+
 from __future__ import annotations
 
 import errno
@@ -22,7 +24,7 @@ def line(step: int, value: float = 0.5) -> bytes:
     return json.dumps({"t": 1000 + step, "s": step, "m": {"loss": value}}).encode() + b"\n"
 
 
-def test_one_line_a_record_with_time_step_and_values(tmp_path: Path) -> None:
+def test_record_is_one_line_with_time_step_and_values(tmp_path: Path) -> None:
     with JournalWriter(tmp_path, attempt=2, rank=3) as writer:
         writer.log({"loss": 0.25, "samples": 7}, 12)
         writer.log({"loss": math.nan, "up": math.inf, "down": -math.inf}, 13)
@@ -37,20 +39,20 @@ def test_one_line_a_record_with_time_step_and_values(tmp_path: Path) -> None:
     assert writer.path.read_bytes().count(b"\n") == 3
 
 
-def test_a_rank_that_logs_nothing_leaves_no_file(tmp_path: Path) -> None:
+def test_writer_without_records_creates_no_file(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         writer.flush()
     assert journal_files(tmp_path) == []
 
 
-def test_values_of_other_number_types_are_taken(tmp_path: Path) -> None:
+def test_values_of_other_number_types_are_accepted(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with JournalWriter(tmp_path) as writer:
         writer.log({"a": numpy.float32(0.5), "b": True, "c": 10**30}, numpy.int64(4))
     assert read_records(writer.path)[0][0][1:] == (4, {"a": 0.5, "b": 1.0, "c": 1e30})
 
 
-def test_names_may_hold_anything(tmp_path: Path) -> None:
+def test_names_may_contain_any_character(tmp_path: Path) -> None:
     names = ['a"b', "c\nd", "größe", "\\", ""]
     with JournalWriter(tmp_path) as writer:
         writer.log(dict.fromkeys(names, 1.0), 0)
@@ -60,13 +62,13 @@ def test_names_may_hold_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0.5", b"1", None, [1.0], 1j, 10**400])
-def test_a_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path, value: object) -> None:
+def test_value_that_is_not_a_number_is_rejected_with_its_name(tmp_path: Path, value: object) -> None:
     with JournalWriter(tmp_path) as writer, pytest.raises(UserMistake, match="metric 'bad' must be a number, got"):
         writer.log({"fine": 1.0, "bad": value}, 0)  # type: ignore[dict-item]
     assert not writer.path.exists()
 
 
-def test_an_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
+def test_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         with pytest.raises(UserMistake, match="metric name 7 must be a string"):
             writer.log({7: 1.0}, 0)  # type: ignore[dict-item]
@@ -79,7 +81,7 @@ def test_an_invalid_name_or_step_is_rejected(tmp_path: Path) -> None:
     assert not writer.path.exists()
 
 
-def test_a_record_of_any_size_arrives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_records_and_names_are_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = {f"layer/{number}/{'ü' * (number % 50)}": number / 7 for number in range(20_000)}
     long = {"n" * 300_000 + str(number): float(number) for number in range(3)}
     surrogates = {"x" + text: float(number) for number, text in enumerate((chr(0xD800), chr(0xD801), "?"), 1)}
@@ -103,7 +105,7 @@ def test_a_record_of_any_size_arrives(tmp_path: Path, caplog: pytest.LogCaptureF
     assert len(caplog.text) < 2000
 
 
-def test_threads_share_a_writer(tmp_path: Path) -> None:
+def test_threads_can_share_a_writer(tmp_path: Path) -> None:
     with JournalWriter(tmp_path) as writer:
         threads = [
             threading.Thread(target=lambda key=key: [writer.log({key: 1.0}, step) for step in range(200)])  # type: ignore[misc]
@@ -118,7 +120,7 @@ def test_threads_share_a_writer(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """An os.pwrite that writes `room` bytes and then fails."""
+    """A replacement of os.pwrite that fails after `room` bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         self.room = room
@@ -133,7 +135,7 @@ class FullDisk:
         return self._write(descriptor, part, offset)
 
 
-def test_a_full_disk_costs_one_warning_and_no_record(
+def test_full_disk_causes_one_warning_and_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = JournalWriter(tmp_path)
@@ -143,7 +145,7 @@ def test_a_full_disk_costs_one_warning_and_no_record(
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["metrics are kept in memory"]
     records, offset = read_records(writer.path)
     assert [record.step for record in records] == [0]
-    assert offset < writer.path.stat().st_size, "the torn line of a live writer is left alone"
+    assert offset < writer.path.stat().st_size, "the incomplete line of a running writer is not read"
     with pytest.raises(
         HpcdistError, match=r"rank-00000\.jsonl cannot be written \(No space left on device\): free space"
     ):
@@ -155,7 +157,7 @@ def test_a_full_disk_costs_one_warning_and_no_record(
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
 
 
-def test_a_folder_that_cannot_be_written_stops_flush_and_close_only(tmp_path: Path) -> None:
+def test_unwritable_folder_fails_flush_and_close_but_not_log(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path / "missing")
     writer.log({"loss": 1.0}, 0)
     for call in (writer.flush, writer.close):
@@ -163,7 +165,7 @@ def test_a_folder_that_cannot_be_written_stops_flush_and_close_only(tmp_path: Pa
             call()
 
 
-def test_a_record_after_close_never_goes_into_another_file(tmp_path: Path) -> None:
+def test_record_after_close_is_not_written(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
     writer.close()
     writer.log({"loss": 1.0}, 0)
@@ -172,7 +174,7 @@ def test_a_record_after_close_never_goes_into_another_file(tmp_path: Path) -> No
     assert not writer.path.exists()
 
 
-def test_flush_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_durable_flush_calls_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
@@ -182,15 +184,15 @@ def test_flush_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         writer.flush()
         assert len(synced) == 1
 
-        def broken(descriptor: int) -> None:
+        def fail(descriptor: int) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(journal.os, "fsync", broken)
+        monkeypatch.setattr(journal.os, "fsync", fail)
         with pytest.raises(HpcdistError, match="Input/output error"):
             writer.flush()
 
 
-def test_a_torn_last_line_waits_until_it_is_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_last_line_is_read_when_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "attempt-001.rank-00000.jsonl"
     path.write_bytes(line(1) + line(2)[:-9])
     records, offset = read_records(path)
@@ -204,14 +206,14 @@ def test_a_torn_last_line_waits_until_it_is_final(tmp_path: Path, caplog: pytest
     assert [record.step for record in read_records(path)[0]] == [1, 3]
 
 
-def test_a_last_line_that_lacks_its_newline_only_is_a_record_once_final(tmp_path: Path) -> None:
+def test_last_line_without_newline_is_a_record_when_final(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(line(1)[:-1])
     assert read_records(path)[0] == []
     assert [record.step for record in read_records(path, final=True)[0]] == [1]
 
 
-HOSTILE = [
+INVALID_LINES = [
     b"{}",
     b"null",
     b"[1,2]",
@@ -234,32 +236,30 @@ HOSTILE = [
 ]
 
 
-def test_hostile_bytes_cost_their_line_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_line_does_not_affect_other_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "x.jsonl"
-    for hostile in HOSTILE:
-        path.write_bytes(line(1) + hostile + b"\n" + line(2))
+    for invalid in INVALID_LINES:
+        path.write_bytes(line(1) + invalid + b"\n" + line(2))
         chunk = read_chunk(path, 0)
-        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), hostile
+        assert ([record.step for record in chunk.records], chunk.broken) == ([1, 2], 1), invalid
         assert chunk.offset == path.stat().st_size
 
 
-def test_arbitrary_bytes_raise_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_bytes_raise_no_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     path = tmp_path / "x.jsonl"
     draw = random.Random(0)
-    whole = b"".join(line(step) for step in range(20))
+    valid = b"".join(line(step) for step in range(20))
     for _ in range(300):
-        data = bytearray(whole)
+        data = bytearray(valid)
         for _ in range(draw.randrange(1, 40)):
             data[draw.randrange(len(data))] = draw.randrange(256)
         path.write_bytes(data[: draw.randrange(len(data))])
         assert read_records(path, final=True)[1] == path.stat().st_size
 
 
-def test_garbage_without_a_line_end_is_skipped_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_without_a_line_end_is_skipped_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 100)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"x" * 250 + b"\n" + line(1))
@@ -267,7 +267,7 @@ def test_garbage_without_a_line_end_is_skipped_in_bounded_memory(
     assert [record.step for record in read_records(path)[0]] == [1]
 
 
-def test_chunks_are_read_again_by_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_range_returns_an_earlier_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 200)
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(line(step) for step in range(50)))
@@ -280,7 +280,7 @@ def test_chunks_are_read_again_by_their_offsets(tmp_path: Path, monkeypatch: pyt
     assert num_chunks > 5
 
 
-def test_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
+def test_journal_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
     for name in ("attempt-1000.rank-00000.jsonl", "attempt-002.rank-00001.jsonl", "attempt-002.rank-00000.jsonl"):
         (tmp_path / name).touch()
     for other in ("shipped.json", ".shipper.lock", "attempt-x.rank-0.jsonl"):
@@ -292,14 +292,14 @@ def test_files_are_sorted_by_attempt_and_rank(tmp_path: Path) -> None:
 class FailingServer:
     """Make one call of the journal fail, as during a short outage of a file server."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, torn: bool = True) -> None:
-        self.left = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, error: int, *, partial: bool = True) -> None:
+        self.num_failures = 0
         real = getattr(os, call)
 
         def operation(*arguments: Any) -> Any:
-            if self.left:
-                self.left -= 1
-                if call == "pwrite" and torn:  # a part of it is written
+            if self.num_failures:
+                self.num_failures -= 1
+                if call == "pwrite" and partial:  # a part of it is written
                     real(arguments[0], bytes(arguments[1][: len(arguments[1]) // 2]), arguments[2])
                 raise OSError(error, os.strerror(error))
             return real(*arguments)
@@ -309,23 +309,21 @@ class FailingServer:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["pwrite", "open", "fstat"])
-def test_records_are_kept_in_order_during_an_outage_and_written_once(
+def test_records_are_written_once_and_in_order_after_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
 ) -> None:
     server = FailingServer(monkeypatch, call, error)
     failing = FailingServer(monkeypatch, "pwrite", error) if call != "pwrite" else server
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
-        failing.left = server.left = 1  # the file is opened again after an error
+        failing.num_failures = server.num_failures = 1  # the file is opened again after an error
         for step in range(1, 5):
             writer.log({"loss": 1.0}, step)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]
     assert writer.path.read_bytes().count(b"\n") == 6  # the format first
 
 
-def test_data_that_a_failed_fsync_may_have_lost_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_written_again_after_a_failed_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FailingServer(monkeypatch, "fsync", errno.EIO)
     with JournalWriter(tmp_path) as writer:
         writer.log({"loss": 1.0}, 0)
@@ -333,18 +331,18 @@ def test_data_that_a_failed_fsync_may_have_lost_is_written_again(
         synced = writer.path.read_bytes()
         writer.log({"loss": 1.0}, 1)
         writer.path.write_bytes(synced)  # the server loses data that is not on its disk
-        server.left = 1
+        server.num_failures = 1
         writer.flush()
         assert [record.step for record in read_records(writer.path)[0]] == [0, 1]
 
 
-def test_data_that_a_server_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, torn=False)
+def test_data_is_written_again_after_the_file_server_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FailingServer(monkeypatch, "pwrite", errno.ESTALE, partial=False)
     with JournalWriter(tmp_path) as writer:
         for step in range(3):
             writer.log({"loss": 1.0}, step)
         os.truncate(writer.path, 7)
-        server.left = 1
+        server.num_failures = 1
         writer.log({"loss": 1.0}, 3)
         writer.log({"loss": 1.0}, 4)
     assert [record.step for record in read_records(writer.path)[0]] == [0, 1, 2, 3, 4]

@@ -34,7 +34,7 @@ def values(points: list[Point], key: str = "loss") -> list[float]:
     return [point.value for point in points if point.key == key]
 
 
-def test_steps_that_a_later_attempt_repeats_keep_their_values(tmp_path: Path) -> None:
+def test_steps_repeated_by_a_later_attempt_keep_their_first_values(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [10, 20, 30, 40])
     write(tmp_path, 2, [30, 40, 50])
@@ -45,13 +45,13 @@ def test_steps_that_a_later_attempt_repeats_keep_their_values(tmp_path: Path) ->
     assert drain(tmp_path, progress) == []
 
 
-def test_keys_are_counted_apart(tmp_path: Path) -> None:
+def test_steps_are_tracked_per_key(tmp_path: Path) -> None:
     write(tmp_path, 1, [10, 20, 30])
     write(tmp_path, 2, [15], key="eval/accuracy")
     assert values(drain(tmp_path, ShippingState()), "eval/accuracy") == [2015]
 
 
-def test_an_attempt_waits_until_the_one_before_has_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_is_read_after_all_earlier_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_reader, "CHUNK_BYTES", 120)
     write(tmp_path, 1, list(range(20)))
     write(tmp_path, 1, list(range(20)), rank=1, key="other")
@@ -61,7 +61,7 @@ def test_an_attempt_waits_until_the_one_before_has_no_more(tmp_path: Path, monke
     assert values(points, "other") == list(range(1000, 1020))
 
 
-def test_late_lines_of_an_earlier_attempt_count_below_the_next_one_s_first_step(tmp_path: Path) -> None:
+def test_late_lines_count_below_the_first_step_of_the_next_attempt(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [50, 60])
@@ -73,7 +73,7 @@ def test_late_lines_of_an_earlier_attempt_count_below_the_next_one_s_first_step(
     assert values(drain(tmp_path, progress)) == [2070]
 
 
-def test_late_lines_before_the_next_attempt_has_shipped_any(tmp_path: Path) -> None:
+def test_late_lines_count_before_the_next_attempt_has_sent_steps(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [10])
     write(tmp_path, 2, [10])
@@ -83,7 +83,7 @@ def test_late_lines_before_the_next_attempt_has_shipped_any(tmp_path: Path) -> N
     assert values(drain(tmp_path, progress)) == [1010 + 10, 2030]
 
 
-def test_within_an_attempt_all_steps_are_kept_once_in_any_order(tmp_path: Path) -> None:
+def test_steps_of_one_attempt_are_sent_once_in_any_order(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [5, 9, 7, 7, 9, 5, 3, 8])
     assert values(drain(tmp_path, progress)) == [1005, 1009, 1007, 1003, 1008]
@@ -93,13 +93,13 @@ def test_within_an_attempt_all_steps_are_kept_once_in_any_order(tmp_path: Path) 
     assert values(drain(tmp_path, reloaded)) == [1006]
 
 
-def test_ranks_that_log_the_same_key_share_its_steps(tmp_path: Path) -> None:
+def test_ranks_with_the_same_key_share_its_steps(tmp_path: Path) -> None:
     write(tmp_path, 1, [1, 3, 5])
     write(tmp_path, 1, [1, 2, 3, 4, 5, 6], rank=1)
     assert values(drain(tmp_path, ShippingState())) == [1001, 1003, 1005, 1002, 1004, 1006]
 
 
-def test_each_attempt_marks_its_first_step_even_when_two_begin_at_the_same(tmp_path: Path) -> None:
+def test_each_attempt_has_its_own_mark_even_at_the_same_step(tmp_path: Path) -> None:
     progress = ShippingState()
     write(tmp_path, 1, [7], key="system/cpu")
     assert values(drain(tmp_path, progress), "attempt") == []
@@ -112,7 +112,7 @@ def test_each_attempt_marks_its_first_step_even_when_two_begin_at_the_same(tmp_p
     assert values(drain(tmp_path, progress), "attempt") == []
 
 
-def test_the_incomplete_line_of_an_attempt_is_final_after_the_next_start(tmp_path: Path) -> None:
+def test_incomplete_line_is_final_after_the_next_attempt_starts(tmp_path: Path) -> None:
     write(tmp_path, 1, [10])
     with open(tmp_path / "attempt-001.rank-00000.jsonl", "a") as file:
         file.write('{"t":1,"s":20,"m":{"lo')
@@ -124,7 +124,7 @@ def test_the_incomplete_line_of_an_attempt_is_final_after_the_next_start(tmp_pat
     assert progress.num_broken == 1
 
 
-def test_an_intent_is_read_again_exactly(tmp_path: Path) -> None:
+def test_saved_intent_gives_the_same_points(tmp_path: Path) -> None:
     write(tmp_path, 2, [10, 20])
     progress = ShippingState()
     first = JournalTail(tmp_path, progress)
@@ -133,24 +133,24 @@ def test_an_intent_is_read_again_exactly(tmp_path: Path) -> None:
     # Late lines of an earlier attempt must wait.
     write(tmp_path, 1, [10, 20])
     write(tmp_path, 2, [30])
-    again = JournalTail(tmp_path, saved)
-    assert again.new_points(again.next_chunks(2, over=False)) == first.new_points(chunks)
+    second = JournalTail(tmp_path, saved)
+    assert second.new_points(second.next_chunks(2, over=False)) == first.new_points(chunks)
 
 
-def test_a_missing_or_damaged_state_file_means_a_start_from_the_beginning(tmp_path: Path) -> None:
+def test_missing_or_damaged_shipping_state_loads_as_empty(tmp_path: Path) -> None:
     path = tmp_path / "shipped.json"
     assert ShippingState.load(path) == ShippingState()
     progress = ShippingState(run_id="r", offsets={"a": 3}, steps={"loss": {"1": [0, 9]}}, num_points=4)
     progress.save(path)
     assert ShippingState.load(path) == progress
-    for nonsense in ('{"offsets": []}', '{"unknown": 1}', "[]", '{"run_id"'):
-        path.write_text(nonsense)
+    for content in ('{"offsets": []}', '{"unknown": 1}', "[]", '{"run_id"'):
+        path.write_text(content)
         assert ShippingState.load(path) == ShippingState()
     with pytest.raises(TrackingError, match=r"shipped\.json cannot be written .No such file"):
         progress.save(tmp_path / "missing" / "shipped.json")
 
 
-def test_old_attempts_are_not_polled_again_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_attempts_are_polled_again_at_the_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, [10])
     write(tmp_path, 2, [20])
     progress = ShippingState()

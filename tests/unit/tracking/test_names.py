@@ -15,7 +15,7 @@ from hpcdist.tracking.names import MAX_NAME, clean_metric_name, clean_name, is_a
 
 
 @pytest.mark.parametrize("name", ["train/loss", "a b:c-d_e.f", "größe", "k" * 250, "a/...", ".x", "a--b", "client-0a"])
-def test_an_allowed_name_is_unchanged(name: str) -> None:
+def test_allowed_name_is_unchanged(name: str) -> None:
     assert is_allowed(name)
     assert clean_name(name) == clean_metric_name(name) == name
 
@@ -36,18 +36,18 @@ def test_an_allowed_name_is_unchanged(name: str) -> None:
         ("acc--0123456789ab", "acc--0123456789ab"),
     ],
 )
-def test_another_name_gets_a_hash_of_its_original(name: str, stem: str) -> None:
+def test_cleaned_name_ends_with_a_hash_of_the_original(name: str, stem: str) -> None:
     clean = clean_name(name)
     assert clean[:-14] == stem
     assert clean[-14:-12] == "--"
     assert is_allowed(clean)
 
 
-def test_the_hash_is_the_same_in_every_process() -> None:
+def test_hash_of_a_name_is_stable() -> None:
     assert clean_name("acc%") == "acc_--0a78af425a78"
 
 
-def test_random_names_are_allowed_and_differ() -> None:
+def test_cleaned_names_are_allowed_and_unique() -> None:
     generator = random.Random(0)
     alphabet = "ab_./-: %#é\n\ud800/."
     names = {"".join(generator.choices(alphabet, k=generator.choice((1, 2, 3, 5, 400)))) for _ in range(4000)}
@@ -60,11 +60,11 @@ def test_random_names_are_allowed_and_differ() -> None:
         assert len(clean) <= MAX_NAME
 
 
-def test_the_metric_of_attempts_is_reserved() -> None:
+def test_metric_name_attempt_is_reserved() -> None:
     assert clean_metric_name("attempt") == clean_metric_name("attempt") != "attempt"
 
 
-def test_originals_are_recorded_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_original_names_are_recorded_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "names.json"
     pairs = [(name, clean_name(name)) for name in ("acc%", "acc#", "acc", "n" * 5000)]
     with caplog.at_level(logging.WARNING):

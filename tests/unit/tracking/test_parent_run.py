@@ -28,25 +28,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 
 
 class SweepScene:
-    """A sweep of cells `seed=1`, `seed=2` …, and its runs in MLflow."""
+    """A sweep with cells `seed=1`, `seed=2`, …, and its MLflow runs."""
 
     def __init__(self, root: Path) -> None:
         self.uri = f"sqlite:///{root}/mlflow.db"
         self.config = root / "run.yaml"
         self.config.write_text(f"{{experiment: exp, name: tune, runs_dir: {root}/runs}}\n")
         self.runs: list[RunDir] = []
-        self.there = self.add("1,2")
+        self.folder = self.add("1,2")
 
     def add(self, seeds: str) -> SweepDir:
         axes = parse_axes([f"seed={seeds}"], [])
         sweep = make_sweep(axes, lambda more: load_config(self.config, more), lambda config: "ddp")
-        there = write_sweep(sweep)
+        folder = write_sweep(sweep)
         for cell in sweep.cells:
-            run = RunDir.create(there.path.parent / cell.name)
+            run = RunDir.create(folder.path.parent / cell.name)
             run.config.write_text(to_yaml(cell.config))
-            mark(run, there, cell)
+            mark(run, folder, cell)
             self.runs.append(run)
-        return there
+        return folder
 
     def ship(self, index: int, **state: Any) -> None:
         """Set the state of a cell and upload it."""
@@ -77,7 +77,7 @@ def sweep(tmp_path: Path, empty_database: Path) -> SweepScene:
     return SweepScene(tmp_path)
 
 
-def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
+def test_cells_are_child_runs_named_by_their_values(sweep: SweepScene) -> None:
     sweep.ship(0)
     sweep.ship(1)
     found = sweep.entities()
@@ -89,12 +89,12 @@ def test_cells_are_children_named_by_their_values(sweep: SweepScene) -> None:
     parent = found["tune"].data
     assert parent.params == {"seed": "1, 2"}
     assert parent.tags["hpcdist.axes"] == '{"seed": ["1", "2"]}'
-    assert parent.tags["hpcdist.folder"] == str(sweep.there.path)
-    assert (read_json(sweep.there.mlflow) or {})["run_id"] == found["tune"].info.run_id
+    assert parent.tags["hpcdist.folder"] == str(sweep.folder.path)
+    assert (read_json(sweep.folder.mlflow) or {})["run_id"] == found["tune"].info.run_id
 
 
-def test_the_status_of_the_parent_follows_its_cells(sweep: SweepScene) -> None:
-    with hold(sweep.there):
+def test_status_of_the_parent_run_follows_its_cells(sweep: SweepScene) -> None:
+    with hold(sweep.folder):
         sweep.ship(0, status="queued")
         assert sweep.parent() == ("SCHEDULED", "2 cells: 1 created, 1 queued")
         with hold(sweep.runs[0]):
@@ -114,30 +114,30 @@ def test_the_status_of_the_parent_follows_its_cells(sweep: SweepScene) -> None:
     assert parent.tags["hpcdist.changed.seed"] == "1, 2, 3", "MLflow's parameters cannot change"
 
 
-def test_concurrent_shippers_create_one_parent(sweep: SweepScene) -> None:
+def test_concurrent_shippers_create_one_parent_run(sweep: SweepScene) -> None:
     parents = [ParentRun.of(run, sweep.uri) for run in sweep.runs * 3]
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(lambda parent: parent.cell_tags()["mlflow.parentRunId"] if parent else "", parents))
     assert ids == {sweep.entities()["tune"].info.run_id}
 
 
-def test_a_parent_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
+def test_parent_run_with_an_unrecorded_id_is_found(sweep: SweepScene) -> None:
     sweep.ship(0)
-    known = read_json(sweep.there.mlflow) or {}
-    sweep.there.mlflow.write_text(f'{{"run_uid": "{known["run_uid"]}"}}')
+    ids = read_json(sweep.folder.mlflow) or {}
+    sweep.folder.mlflow.write_text(f'{{"run_uid": "{ids["run_uid"]}"}}')
     sweep.ship(1)
-    assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == known["run_id"]
+    assert sweep.entities()["seed=2"].data.tags["mlflow.parentRunId"] == ids["run_id"]
 
 
-def test_the_end_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_sweep_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the last cell does not count as uploaded until the parent is updated."""
 
-    def away(self: ParentRun) -> None:
+    def unavailable(self: ParentRun) -> None:
         raise TrackingError("no answer")
 
     sweep.ship(0, status="finished", attempt=1, ended=5.0)
     with monkeypatch.context() as patch:
-        patch.setattr(ParentRun, "refresh", away)
+        patch.setattr(ParentRun, "refresh", unavailable)
         with pytest.raises(TrackingError, match="no answer"):
             sweep.ship(1, status="finished", attempt=1, ended=7.0)
     assert sweep.entities()["seed=2"].info.status == "FINISHED"
@@ -146,32 +146,34 @@ def test_the_end_is_uploaded_after_an_outage(sweep: SweepScene, monkeypatch: pyt
     assert sweep.parent() == ("FINISHED", "2 cells: 2 finished")
 
 
-def test_an_overtaken_update_is_repeated(sweep: SweepScene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_the_parent_run_is_repeated_if_the_state_changes(
+    sweep: SweepScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep.ship(0)
-    seen = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
-    monkeypatch.setattr(SweepDir, "read_state", lambda self: next(seen))
+    states = iter([State(status="running", reason="old"), *[State(status="finished", reason="new", ended=7.0)] * 2])
+    monkeypatch.setattr(SweepDir, "read_state", lambda self: next(states))
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
     parent.refresh()
     assert sweep.parent() == ("FINISHED", "new")
 
 
-def test_a_sweep_whose_folder_is_gone_leaves_ordinary_runs(sweep: SweepScene) -> None:
-    shutil.rmtree(sweep.there.path)
+def test_cell_without_a_sweep_folder_is_an_ordinary_run(sweep: SweepScene) -> None:
+    shutil.rmtree(sweep.folder.path)
     sweep.ship(0)
     assert set(sweep.entities()) == {"tune-seed_1"}
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("file", "message"),
     [("sweep.json", "sweep.json is (damaged|missing)"), (".mlflow.lock", "tune cannot be written")],
 )
-def test_an_unusable_folder_is_reported(sweep: SweepScene, broken: str, message: str) -> None:
+def test_unusable_sweep_folder_raises_tracking_error(sweep: SweepScene, file: str, message: str) -> None:
     parent = ParentRun.of(sweep.runs[0], sweep.uri)
     assert parent is not None
-    if broken == "sweep.json":
-        sweep.there.file.write_text("{")
+    if file == "sweep.json":
+        sweep.folder.file.write_text("{")
     else:
-        (sweep.there.path / broken).mkdir()
+        (sweep.folder.path / file).mkdir()
     with pytest.raises(TrackingError, match=message):
         parent.cell_tags()

@@ -17,21 +17,21 @@ from hpcdist.tracking.run_metadata import fixed_tags, names, params
 
 
 @pytest.mark.parametrize(
-    ("config", "heeded"),
+    ("config", "used"),
     [
         (["ddp_digits"], {"model", "data", "optim", "schedule", "precision"}),
         (["rl_cartpole"], {"rl", "optim", "schedule"}),
         (["ddp_digits", "trainer=mine:train"], {"model", "data", "optim", "schedule", "precision"}),
     ],
 )
-def test_params_are_those_that_the_trainer_uses(config: list[str], heeded: set[str]) -> None:
+def test_params_contain_only_sections_that_the_trainer_uses(config: list[str], used: set[str]) -> None:
     found = {key.partition(".")[0] for key in params(yaml.safe_load(to_yaml(load_config(config[0], config[1:]))))}
     trained = {*trainer_sections(), "model", "data", "optim", "schedule", "precision"}
-    assert found & trained == heeded
+    assert found & trained == used
     assert {"seed", "trainer", "stop", "checkpoint", "launch"} <= found
 
 
-def test_a_run_in_containers_records_its_image(tmp_path: Path) -> None:
+def test_tags_contain_the_image_of_the_container(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert not [tag for tag in fixed_tags(run, {}) if "image" in tag or "container" in tag]
     facts = {"runtime": "podman", "image": "hpcdist:0.1.0", "image_digest": "sha256:ab", "torch": "2.15", "cuda": None}
@@ -45,7 +45,7 @@ def test_a_run_in_containers_records_its_image(tmp_path: Path) -> None:
     }
 
 
-def test_names_that_mlflow_rejects_stay_unique_as_params_and_tags(tmp_path: Path) -> None:
+def test_cleaned_params_and_tags_stay_unique(tmp_path: Path) -> None:
     long = "k" * 249
     config = {
         "trainer": {"target": "mine:train"},

@@ -32,19 +32,20 @@ from hpcdist.tracking.shipper import SyncReport, ship_forever, sync
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
-GONE = -1  # not a process id: a parent that has died
+#: Process id of a dead parent.
+DEAD_PARENT = -1
 
 
-def test_an_unreachable_server_is_a_one_line_error_without_the_password(scene: Scene) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        uri = f"http://me:secret@127.0.0.1:{taken.getsockname()[1]}"
+def test_error_for_an_unreachable_server_contains_no_password(scene: Scene) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        uri = f"http://me:secret@127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(TrackingError, match=r"MLflow at http://me:\*\*\*@127") as caught:
             sync(scene.run, uri)
     assert "secret" not in str(caught.value)
 
 
-def test_sync_closes_a_run_of_a_dead_supervisor(scene: Scene) -> None:
+def test_sync_closes_the_run_of_a_dead_supervisor(scene: Scene) -> None:
     scene.log([1, 2, 3])
     scene.log([2, 4], attempt=2)
     scene.file("journal/attempt-002.rank-00001.jsonl", "garbage")
@@ -67,7 +68,7 @@ def test_sync_closes_a_run_of_a_dead_supervisor(scene: Scene) -> None:
     assert sync(scene.run, scene.uri) == SyncReport()
 
 
-def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
+def test_sync_does_not_close_running_and_created_runs(scene: Scene) -> None:
     with lease.hold(scene.run):
         assert not sync(scene.run, scene.uri).closed
     scene.state(status="created", attempt=0)
@@ -82,7 +83,7 @@ def test_sync_leaves_living_and_waiting_runs_open(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("state", "status"), [("CANCELLED", "KILLED"), ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED")]
 )
-def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
+def test_sync_closes_the_run_of_an_ended_job_with_the_reason_of_slurm(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, state: str, status: str
 ) -> None:
     write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
@@ -109,87 +110,87 @@ def test_sync_closes_a_run_of_a_dead_job_with_the_reason_of_slurm(
 
 
 @pytest.mark.processes
-def test_the_shipper_of_a_follower_waits_through_requeues(scene: Scene) -> None:
+def test_shipper_of_a_follower_continues_through_requeues(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="stopped", attempt=1, ended=2e9)
     shipper = ShipperProcess(scene.run, scene.uri, os.environ, through_queue=True)
     shipped = scene.run.journal / "shipped.json"
-    await_(lambda: shipped.exists() and '"status": "KILLED 1"' in shipped.read_text(), 60)
+    wait_until(lambda: shipped.exists() and '"status": "KILLED 1"' in shipped.read_text(), 60)
     # The job is requeued and runs again.
     scene.log([3], attempt=2)
     scene.state(status="running", attempt=2, ended=None)
-    await_(lambda: '"status": "RUNNING 2"' in shipped.read_text(), 60)
+    wait_until(lambda: '"status": "RUNNING 2"' in shipped.read_text(), 60)
     scene.state(status="finished", ended=2e9)
     assert shipper.drain(60)
     assert (scene.steps(), scene.status()) == ([1, 2, 3], "FINISHED")
 
 
-def test_the_exit_of_a_follower_does_not_end_the_run(scene: Scene) -> None:
+def test_exit_of_a_follower_does_not_close_the_run(scene: Scene) -> None:
     scene.state(status="queued")
-    assert not ship_forever(scene.run, scene.uri, GONE, through_queue=True)
+    assert not ship_forever(scene.run, scene.uri, DEAD_PARENT, through_queue=True)
     assert not scene.run.mlflow.exists()
 
 
-def test_a_requeued_run_ends_the_shipper_of_its_job(scene: Scene) -> None:
+def test_shipper_of_a_job_exits_when_the_run_is_requeued(scene: Scene) -> None:
     scene.log([1, 2])
     scene.state(status="queued", attempt=1)
     assert ship_forever(scene.run, scene.uri, os.getppid())
     assert (scene.steps(), scene.status()) == ([1, 2], "SCHEDULED")
 
 
-def test_a_dead_supervisor_is_reported_to_mlflow(scene: Scene) -> None:
+def test_shipper_marks_the_run_of_a_dead_supervisor_as_failed(scene: Scene) -> None:
     scene.log([1, 2])
-    assert ship_forever(scene.run, scene.uri, GONE)
+    assert ship_forever(scene.run, scene.uri, DEAD_PARENT)
     run = scene.entity
     assert run.info.status == "FAILED"
     assert run.data.tags["hpcdist.reason"].startswith("the supervisor died before the end of the run: `hpcdist resume")
     assert scene.steps() == [1, 2]
-    assert scene.run.read_state().status == "running", "the truth about a run is its supervisor's to write"
+    assert scene.run.read_state().status == "running", "only a supervisor or a command writes the state"
 
 
-def test_an_orphan_leaves_the_run_to_its_next_supervisor(scene: Scene) -> None:
+def test_shipper_of_a_dead_supervisor_leaves_a_held_run_unchanged(scene: Scene) -> None:
     with lease.hold(scene.run):
-        assert not ship_forever(scene.run, scene.uri, GONE)
+        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
     assert not scene.run.mlflow.exists()
 
 
-def test_a_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_shipper_waits_and_exits_with_its_parent(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with open(scene.run.journal / ".shipper.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert not ship_forever(scene.run, scene.uri, GONE)
+        assert not ship_forever(scene.run, scene.uri, DEAD_PARENT)
     assert "another shipper uploads first" in caplog.text
 
 
-def test_a_file_system_without_locks_is_reported_and_used(
+def test_shipper_runs_on_a_file_system_without_locks(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.shipper().ship_once()
     flock = fcntl.flock
 
-    def without(file: Any, flags: int) -> None:
+    def flock_without_locks(file: Any, flags: int) -> None:
         if file.name.endswith(".shipper.lock"):
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         flock(file, flags)
 
-    monkeypatch.setattr(fcntl, "flock", without)
+    monkeypatch.setattr(fcntl, "flock", flock_without_locks)
     scene.state(status="finished", ended=2e9)
     assert ship_forever(scene.run, scene.uri, os.getppid())
     assert "no lock on first" in caplog.text
 
 
-def test_the_drain_is_bounded(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_drain_ends_after_its_timeout(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.write_config({**CONFIG, "tracking": {"drain_timeout_s": 0}})
     scene.state(status="finished", ended=2e9)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{bound.getsockname()[1]}"
         assert not ship_forever(scene.run, uri, os.getppid())
     assert "`hpcdist sync first` uploads the rest" in caplog.text
 
 
 @pytest.mark.processes
-def test_user_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shipper_process_reports_a_missing_run_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from hpcdist.tracking.shipper import main\nprint(main([sys.argv[1]], {}), 'torch' in sys.modules)"
     )
@@ -206,14 +207,14 @@ def free_port() -> int:
 
 @contextmanager
 def server(root: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a real `mlflow server`; it and its workers are killed at the end."""
+    """Start `mlflow server`, and kill it with its workers at the end."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db", "--artifacts-destination", str(root / "store")]
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with open(root / "server.log", "ab") as output:
         process = subprocess.Popen(command, env=env, start_new_session=True, stdout=output, stderr=output)
     try:
-        await_(lambda: answers(port), 60)
+        wait_until(lambda: answers(port), 60)
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -225,17 +226,17 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def await_(condition: Any, timeout_s: float) -> None:
-    """Poll for the result of another process."""
+def wait_until(condition: Any, timeout_s: float) -> None:
+    """Poll until another process has fulfilled the condition."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "nothing came"
+        assert time.monotonic() < deadline, f"no result within {timeout_s:g} s"
         signal.sigtimedwait([signal.SIGTERM], 0.1)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Path) -> None:
+def test_killed_server_causes_no_loss_and_no_duplicates(scene: Scene, tmp_path: Path) -> None:
     port = free_port()
     scene.uri = f"http://127.0.0.1:{port}"
     shipped = scene.run.journal / "shipped.json"
@@ -243,13 +244,13 @@ def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Pa
     scene.file("journal/attempt-001.rank-00001.jsonl", '{"t":5,"s":1,"m":{"nan":NaN,"up":Infinity}}\n')
     command = [sys.executable, "-P", "-m", "hpcdist.tracking.shipper", str(scene.run.path)]
     env = {**os.environ, "HPCDIST_TRACKING_URI": scene.uri}
-    output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below, with the process)
+    output = open(tmp_path / "shipper.log", "wb")  # noqa: SIM115 (closed below)
     with server(tmp_path, port):
         process = subprocess.Popen(command, env=env, stderr=output)
-        await_(lambda: shipped.exists() and '"num_points": 2003' in shipped.read_text(), 60)
+        wait_until(lambda: shipped.exists() and '"num_points": 2003' in shipped.read_text(), 60)
         scene.log(range(2000, 3000))
     scene.log(range(3000, 3500))
-    await_(lambda: b"records stay" in (tmp_path / "shipper.log").read_bytes(), 60)
+    wait_until(lambda: b"records stay" in (tmp_path / "shipper.log").read_bytes(), 60)
     scene.file("attempts/001/rank-00000.log", "a line\n")
     with server(tmp_path, port):
         scene.state(status="finished", ended=2e9)
@@ -261,6 +262,6 @@ def test_a_killed_server_loses_and_duplicates_nothing(scene: Scene, tmp_path: Pa
         assert math.isnan(scene.entity.data.metrics["nan"])
         assert scene.entity.data.metrics["up"] > 1e308
         assert "logs/attempt-001/rank-00000.log" in scene.artifacts()
-    told = (tmp_path / "shipper.log").read_text()
-    assert told.count("records stay in the journal") == 1
-    assert told.count("is available again") == 1
+    log = (tmp_path / "shipper.log").read_text()
+    assert log.count("records stay in the journal") == 1
+    assert log.count("is available again") == 1

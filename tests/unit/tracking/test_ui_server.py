@@ -1,4 +1,4 @@
-"""`hpcdist ui`: its token and the token check; tests/browser tests the real server."""
+"""The token of `hpcdist ui` and its check; tests/browser tests the server itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Server:
         await send({"type": "http.response.body", "body": b"runs"})
 
 
-def ask(
+def request(
     *headers: tuple[str, str], path: str = "/api/2.0/mlflow/runs/search", query: str = "", kind: str = "http"
 ) -> Any:
     """Send one request. Returns status, headers, body and the number of requests that reached the server."""
@@ -44,7 +44,7 @@ def ask(
         sent.append(message)
 
     async def receive() -> Scope:
-        raise AssertionError("the gate read a body")
+        raise AssertionError("the token check read the body")
 
     scope = {
         "type": kind,
@@ -74,32 +74,32 @@ def ask(
     ids=str,
 )
 @pytest.mark.parametrize("path", ["/", "/health", "/static-files/x.js", "/api/2.0/mlflow/runs/delete", "/graphql"])
-def test_without_the_token_nothing_reaches_the_server(headers: list[tuple[str, str]], path: str) -> None:
-    status, found, body, reached = ask(*headers, path=path)
+def test_requests_without_the_token_are_rejected(headers: list[tuple[str, str]], path: str) -> None:
+    status, found, body, reached = request(*headers, path=path)
     assert (status, reached) == (401, 0)
     assert found[b"www-authenticate"] == b"Bearer"
     assert json.loads(body) == {"error_code": "UNAUTHENTICATED", "message": ui_gate.HELP}
 
 
-def test_a_browser_without_the_token_gets_help() -> None:
-    status, found, body, _ = ask(("accept", "text/html,*/*"), path="/", query="token=of-an-earlier-start")
+def test_browser_without_the_token_gets_a_help_page() -> None:
+    status, found, body, _ = request(("accept", "text/html,*/*"), path="/", query="token=of-an-earlier-start")
     assert status == 401
     assert found[b"content-type"].startswith(b"text/html")
     assert "open the link that `hpcdist ui` printed when it started: each start makes a new token" in body
-    assert "earlier" not in ask(path="/", query=f"token={TOKEN}")[2]
+    assert "earlier" not in request(path="/", query=f"token={TOKEN}")[2]
 
 
-def test_the_link_becomes_a_cookie_that_scripts_of_a_page_cannot_read() -> None:
-    status, found, _, reached = ask(path="/", query=f"token={TOKEN}")
+def test_link_sets_an_http_only_cookie_and_redirects() -> None:
+    status, found, _, reached = request(path="/", query=f"token={TOKEN}")
     assert (status, found[b"location"], reached) == (303, b"/", 0)
     assert found[b"set-cookie"] == f"hpcdist-ui-5000={TOKEN}; Path=/; HttpOnly; SameSite=Strict".encode()
     assert found[b"cache-control"] == b"no-store"
-    assert ask(path="/api/2.0/mlflow/runs/search", query=f"token={TOKEN}")[0] == 401
+    assert request(path="/api/2.0/mlflow/runs/search", query=f"token={TOKEN}")[0] == 401
 
 
 @pytest.mark.parametrize("header", [COOKIE, ("authorization", f"Bearer {TOKEN}"), ("authorization", f"bearer {TOKEN}")])
-def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> None:
-    assert ask(header)[0::2] == (200, "runs")
+def test_requests_with_the_token_are_passed_on(header: tuple[str, str]) -> None:
+    assert request(header)[0::2] == (200, "runs")
 
 
 @pytest.mark.parametrize(
@@ -115,28 +115,28 @@ def test_with_the_token_requests_reach_the_server(header: tuple[str, str]) -> No
     ],
     ids=str,
 )
-def test_pages_of_other_servers_cannot_use_the_cookie(headers: list[tuple[str, str]], status: int) -> None:
-    answer = ask(HOST, COOKIE, *headers)
-    assert answer[0] == status
+def test_cookie_is_rejected_for_pages_of_other_servers(headers: list[tuple[str, str]], status: int) -> None:
+    response = request(HOST, COOKIE, *headers)
+    assert response[0] == status
     if status == 403:
-        assert json.loads(answer[2])["message"] == ui_gate.FOREIGN_ORIGIN
-        assert answer[3] == 0
+        assert json.loads(response[2])["message"] == ui_gate.FOREIGN_ORIGIN
+        assert response[3] == 0
 
 
-def test_websockets_are_closed_and_the_start_is_passed_on() -> None:
-    sent, reached = ask(COOKIE, kind="websocket")
+def test_websockets_are_closed_and_lifespan_events_passed_on() -> None:
+    sent, reached = request(COOKIE, kind="websocket")
     assert (sent, reached) == ([{"type": "websocket.close", "code": 1008}], 0)
-    assert ask(kind="lifespan")[1] == 1
+    assert request(kind="lifespan")[1] == 1
 
 
 def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bytes, bytes]] = []
-    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: bool(seen.append(pair)))
-    assert ask(COOKIE)[0] == 401
-    assert seen == [(TOKEN.encode(), TOKEN.encode())]
+    compared: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: bool(compared.append(pair)))
+    assert request(COOKIE)[0] == 401
+    assert compared == [(TOKEN.encode(), TOKEN.encode())]
 
 
-def test_each_start_has_a_new_token_in_a_private_file(tmp_path: Path) -> None:
+def test_make_token_writes_a_new_token_to_a_private_file(tmp_path: Path) -> None:
     env = {"XDG_STATE_HOME": str(tmp_path)}
     first, file = ui.make_token(5000, env)
     file.chmod(0o644)
@@ -149,28 +149,28 @@ def test_each_start_has_a_new_token_in_a_private_file(tmp_path: Path) -> None:
     assert ui.make_token(5001, {"HOME": str(tmp_path)})[1].is_relative_to(tmp_path / ".local/state/hpcdist/ui")
 
 
-def test_a_token_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+def test_unwritable_token_file_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserMistake, match=r"token of the UI cannot be written to .*/file/.*: set XDG_STATE_HOME to"):
         ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path / "file")})
 
 
-def test_a_port_in_use_is_found_before_a_link_is_printed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_port_in_use_is_rejected() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
         with pytest.raises(UserMistake, match=rf"port {port} of 127.0.0.1 cannot be used \(Address already in use\)"):
             ui.require_port(port)
     ui.require_port(port)
 
 
-def test_mlflow_knows_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_app_is_declared_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     ui.require_app()
     monkeypatch.setattr(ui, "entry_points", lambda **_: ())
     with pytest.raises(UserMistake, match=r"does not declare the MLflow app 'hpcdist-token'.*: install it again"):
         ui.require_app()
 
 
-def test_neither_token_nor_store_is_in_the_command_line(tmp_path: Path) -> None:
+def test_command_line_contains_neither_token_nor_store(tmp_path: Path) -> None:
     _, file = ui.make_token(5000, {"XDG_STATE_HOME": str(tmp_path)})
     options = ["--host", "127.0.0.1", "--port", "5000", "--workers", "1", "--app-name", "hpcdist-token"]
     assert ui.command(5000) == [

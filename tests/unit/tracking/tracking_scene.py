@@ -1,4 +1,4 @@
-"""A run folder with the actions of its supervisor and ranks."""
+"""A run folder, its MLflow database, and the actions of its supervisor and ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Scene:
-    """One run folder with its MLflow database, and the actions of a supervisor and ranks."""
+    """One run folder and its MLflow database."""
 
     def __init__(self, root: Path) -> None:
         self.uri = f"sqlite:///{root}/mlflow.db"

@@ -1,24 +1,19 @@
-"""Invalid responses of a server or a proxy: a one-line error, and points are neither lost nor duplicated.
-
-`Proxy` is a stand-in: it gives prepared answers first, then hands requests to MLflow's own application.
-"""
+"""An invalid response of a server or a proxy raises a one-line error and neither loses nor duplicates points."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow_application import mlflow_application, serving
 from tracking_scene import Scene
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 from hpcdist.errors import TrackingError
 from hpcdist.tracking.delivery import Delivery
-from hpcdist.tracking.mlflow_client import open_client
 from hpcdist.tracking.shipper import sync
 
 # MLflow 3.17 uses a loader option that SQLAlchemy 2.1 deprecates.
@@ -28,9 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:starlette.middleware.wsgi is deprecated"),
 ]
 
-Answer = tuple[str, dict[str, str], bytes]
+Response = tuple[str, dict[str, str], bytes]
 PAGE = b"<!DOCTYPE html><html><body>" + b"Please log in. " * 5000 + b"</body></html>"
-BAD: dict[str, tuple[Answer, str]] = {
+INVALID: dict[str, tuple[Response, str]] = {
     "html": (("200 OK", {"Content-Type": "text/html"}, PAGE), r"The response is an HTML page: check that this is"),
     "wrong types": (
         ("200 OK", {}, b'{"experiments": 7, "run": 7, "runs": {}}'),
@@ -46,22 +41,28 @@ BAD: dict[str, tuple[Answer, str]] = {
     "413": (("413 Request Entity Too Large", {}, PAGE), r"error code 413 != 200\. The response is an HTML page"),
     "429": (("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"), r"MLflow at http.* 429 "),
     "503": (("503 Service Unavailable", {}, b""), r"MLflow at http.*503"),
-    "odd error": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
+    "error with wrong types": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
     "redirects": (("302 Found", {"Location": "/"}, b""), r"[Rr]edirects"),
 }
 
 
-#: To a request whose answer has no fields, every object is an answer.
-PASSABLE = {"wrong types", "wrong fields"}
+#: Valid responses to requests that expect no fields.
+VALID_WITHOUT_FIELDS = {"wrong types", "wrong fields"}
 
 
 class Proxy:
+    """A WSGI application that gives a prepared response, or passes the request on to MLflow's application.
+
+    Attributes:
+        response: The response to requests with `only` in their path; None passes all requests on.
+        after: Whether MLflow receives the request before the prepared response is sent.
+        largest: Length of the body above which requests are rejected.
+    """
+
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self._application = application
-        #: What answers requests whose path contains `only`; None lets them through.
-        self.answer: Answer | None = None
+        self.response: Response | None = None
         self.only = ""
-        #: Whether MLflow gets the request before the prepared answer is given.
         self.after = False
         self.largest = 10**9
 
@@ -69,47 +70,26 @@ class Proxy:
         if int(environ.get("CONTENT_LENGTH") or 0) > self.largest:
             start_response("413 Request Entity Too Large", [])
             return [PAGE]
-        if self.answer is None or self.only not in environ["PATH_INFO"]:
+        if self.response is None or self.only not in environ["PATH_INFO"]:
             return self._application(environ, start_response)
         if self.after:
             list(self._application(environ, lambda *_: None))
-        status, headers, body = self.answer
+        status, headers, body = self.response
         start_response(status, list(headers.items()))
         return [body]
 
 
-class Quiet(WSGIRequestHandler):
-    def log(self, *_: object) -> None:  # type: ignore[override]
-        pass
-
-
 @contextmanager
 def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Proxy, str]]:
-    database = f"sqlite:///{folder}/server.db"
-    open_client(database)
-    from mlflow import server
-    from mlflow.server import handlers
-    from mlflow.tracking._tracking_service import utils
-
-    monkeypatch.setenv(server.BACKEND_STORE_URI_ENV_VAR, database)
-    # The server sets both for its process; later tests must not see them.
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    monkeypatch.setattr(utils, "_tracking_uri", None)
-    monkeypatch.setenv(server.ARTIFACT_ROOT_ENV_VAR, (folder / "server-artifacts").as_uri())
-    monkeypatch.setattr(handlers, "_tracking_store", None)
-    proxy = Proxy(server.app.wsgi_app)
-    httpd = make_server("127.0.0.1", 0, proxy, threaded=True, request_handler=Quiet)
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield proxy, f"http://127.0.0.1:{httpd.server_port}"
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
+    """Serve MLflow behind a proxy. Yields the proxy and its address."""
+    with mlflow_application(folder, (folder / "server-artifacts").as_uri(), monkeypatch) as application:
+        proxy = Proxy(application)
+        with serving(proxy) as uri:
+            yield proxy, uri
 
 
-def refused(shipper: Delivery) -> str:
+def error_of(shipper: Delivery) -> str:
+    """Return the message of an upload that fails."""
     with pytest.raises(TrackingError) as caught:
         shipper.ship_once()
     text = str(caught.value)
@@ -123,25 +103,25 @@ def test_invalid_responses_lose_no_point(scene: Scene, tmp_path: Path, monkeypat
     scene.log(range(30), key="acc%")
     scene.log(range(30), key="acc#")
     with served(tmp_path, monkeypatch) as (proxy, scene.uri):
-        for answer, pattern in BAD.values():
-            proxy.answer = answer
+        for response, pattern in INVALID.values():
+            proxy.response = response
             with pytest.raises(TrackingError, match=pattern):
                 sync(scene.run, scene.uri, close_dead=False)
         # An empty object parses as any response.
         for part in ("runs/create", "experiments/get-by-name"):
-            proxy.answer, proxy.only = ("200 OK", {}, b"{}"), part
-            assert "without an id" in refused(scene.shipper())
-        proxy.answer = None
+            proxy.response, proxy.only = ("200 OK", {}, b"{}"), part
+            assert "without an id" in error_of(scene.shipper())
+        proxy.response = None
         shipper = scene.shipper()
         shipper.open_run()
         # Points with a lost response are sent again, and MLflow stores them once.
         for proxy.only in ("runs/log-batch", "runs/get", "artifacts"):
             for proxy.after in (False, True):
-                for name in sorted(BAD.keys() - PASSABLE):
-                    proxy.answer = BAD[name][0]
+                for name in sorted(INVALID.keys() - VALID_WITHOUT_FIELDS):
+                    proxy.response = INVALID[name][0]
                     if proxy.only == "runs/log-batch":
-                        refused(shipper)
-        proxy.answer = None
+                        error_of(shipper)
+        proxy.response = None
         assert shipper.ship_once() == 60 + 1
         assert shipper.ship_once() == 0
         history = scene.client.get_metric_history(scene.run_id, "acc_--0a78af425a78")

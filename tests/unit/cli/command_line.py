@@ -1,0 +1,34 @@
+"""Commands that run in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hpcdist.slurm.job_info import JobInfo
+from hpcdist.slurm.job_snapshot import JobSnapshot
+
+
+class Result(NamedTuple):
+    """Exit code, standard output and standard error of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+#: Runs a command with these arguments, see the fixture `hpcdist`.
+Cli = Callable[..., Result]
+
+
+def one_line(result: Result, code: int = 2) -> str:
+    """Return the message of a failed command: one line, and nothing else on standard error."""
+    assert result.code == code
+    assert result.err.startswith("hpcdist: ")
+    assert result.err.count("\n") == 1
+    return result.err.removeprefix("hpcdist: ").rstrip()
+
+
+def job(state: str, **facts: Any) -> JobSnapshot:
+    """Return a snapshot of job 7."""
+    return JobSnapshot(info=JobInfo(id="7", state=state, **facts))

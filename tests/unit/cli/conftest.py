@@ -1,0 +1,79 @@
+"""Commands in the process of the test, run folders, and replacements of the supervisor and Slurm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, Result
+
+from hpcdist.cli import app
+from hpcdist.config.loading import load_config
+from hpcdist.run import create
+from hpcdist.run.folder import RunDir, State
+from hpcdist.slurm.job_snapshot import JobSnapshot
+from hpcdist.supervisor import local_run
+
+
+@pytest.fixture
+def hpcdist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Run a command in this process, in an empty folder, as the console script does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HPCDIST_TRACKING_URI", "")  # `--tracking-uri` sets it; monkeypatch restores it
+    monkeypatch.delenv("HPCDIST_TRACKING_URI")
+
+    def call(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Result(ended.value.code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., RunDir]:
+    """Create a run folder in `runs/exp` as `hpcdist run` does."""
+
+    def make(name: str = "first", *overrides: str, **state: Any) -> RunDir:
+        path = tmp_path / "made.yaml"
+        path.write_text("experiment: exp\n")
+        config = load_config(path, [f"name={name}", f"runs_dir={tmp_path}/runs", *overrides])
+        run = create.create_run(config, tmp_path)
+        for _ in range(state.get("attempt", 0)):
+            run.new_attempt()
+        run.write_state(replace(run.read_state(), **state))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Replace `supervise`, which starts no ranks: it records its arguments and returns the state in `ends`."""
+    seen: dict[str, Any] = {"ends": State(status="finished", reason="all epochs are done")}
+
+    def supervise(run: RunDir, config: Any, plan: Any, report: Any, env: Any, *, tracking_uri: str) -> State:
+        seen.update(run=run, config=config, plan=plan, env=env)
+        state: State = seen["ends"]
+        return state
+
+    monkeypatch.setattr(local_run, "supervise", supervise)
+    monkeypatch.setattr("hpcdist.logs.configure", lambda: None)
+    return seen  # type: ignore[return-value]
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[JobSnapshot], None]:
+    """Set the snapshot that Slurm returns for every job."""
+    snapshots: list[JobSnapshot] = []
+    monkeypatch.setattr("hpcdist.slurm.job_snapshot.take_snapshot", lambda job, history=False: snapshots[-1])
+    return snapshots.append

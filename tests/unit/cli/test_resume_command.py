@@ -1,0 +1,105 @@
+"""`hpcdist resume`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import Cli, job, one_line
+
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.folder import RunDir
+from hpcdist.run.lease import hold
+from hpcdist.run.secret_file import kept
+from hpcdist.slurm.job_snapshot import JobSnapshot
+
+#: These tests may start processes.
+pytestmark = pytest.mark.processes
+
+
+def test_resume_uses_the_config_of_the_run(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", "seed=7", status="failed", attempt=1)
+    before = run.config.read_text()
+    assert hpcdist("resume", "fi").code == 0
+    assert supervised["run"].path == run.path
+    assert supervised["config"].seed == 7
+    assert run.config.read_text() == before
+    assert not run.lease.exists()
+
+
+def test_resume_saves_overrides(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    run = make("first", status="finished", attempt=1)
+    assert hpcdist("resume", "first", "stop.max_epochs=20").code == 0
+    assert supervised["config"].stop.max_epochs == 20
+    assert yaml.safe_load(run.effective_config.read_text())["stop"]["max_epochs"] == 20
+    assert yaml.safe_load(run.config.read_text())["stop"]["max_epochs"] == 3, "kept until a step is completed"
+
+
+def test_resume_rejects_a_finished_run(hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]) -> None:
+    make("first", status="finished", attempt=1)
+    message = one_line(hpcdist("resume", "first"))
+    assert message == "run first is finished: to train longer, add an override such as stop.max_epochs=20"
+    assert "run" not in supervised
+
+
+def test_resume_rejects_a_held_run_and_keeps_its_config(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any]
+) -> None:
+    run = make("first", status="running", attempt=1)
+    before = run.config.read_text()
+    with hold(run):
+        message = one_line(hpcdist("resume", "first", "seed=9"))
+    assert message.startswith(f"run first is held by process {os.getpid()} of ")
+    assert run.config.read_text() == before
+    assert "run" not in supervised
+
+
+@pytest.mark.parametrize("current", [False, True])
+def test_resume_uses_the_code_snapshot_unless_current_code_is_requested(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], tmp_path: Path, current: bool
+) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("old")
+    run = make("first", "trainer=train:train", status="failed", attempt=1)
+    code.write_text("new")
+    assert hpcdist("resume", "first", *["--with-current-code"] * current).code == 0
+    assert (run.code / "train.py").read_text() == ("new" if current else "old")
+    command = (read_json(run.environment) or {})["command"]
+    assert ("--with-current-code" in command) == current
+
+
+def test_resume_after_the_end_requires_the_secrets_again(
+    hpcdist: Cli, make: Callable[..., RunDir], supervised: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make("first", "launch.env.API_KEY=s3cret", status="failed", attempt=1)
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    run.write_state(replace(run.read_state(), status="cancelled"))
+    assert not run.secrets.exists()
+    assert "launch.env.API_KEY was redacted when the run was written: set API_KEY in the environment" in one_line(
+        hpcdist("resume", "first")
+    )
+    monkeypatch.setenv("API_KEY", "s3cret")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "s3cret"}
+    assert "s3cret" not in run.config.read_text()
+    monkeypatch.setenv("API_KEY", "another")
+    assert hpcdist("resume", "first").code == 0
+    assert supervised["config"].launch.env == {"API_KEY": "another"}
+    assert kept(run) == {"API_KEY": "another"}
+
+
+def test_resume_rejects_a_queued_run(
+    hpcdist: Cli, make: Callable[..., RunDir], slurm: Callable[[JobSnapshot], None]
+) -> None:
+    run = make("first", status="queued")
+    write_json(run.path / "slurm.json", {"job_id": "7"})
+    slurm(job("PENDING"))
+    assert one_line(hpcdist("resume", "first")) == ("run first is queued and cannot be resumed: `hpcdist follow first`")

@@ -1,0 +1,23 @@
+"""Helpers of tests that load config files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config.loading import load_config
+from hpcdist.errors import ConfigError
+
+#: Writes `run.yaml` and returns its path.
+Write = Callable[[str], Path]
+
+
+def problems(path: Path, *overrides: str) -> tuple[str, ...]:
+    """Load an invalid config and return the problems of its ConfigError."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == 2
+    assert str(caught.value).startswith(f"{path}: ")
+    return caught.value.problems
