@@ -25,7 +25,7 @@ REMOVAL_TIMEOUT_S = 30.0
 
 @pytest.fixture(scope="module")
 def unpacked_image(containers: Containers, image: Callable[[str], str]) -> Iterator[ContainerImage]:
-    with container_image.unpacked(containers, image("slim")) as found:
+    with container_image.mounted_image(containers, image("slim")) as found:
         yield found
 
 
