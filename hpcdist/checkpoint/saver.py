@@ -103,11 +103,11 @@ class BackgroundWriter:
             self._buffers = HostBuffers()
 
 
-class AsyncSaver:
+class AsyncSaver(BackgroundWriter):
     """Saves checkpoints in the background. As a context manager it closes itself.
 
-    An error of the background thread is raised as by `BackgroundWriter`; if the file system was unreachable, only
-    `wait()` and `close()` raise it. The caller must restore before the first save.
+    If the file system was unreachable, only `wait()` and `close()` raise an error. The caller must restore before the
+    first save.
 
     Args:
         store: destination of the checkpoints; it is pruned after each of them.
@@ -116,9 +116,9 @@ class AsyncSaver:
     """
 
     def __init__(self, store: CheckpointStore, *, before_publish: Callable[[], None] | None = None) -> None:
+        super().__init__(str(store.folder))
         self._store = store
         self._before_publish = before_publish
-        self._writer = BackgroundWriter(str(store.folder))
         self._closed = False
 
     def save(
@@ -145,7 +145,7 @@ class AsyncSaver:
             raise CheckpointError(f"step {step} cannot be saved: the saver is closed")
         if step < 0:
             raise CheckpointError(f"a checkpoint's step must be >= 0, got {step}")
-        self._writer.settle()
+        self.settle()
         newest = self._store.newest_step()
         if newest is not None and step < newest:
             raise CheckpointError(
@@ -163,22 +163,13 @@ class AsyncSaver:
             self._store.write(snapshot, before_publish=self._before_publish)
             self._store.prune()
 
-        self._writer.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
+        self.submit({"model": model, "trainer": trainer, "rank_states": rank_states}, write)
         if block:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait for the save in progress. Raises CheckpointError if it fails."""
-        self._writer.wait()
-
-    def check(self) -> None:
-        """Raise CheckpointError if the save in progress has already failed; does not wait."""
-        self._writer.check()
-
     def close(self) -> None:
-        """Wait for the save in progress, then stop the thread and free the buffers. May be called again."""
         self._closed = True
-        self._writer.close()
+        super().close()
 
     def __enter__(self) -> Self:
         return self

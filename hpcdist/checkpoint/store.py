@@ -102,16 +102,6 @@ class CheckpointStore:
                 log.warning("skipping checkpoint %s", error)
         return self._newest
 
-    def best(self) -> Found | None:
-        """Return the best valid checkpoint by `best_metric`, the newer one of equals; None if there is none."""
-        ranked = self._by_metric(list(self._whole()))
-        for found in ranked:
-            try:
-                return _verified(found.path)
-            except CheckpointError as error:
-                log.warning("skipping checkpoint %s", error)
-        return None
-
     def newest_step(self) -> int | None:
         """Return the step of the newest valid checkpoint; reads the disk only if `latest()` has not been called."""
         if not self._looked:

@@ -259,10 +259,7 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics(tmp_path: Path) -> None
     cfg = config(stop=StopConfig(max_epochs=2, max_steps=15), checkpoint=CheckpointConfig(every_steps=3))
     assert spawn_ranks(fit, 1, path=run.path, cfg=cfg) == ["trained 15 steps, 1.667 epochs"]
     with open_context(SINGLE_RANK, run, cfg) as ctx:
-        best = ctx._checkpoints.store.best()
         ctx.close()
-    assert best is not None
-    assert best.step in (9, 15)
     newest = ctx._checkpoints.store.latest()
     assert newest is not None
     assert (newest.step, set(newest.metrics)) == (15, {"eval/loss", "eval/accuracy"})

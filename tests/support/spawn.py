@@ -51,7 +51,7 @@ def spawn_ranks(
     num_ranks: int = 2,
     *,
     killed: Collection[int] = (),
-    timeout_s: float = 90.0,
+    timeout_s: float = 240.0,
     **arguments: Any,
 ) -> list[Any]:
     """Run `function(Rank(…), **arguments)` in `num_ranks` processes of one gloo group; return its results by rank.

@@ -65,16 +65,15 @@ def admit_group(store: Store, rank: int, size: int, before: frozenset[int]) -> N
         known = _accepted(store.get(f"connections/{other}") for other in range(size))
         for own in listening:
             own_sockets.attach(own.sock, own_sockets.NOTHING)
-        _refuse_strangers(listening, known)
+        _refuse_strangers({own.local for own in listening}, known, fail_on_data=True)
 
 
-def _refuse_strangers(listening: Iterable[OwnSocket], known: set[Connection]) -> None:
-    listening_at = {own.local for own in listening}
+def _refuse_strangers(listening: set[Address], known: set[Connection], *, fail_on_data: bool) -> None:
     with own_sockets.tcp_sockets() as found:
         for own in found:
-            if own.peer is None or own.local not in listening_at or (own.local, own.peer) in known:
+            if own.peer is None or own.local not in listening or (own.local, own.peer) in known:
                 continue
-            if own.bytes_received:
+            if fail_on_data and own.bytes_received:
                 raise RendezvousError(
                     f"{_name(own.peer)} has connected to {_name(own.local)} and sent data, but is not a rank of this"
                     " run: it is another program, or the network translates addresses between the nodes"
@@ -195,13 +194,6 @@ class RpcAdmission:
                         else:
                             # TensorPipe treats this as a socket error, warns, and stops listening.
                             own.sock.shutdown(socket.SHUT_RDWR)
-                    self._refuse_strangers(known)
+                    _refuse_strangers(self._listening, known, fail_on_data=False)
                     return
             time.sleep(pause_s)  # there is no event for a connection that a library opens
-
-    def _refuse_strangers(self, known: set[Connection]) -> None:
-        with own_sockets.tcp_sockets() as found:
-            for own in found:
-                if own.peer is not None and own.local in self._listening and (own.local, own.peer) not in known:
-                    log.warning("refused a connection from %s, which is not a rank of this run", _name(own.peer))
-                    own.refuse()

@@ -38,8 +38,8 @@ PROOF_TIMEOUT_S = 20.0
 NUM_PENDING = 128
 _NUM_BYTES = 32
 _CHUNK_BYTES = 1 << 16
-#: Number of ports in the filter of the store's listening socket. An accepted connection keeps its filter, so only the
-#: latest ports are needed; the kernel limits a filter to about 1,200 ports (net.core.optmem_max).
+#: Number of latest ports in the filter of the store's listening socket; an accepted connection keeps its filter. The
+#: kernel limits a filter to about 1,200 ports (net.core.optmem_max).
 _NUM_RECENT = 64
 #: Maximum number of bytes read from one socket and not yet written to the other.
 _MAX_WAITING_BYTES = 1 << 20
@@ -51,10 +51,7 @@ def sign(key: bytes, *parts: bytes) -> bytes:
 
 
 def prove(sock: socket.socket, key: bytes, token: bytes) -> None:
-    """Prove to a gate that this process knows the key, and check the proof of the gate.
-
-    Raises RendezvousError if the gate does not know the key.
-    """
+    """Prove to a gate that this process knows the key. Raises RendezvousError if the gate does not know it."""
     theirs = _receive(sock)
     ours = secrets.token_bytes(_NUM_BYTES)
     sock.sendall(ours + sign(key, b"rank", token, theirs, ours))
@@ -63,10 +60,7 @@ def prove(sock: socket.socket, key: bytes, token: bytes) -> None:
 
 
 def check_proof(sock: socket.socket, key: bytes, token: bytes) -> bool:
-    """Return whether the client knows the key, and prove to it that the gate does; the counterpart of `prove`.
-
-    A client that does not know the key receives no answer.
-    """
+    """Return whether the client knows the key, and only then prove to it that the gate does; see `prove`."""
     ours = secrets.token_bytes(_NUM_BYTES)
     sock.sendall(ours)
     theirs = _receive(sock)
@@ -146,7 +140,7 @@ class _Splicer(threading.Thread):
             del self._waiting[sock][: sock.send(self._waiting[sock])]
 
     def _settle(self, sock: socket.socket) -> None:
-        """Select the events for which this socket has work: space to read into, data to write."""
+        """Select for reading if there is space for data, and for writing if data waits."""
         reads = len(self._waiting[self._other[sock]]) < _MAX_WAITING_BYTES
         events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * bool(self._waiting[sock])
         if self._selector.get_key(sock).events != events:
@@ -162,26 +156,24 @@ class _Splicer(threading.Thread):
 class _Acceptor(threading.Thread):
     """Accepts connections on a listening socket and splices each with the socket that `connect` returns for it.
 
-    Args:
-        connect: takes an accepted connection and its peer, and returns the socket to splice it with; None refuses the
-            connection. Called in a thread, with a socket timeout.
+    `connect` is called in a thread with an accepted connection and its peer; None refuses the connection.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        splicer: _Splicer,
         connect: Callable[[socket.socket, own_sockets.Address], socket.socket | None],
     ) -> None:
         super().__init__(name="hpcdist-gate", daemon=True)
         self._listener = listener
-        self._splicer = splicer
+        self._splicer = _Splicer()
         self._connect = connect
         self._pending: OrderedDict[int, socket.socket] = OrderedDict()
         self._lock = threading.Lock()
         self._refused = 0
 
     def run(self) -> None:
+        self._splicer.start()
         while True:
             try:
                 sock, raw = self._listener.accept()
@@ -258,15 +250,9 @@ class _Daemon:
 
 
 class StoreServer:
-    """The store of rank 0 and the gate in front of it.
+    """The store of rank 0 and the gate in front of it, which listens on the address of the rendezvous.
 
-    Args:
-        address: host and port of the rendezvous.
-        key: key of the attempt.
-        token: identifies the attempt; part of each proof.
-        world_size: number of ranks.
-        timeout: timeout of the store's operations.
-        has_remote_ranks: whether ranks run on other machines.
+    Each proof depends on the key and the token of the attempt. `timeout` is that of the store's operations.
 
     Raises RendezvousError if rank 0 cannot listen on the address.
     """
@@ -293,13 +279,9 @@ class StoreServer:
         except OSError as error:
             raise RendezvousError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
         self._daemon = _Daemon(world_size, timeout)
-        splicer = _Splicer()
-        splicer.start()
-        _Acceptor(listener, splicer, self._admit).start()
+        _Acceptor(listener, self._admit).start()
 
-    def connect(self) -> socket.socket:
-        """Return a new connection of rank 0 itself to the store."""
-        return self._daemon.connect()
+        self.connect = self._daemon.connect  #: returns a new connection of rank 0 itself to the store
 
     def _admit(self, sock: socket.socket, _: own_sockets.Address) -> socket.socket | None:
         return self._daemon.connect() if check_proof(sock, self._key, self._token) else None
@@ -313,7 +295,5 @@ def open_relay(connect: Callable[[], socket.socket]) -> int:
     def connect_own(_: socket.socket, peer: own_sockets.Address) -> socket.socket | None:
         return connect() if own_sockets.is_own_connection(peer, local) else None
 
-    splicer = _Splicer()
-    splicer.start()
-    _Acceptor(listener, splicer, connect_own).start()
+    _Acceptor(listener, connect_own).start()
     return int(local[1])

@@ -29,13 +29,7 @@ class Heartbeat:
     only after a new beat; the file of a hung rank therefore keeps the time of its last beat.
 
     The file is overwritten in place: atomic replacements by every rank would load a shared file system, and a reader of
-    an incomplete line reads the file again.
-
-    Args:
-        attempt: folder of the attempt.
-        rank: this rank.
-        num_ranks: number of ranks; more ranks write less often, see `polling.beat_interval_s`.
-        hang_timeout_s: `launch.hang_timeout_s`, the upper limit of the interval.
+    an incomplete line reads the file again. More ranks write less often, see `polling.beat_interval_s`.
     """
 
     def __init__(self, attempt: Attempt, rank: int, num_ranks: int, hang_timeout_s: float) -> None:

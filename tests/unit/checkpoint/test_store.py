@@ -78,7 +78,6 @@ def test_written_checkpoint_is_read_back(store: CheckpointStore) -> None:
 
 def test_missing_folder_has_no_checkpoints(store: CheckpointStore) -> None:
     assert store.latest() is None
-    assert store.best() is None
     assert store.newest_step() is None
     assert store.remove_leftovers() == []
     assert store.prune() == []
@@ -325,8 +324,8 @@ def test_keep_last_of_one_is_refused(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep_last=1)
 
 
-@pytest.mark.parametrize(("mode", "kept", "best"), [("max", [2, 5, 6], 2), ("min", [3, 5, 6], 3)])
-def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
+@pytest.mark.parametrize(("mode", "kept"), [("max", [2, 5, 6]), ("min", [3, 5, 6])])
+def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: Any, kept: list[int]) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, best_metric="score", monitor_mode=mode)
     for step, score in [(1, 0.5), (2, 0.9), (3, 0.1), (4, math.nan), (6, 0.5)]:
         store.write(snapshot(step, score=score))
@@ -335,27 +334,14 @@ def test_prune_keeps_the_newest_and_the_best_checkpoints(tmp_path: Path, mode: A
 
     assert steps(store) == kept
     assert sorted(path.name for path in removed) == [f"step-{s:08d}" for s in range(1, 7) if s not in kept]
-    found = store.best()
-    assert found is not None
-    assert found.step == best
 
 
-def test_best_of_equal_checkpoints_is_the_newer_valid_one(tmp_path: Path) -> None:
+def test_prune_keeps_the_newer_of_equally_good_checkpoints(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, best_metric="score")
-    for step in (1, 2, 3):
+    for step in range(1, 6):
         store.write(snapshot(step, score=1.0 if step < 3 else 0.0))
-    found = store.best()
-    assert found is not None
-    assert found.step == 2
-    flip_a_byte(found.path)
-    found = store.best()
-    assert found is not None
-    assert found.step == 1
-
-
-def test_best_is_none_without_a_metric(store: CheckpointStore) -> None:
-    store.write(snapshot(1, score=1.0))
-    assert store.best() is None
+    store.prune()
+    assert steps(store) == [2, 4, 5]
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, remove_manifest])
