@@ -395,6 +395,7 @@ def test_status_is_uploaded_if_an_artifact_cannot_be_stored(scene: Scene, monkey
     assert scene.entity.info.status == "FINISHED"
 
 
+@pytest.mark.processes  # torch starts ldconfig
 # MLflow's code emits these warnings when it saves and loads a model.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:mlflow")
 def test_model_is_logged_and_registered_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
