@@ -32,7 +32,7 @@ import json, os
 print("hpcdist-image", json.dumps({{"node": os.environ.get("SLURMD_NODENAME", "")}} | versions()), flush=True)
 """
 _FACTS = re.compile(r"hpcdist-image (\{.*\})")
-#: Error messages of runtimes whose exit codes do not distinguish their own failures from the command's.
+#: Error messages of runtimes that use the same exit codes for their own failures and the command's.
 _MESSAGES = {
     "apptainer": re.compile(r"^(FATAL|ERROR)\s*:"),
     "charliecloud": re.compile(r"ch-run\["),
@@ -72,7 +72,7 @@ def check_image(spec: ContainerSpec, output: str, errors: str, machine: str) -> 
         problem = f"{spec.image} has no hpcdist for its {spec.python}: see container.python"
     elif found != own:
         problem = f"{spec.image} has hpcdist {found}, this is {own}: build it again, or install {found}"
-    # Ranks and supervisor exchange files whose format may change between commits of one version.
+    # Ranks and supervisor exchange files, and the formats may change between commits of one version.
     elif facts.get("source") != source_digest(str(Path(hpcdist.__file__).parent)):
         problem = f"{spec.image} has hpcdist {found} from other source files than this one: build it again"
     elif tuple(map(int, facts["python"].split(".")[:2])) < (3, 11):

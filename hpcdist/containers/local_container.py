@@ -20,7 +20,7 @@ from hpcdist.machine.own_image import DIGEST, NAME
 
 #: Prefixes of variables that are passed by name, so that no value is in the command line. All others stay outside.
 PASSED_PREFIXES = ("MLFLOW_TRACKING_", "NCCL_", "GLOO_", "TORCH_", "HPCDIST_")
-#: Variables whose value the image or the command line sets.
+#: Variables that the image or the command line sets.
 SET_HERE = ("HPCDIST_RUNS_DIR", "HPCDIST_DATA_DIR", NAME, DIGEST)
 _REFERENCE = "${oc.env:"
 CAP_SYS_RESOURCE = 24  # capabilities(7)

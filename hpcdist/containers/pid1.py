@@ -1,4 +1,4 @@
-"""Process 1 of a rank's container under podman and docker, whose containers are no children of the Slurm step.
+"""Process 1 of a rank's container under podman and docker, which start containers outside of the Slurm step.
 
     python -m hpcdist.containers.pid1 ATTEMPT COMMAND …
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpcdist.files.atomic import write_atomic
 
-#: Exit code of a container whose step is gone.
+#: Exit code of a container after the end of its step.
 ABANDONED = 143
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -27,7 +27,7 @@ _HOST = (
 )  # fmt: skip
 #: Exists on nodes with InfiniBand or RoCE adapters.
 INFINIBAND = Path("/dev/infiniband")
-#: Runtimes whose containers inherit the environment of the process that starts them.
+#: Runtimes with containers that inherit the environment of the process that starts them.
 _INHERITING = ("apptainer", "charliecloud", "pyxis")
 #: Job name of the Slurm steps that inspect or remove containers.
 CONTAINERS_STEP = "hpcdist-containers"

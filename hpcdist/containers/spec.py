@@ -16,7 +16,7 @@ PASSED = (
 )  # fmt: skip
 #: Never passed: the tracking URI may hold a password that ranks do not need; the second is a key to Slurm itself.
 WITHHELD = ("HPCDIST_TRACKING_URI", "SLURM_JWT")
-#: Runtimes whose containers are no child processes of the Slurm step and outlive it.
+#: Runtimes that start containers outside of the Slurm step; the containers outlive it.
 DETACHED = ("podman", "docker")
 
 

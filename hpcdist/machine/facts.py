@@ -124,7 +124,7 @@ class Lookups:
 
     Args:
         names: names to look up.
-        reverse: those names whose address is then looked up in reverse.
+        reverse: names to look up in reverse as well, by their addresses.
     """
 
     def __init__(self, names: Iterable[str], reverse: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from hpcdist.errors import ImageError, UserMistake
 EngineName = Literal["docker", "podman", "buildah"]
 #: Engines that can run containers; buildah only builds images.
 RUNNERS: tuple[EngineName, ...] = ("docker", "podman")
-#: Limit for the first answer of the engine, whose daemon may hang.
+#: Limit for the first answer of the engine, because a daemon may hang.
 ANSWER_S = 30.0
 
 
