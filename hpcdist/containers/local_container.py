@@ -91,11 +91,11 @@ def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
     Raises:
         UserMistake: a secret is inside a list or a mapping.
     """
-    words, variables = [], {}
+    arguments, variables = [], {}
     for number, text in enumerate(overrides):
         key, _, raw = text.partition("=")
         if redacted_argument(text) == text or _REFERENCE in raw:
-            words.append(text)
+            arguments.append(text)
             continue
         if not isinstance(value := parse_value(raw), str):
             raise UserMistake(
@@ -104,8 +104,8 @@ def without_secrets(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
             )
         name = f"HPCDIST_OVERRIDE_{number}"
         variables[name] = value
-        words.append(f"{key}={_REFERENCE}{name}}}")
-    return words, variables
+        arguments.append(f"{key}={_REFERENCE}{name}}}")
+    return arguments, variables
 
 
 def _may_lock_memory() -> bool:

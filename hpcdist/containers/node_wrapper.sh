@@ -11,7 +11,7 @@
 #
 # Containers of podman and docker are no child processes of the step: Slurm's signals do not reach them, and they survive
 # the step. This script holds one end of a named pipe, hpcdist.containers.pid1 in the container the other: signals go
-# through it as words, and when this process ends, for whatever reason, the pipe closes and the container ends.
+# through it by name, and when this process ends, for whatever reason, the pipe closes and the container ends.
 set -u
 mode=$1
 shift

@@ -57,10 +57,10 @@ def _follow(command: Sequence[str], line: int) -> int | None:
     while True:
         for descriptor, _ in poll.poll():
             if descriptor == line:
-                words = os.read(line, 4096)
-                if not words:
+                names = os.read(line, 4096)
+                if not names:
                     return None
-                numbers = [signal.Signals[f"SIG{word}"] for word in words.decode().split()]
+                numbers = [signal.Signals[f"SIG{name}"] for name in names.decode().split()]
             else:
                 numbers = [signal.Signals(number) for number in os.read(wake, 4096) if number in _FORWARDED]
             for number in numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,7 +103,9 @@ def _finding(run: RunDir, now: RunStatus) -> Finding | None:
             return Finding(cause=cause, evidence=evidence, fix=fix)
     if now.name in ("stopped", "cancelled"):
         return Finding(cause=state.reason, fix=f"`hpcdist resume {run.name}` continues from the newest checkpoint")
-    found = _of_attempt(run, run.attempt(state.attempt), state.reason) if state.attempt else _of_batch_log(run)
+    found = (
+        _of_attempt(run, run.attempt(state.attempt), state.reason) if state.attempt else _of_logs(run, _batch_logs(run))
+    )
     if found is not None:
         return found
     if now.name == "lost" or state.reason == "its supervisor died":
@@ -134,16 +136,12 @@ def _of_attempt(run: RunDir, attempt: Attempt, reason: str) -> Finding | None:
     if failed and not failed[0][1].get("peer_lost"):
         return _of_outcome(run, attempt, *failed[0])
     hang = _of_hang(run, attempt)
-    for path in _logs(run, attempt):
-        if (match := _search(path)) is not None and match[0].name != "peer-lost":
-            pattern, number, line = match
-            if hang is not None and pattern.name == "hang":
-                continue  # the collected stacks are more specific
-            return Finding(cause=cause_of(pattern, line), evidence=_cite(run, path, number, line), fix=pattern.fix)
-    if hang is not None:
-        return hang
-    if (known := first_match([reason])) is not None:
-        return Finding(cause=cause_of(known[0], reason), evidence=_stack(run, attempt), fix=known[0].fix)
+    # The collected stacks are more specific than a log's message about a hang.
+    ignored = ("peer-lost",) if hang is None else ("peer-lost", "hang")
+    if (found := _of_logs(run, _logs(run, attempt), ignored) or hang) is not None:
+        return found
+    if (match := first_match([reason])) is not None:
+        return _known(match[0], reason, _stack(run, attempt))
     return _of_outcome(run, attempt, *failed[0]) if failed else None
 
 
@@ -165,7 +163,7 @@ def _of_outcome(run: RunDir, attempt: Attempt, rank: int, outcome: Mapping[str, 
     lines = [error, *trace]
     if (match := first_match(lines)) is not None:
         pattern, line = match[0], lines[match[1]]
-        return Finding(cause=cause_of(pattern, line), evidence=_cite_line(run, attempt, rank, line), fix=pattern.fix)
+        return _known(pattern, line, _cite_line(run, attempt, rank, line))
     if outcome["outcome"] == "rejected":
         fix = f"correct the key, then `hpcdist resume {run.name} key=value …`"
         return Finding(
@@ -192,12 +190,18 @@ def _of_hang(run: RunDir, attempt: Attempt) -> Finding | None:
     )
 
 
-def _of_batch_log(run: RunDir) -> Finding | None:
-    for path in _batch_logs(run):
-        if (match := _search(path)) is not None:
-            pattern, number, line = match
-            return Finding(cause=cause_of(pattern, line), evidence=_cite(run, path, number, line), fix=pattern.fix)
+def _of_logs(run: RunDir, paths: Iterable[Path], ignored: Sequence[str] = ()) -> Finding | None:
+    """Explain the first known error in the logs, except the patterns named in `ignored`."""
+    for path in paths:
+        lines = last_lines(path, MAX_LINES)
+        if (match := first_match(line for _, line in lines)) is not None and match[0].name not in ignored:
+            number, line = lines[match[1]]
+            return _known(match[0], line, _cite(run, path, number, line))
     return None
+
+
+def _known(pattern: Pattern, line: str, evidence: str) -> Finding:
+    return Finding(cause=cause_of(pattern, line), evidence=evidence, fix=pattern.fix)
 
 
 def _logs(run: RunDir, attempt: Attempt) -> Iterator[Path]:
@@ -219,18 +223,6 @@ def _batch_logs(run: RunDir) -> list[Path]:
     return [*newest, *(path for path in (run.path / "supervisor.log",) if path.is_file())]
 
 
-def _tail(path: Path) -> list[tuple[int, str]]:
-    """Return the last lines of a log with their numbers."""
-    return last_lines(path, MAX_LINES)
-
-
-def _search(path: Path) -> tuple[Pattern, int, str] | None:
-    """Return the first pattern that matches a log, and the line with its number."""
-    lines = _tail(path)
-    found = first_match(line for _, line in lines)
-    return (found[0], *lines[found[1]]) if found else None
-
-
 def _cite(run: RunDir, path: Path, number: int, line: str) -> str:
     """Quote a line with its file and number; 0 is an unknown number."""
     return f"{path.relative_to(run.path)}:{f'{number}:' if number else ''} {quote(line)}"
@@ -241,7 +233,9 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
     path = attempt.log(rank)
     text = next((part for part in line.splitlines() if part.strip()), line).strip()
     if path.is_file() and stays_inside(path, run.path):
-        found = next(((number, content) for number, content in reversed(_tail(path)) if text in content), None)
+        found = next(
+            ((number, content) for number, content in reversed(last_lines(path, MAX_LINES)) if text in content), None
+        )
         if found is not None:
             return _cite(run, path, *found)
     return f"{attempt.outcome(rank).relative_to(run.path)}: {quote(text)}"
@@ -250,7 +244,7 @@ def _cite_line(run: RunDir, attempt: Attempt, rank: int, line: str) -> str:
 def _stack(run: RunDir, attempt: Attempt) -> str:
     """Return the innermost frame of the first stack trace in the logs of hung ranks."""
     for path in _rank_logs(run, attempt):
-        lines = _tail(path)
+        lines = last_lines(path, MAX_LINES)
         for (_, head), (number, frame) in pairwise(lines):
             if "Current thread" in head and "(most recent call first)" in head:
                 return _cite(run, path, number, frame)

@@ -172,12 +172,12 @@ def listener(port: int) -> str:
 
     # psutil does not report the owner of a socket, and the process of another user's socket is hidden.
     for line in (_read("/proc/net/tcp") + _read("/proc/net/tcp6")).splitlines():
-        words = line.split()
-        if len(words) > 9 and words[3] == "0A" and words[1].rpartition(":")[2] == f"{port:04X}":
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == "0A" and fields[1].rpartition(":")[2] == f"{port:04X}":
             listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
             pid = next((one.pid for one in listening if one.laddr[1:] == (port,)), None)
             program = f"pid {pid} ({_read(f'/proc/{pid}/comm').strip()})" if pid else "a program"
-            return f"{program} of {_user(int(words[7]))}"
+            return f"{program} of {_user(int(fields[7]))}"
     return ""
 
 

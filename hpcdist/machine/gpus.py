@@ -74,27 +74,27 @@ def count_gpus() -> int:
 def _read_gpus() -> list[Gpu]:
     import pynvml
 
-    def ask(query: Callable[..., T], *arguments: object) -> T | None:
+    def query(function: Callable[..., T], *arguments: object) -> T | None:
         try:
-            return query(*arguments)
+            return function(*arguments)
         except pynvml.NVMLError:
             return None  # GPUs in MIG mode, virtual GPUs and old drivers do not support all queries
 
     found = []
     for index, handle in open_gpus().items():
-        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # version 2 as in nvidia-smi
+        memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # version 2 as in nvidia-smi
         uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        if (name := ask(pynvml.nvmlDeviceGetName, handle)) is not None:  # else the GPU is lost
+        reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        if (name := query(pynvml.nvmlDeviceGetName, handle)) is not None:  # else the GPU is lost
             found.append(
                 Gpu(
                     index=index,
                     name=name,
                     used_mb=memory.used >> 20 if memory else None,
                     total_mb=memory.total >> 20 if memory else None,
-                    uncorrected_errors=ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
+                    uncorrected_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
                     throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
-                    pids=tuple(one.pid for one in ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+                    pids=tuple(one.pid for one in query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
                 )
             )
     return found

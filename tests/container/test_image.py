@@ -92,8 +92,8 @@ def test_run_in_podman_trains_and_records_the_image_digest(
     containers: Containers, image: BuildImage, tmp_path: Path
 ) -> None:
     name = image("default")
-    words = (*TRAIN, "stop.max_epochs=1", "name=first", "--in", "podman", "--image", name)
-    done = containers.hpcdist(*words, cwd=tmp_path, env={"HPCDIST_RUNS_DIR": str(tmp_path / "runs")})
+    command = (*TRAIN, "stop.max_epochs=1", "name=first", "--in", "podman", "--image", name)
+    done = containers.hpcdist(*command, cwd=tmp_path, env={"HPCDIST_RUNS_DIR": str(tmp_path / "runs")})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no GPU is visible: training on CPUs" in done.stdout
     assert last_lines(done)[-1].startswith("finished: trained 23 steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,7 @@ class Reply:
     missing: int = 0
 
 
-#: Returns the reply to send in place of a recorded one, or the raw bytes to send in place of an HTTP response.
+#: Returns the reply to send instead of a recorded one, or bytes to send instead of an HTTP response.
 Fault = Callable[[Reply], "Reply | bytes"]
 
 
@@ -49,9 +50,9 @@ def _is_json(value: object) -> bool:
 
 
 def _locations(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each value in a JSON document.
+    """Yield the path of each value in a JSON document, except addresses of artifacts.
 
-    Addresses of artifacts are left out: the client writes files to a location that is a path.
+    The client would write files to an address that is a path of the file system.
     """
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in pairs:
@@ -60,12 +61,12 @@ def _locations(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
             yield from _locations(value, (*above, key))
 
 
-def _with_value(body: bytes, position: float, value: Any, *, remove: bool) -> bytes:
-    """Return a JSON document in which one value is replaced or removed."""
-    tree = json.loads(body or b"{}")
+def changed_value(reply: Reply, *, position: float, value: Any, remove: bool) -> Reply:
+    """Replace or remove one value of a JSON document."""
+    tree = json.loads(reply.body or b"{}")
     paths = list(_locations(tree))
     if not paths:
-        return json.dumps(value).encode()
+        return replace(reply, body=json.dumps(value).encode())
     *parents, last = paths[int(position * len(paths))]
     inner = tree
     for parent in parents:
@@ -74,10 +75,31 @@ def _with_value(body: bytes, position: float, value: Any, *, remove: bool) -> by
         del inner[last]
     else:
         inner[last] = value
-    return json.dumps(tree).encode()
+    return replace(reply, body=json.dumps(tree).encode())
+
+
+def truncated(reply: Reply, *, position: float, noise: bytes) -> Reply:
+    return replace(reply, body=reply.body[: int(position * len(reply.body))] + noise)
+
+
+def shorter_than_declared(reply: Reply, *, missing: int) -> Reply:
+    return replace(reply, missing=missing)
+
+
+def other_response(_: Reply, *, status: int, body: bytes, headers: dict[str, str]) -> Reply:
+    return Reply(status, body, headers)
+
+
+def not_http(_: Reply, *, data: bytes) -> bytes:
+    return data
+
+
+def _faults(fault: Callable[..., Reply | bytes], **arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Fault]:
+    return st.builds(functools.partial, st.just(fault), **arguments)
 
 
 _positions = st.floats(0, 1, exclude_max=True)
+_json_values = values.filter(_is_json)
 _statuses = st.sampled_from(
     [200, 201, 204, 206, 301, 302, 304, 400, 401, 403, 404, 409, 413, 418, 429, 500, 501, 502, 503, 504, 599]
 )
@@ -85,47 +107,29 @@ _codes = st.sampled_from(
     ["RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_PARAMETER_VALUE", "INTERNAL_ERROR", "", "x" * 999]
 )
 _errors = st.fixed_dictionaries(
-    {}, optional={"error_code": st.one_of(_codes, values.filter(_is_json)), "message": values.filter(_is_json)}
+    {}, optional={"error_code": st.one_of(_codes, _json_values), "message": _json_values}
 ).map(lambda error: json.dumps(error).encode())
 _headers = st.sampled_from(
     [{}, {"Content-Type": "text/html"}, {"Location": "/"}, {"Location": "http://["}, {"Retry-After": "3600"},
      {"Content-Encoding": "gzip"}, {"Content-Type": "application/json; charset=x"}, {"Transfer-Encoding": "chunked"}]
 )  # fmt: skip
+_no_http = st.sampled_from([b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
 faults: st.SearchStrategy[Fault] = st.one_of(
-    st.builds(
-        lambda position, value, remove: (
-            lambda reply: replace(reply, body=_with_value(reply.body, position, value, remove=remove))
-        ),
-        _positions,
-        values.filter(_is_json),
-        st.booleans(),
+    _faults(changed_value, position=_positions, value=_json_values, remove=st.booleans()),
+    _faults(truncated, position=_positions, noise=st.binary(max_size=6)),
+    _faults(shorter_than_declared, missing=st.integers(1, 10**6)),
+    _faults(
+        other_response,
+        status=_statuses,
+        body=st.one_of(_errors, st.sampled_from([PAGE, *NOISE]), st.binary(max_size=40)),
+        headers=_headers,
     ),
-    st.builds(
-        lambda position, noise: (
-            lambda reply: replace(
-                reply,
-                body=reply.body[: int(position * len(reply.body))] + noise,
-            )
-        ),
-        _positions,
-        st.binary(max_size=6),
-    ),
-    st.builds(
-        lambda status, body, headers: lambda reply: Reply(status, body, headers),
-        _statuses,
-        st.one_of(_errors, st.sampled_from([PAGE, *NOISE]), st.binary(max_size=40)),
-        _headers,
-    ),
-    st.integers(1, 10**6).map(lambda missing: lambda reply: replace(reply, missing=missing)),
-    st.sampled_from([b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"]).map(
-        lambda data: lambda reply: data
-    ),
-    st.binary(min_size=1, max_size=60).map(lambda data: lambda reply: data),
+    _faults(not_http, data=st.one_of(_no_http, st.binary(min_size=1, max_size=60))),
 )
 
 
 class Replies(ThreadingHTTPServer):
-    """Answers each request with its recorded reply, except from request number `first_fault` on."""
+    """Answers each request with its recorded reply, or with the expected fault."""
 
     daemon_threads = True
 

@@ -184,7 +184,7 @@ class Runs:
         return {file: torch.load(folder / file, weights_only=True) for file in ("model.pt", "trainer.pt")}
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240.0) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout_s: float = 600.0) -> tuple[int, str]:
     """Wait for a process of `Runs.start`; return exit code and output."""
     with process:
         output, _ = process.communicate(timeout=timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
         return Base(name=name, problem="buildah reports no digests; docker and podman do")
     found = _inspect(engine, name)
     if found is None and pull:
-        done = subprocess.run([engine.name, "pull", "--quiet", name], capture_output=True, text=True, check=False)
+        done = engine.run("pull", "--quiet", name)
         if done.returncode:
             return Base(name=name, problem=f"{engine.name} cannot pull it: {last_line(done.stderr)}")
         found = _inspect(engine, name)
@@ -67,11 +66,8 @@ def look_up(engine: Engine, name: str, *, pull: bool) -> Base:
 
 
 def _inspect(engine: Engine, name: str) -> dict[str, object] | None:
-    done = subprocess.run([engine.name, "image", "inspect", name], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    (found,) = json.loads(done.stdout)
-    return dict(found)
+    done = engine.run("image", "inspect", name)
+    return None if done.returncode else dict(json.loads(done.stdout)[0])
 
 
 def _of(name: str, found: dict[str, object]) -> Base:

@@ -66,12 +66,12 @@ def revision_of(checkout: Path) -> tuple[str, str]:
 
 def argv(engine: EngineName, build: Build) -> list[str]:
     """Return the argv of a build."""
-    words: list[str] = [engine, "build"]
+    command: list[str] = [engine, "build"]
     if engine != "docker":
-        words += ["--format", "docker"]  # the OCI format has no health checks
-    words += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
+        command += ["--format", "docker"]  # the OCI format has no health checks
+    command += ["--file", str(dockerfile_of(build.checkout, build.target)), "--tag", build.tag]
     if build.target != "mlflow":
-        words += ["--target", build.target]
+        command += ["--target", build.target]
     arguments = {
         "BASE_IMAGE": build.base.reference,
         "BASE_NAME": build.base.name,
@@ -84,8 +84,8 @@ def argv(engine: EngineName, build: Build) -> list[str]:
     }
     for name, value in arguments.items():
         if value is not None:
-            words += ["--build-arg", f"{name}={value}"]
-    return [*words, *build.options, str(build.checkout)]
+            command += ["--build-arg", f"{name}={value}"]
+    return [*command, *build.options, str(build.checkout)]
 
 
 def run(engine: Engine, command: Sequence[str]) -> None:

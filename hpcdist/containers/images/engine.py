@@ -21,9 +21,13 @@ ANSWER_S = 30.0
 class Engine:
     name: EngineName
 
+    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of the engine, which may fail."""
+        return subprocess.run([self.name, *arguments], input=stdin, capture_output=True, text=True, check=False)
+
     def output(self, *arguments: str) -> str:
         """Run a command of the engine and return its standard output. Raises ImageError with its last error line."""
-        done = subprocess.run([self.name, *arguments], capture_output=True, text=True, check=False)
+        done = self.run(*arguments)
         if done.returncode:
             raise ImageError(f"`{self.name} {' '.join(arguments[:2])}` failed: {last_line(done.stderr)}")
         return done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,8 @@ def _sbom(engine: Engine, facts: ImageFacts) -> Check:
 
 
 def _self_test(engine: Engine, image: str) -> dict[str, Any]:
-    words = [engine.name, "run", "--rm", "--interactive", "--entrypoint", "python3", image, "-"]
-    done = subprocess.run(words, input=SELF_TEST.read_text(), capture_output=True, text=True, check=False)
+    command = ("run", "--rm", "--interactive", "--entrypoint", "python3", image, "-")
+    done = engine.run(*command, stdin=SELF_TEST.read_text())
     if done.returncode:
         raise ImageError(f"image {image} cannot be started: {last_line(done.stderr)}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -80,7 +79,6 @@ def _inside(facts: ImageFacts, found: dict[str, Any]) -> Iterator[Check]:
 
 
 def _training(engine: Engine, image: str) -> Check:
-    words = [engine.name, "run", "--rm", "--ipc=host", image, "run", *TRAINING]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = engine.run("run", "--rm", "--ipc=host", image, "run", *TRAINING)
     good = done.returncode == 0 and "finished" in last_line(done.stdout)
     return _result("training on 2 ranks", last_line(done.stdout if good else done.stdout + done.stderr), good)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class ImageFacts:
 
 def inspect(engine: Engine, image: str) -> ImageFacts:
     """Read the facts of a local image. Raises ImageError if there is no image of that name."""
-    done = subprocess.run([engine.name, "image", "inspect", image], capture_output=True, text=True, check=False)
+    done = engine.run("image", "inspect", image)
     if done.returncode:
         error = last_line(done.stderr)
         if any(words in error.lower() for words in ("no such image", "image not known", "no such object")):

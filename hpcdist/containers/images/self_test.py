@@ -42,8 +42,8 @@ def main() -> None:
 def _requirements() -> list[str]:
     """Return the distributions that hpcdist declares for itself and for its extra `train`."""
     lines = metadata.requires("hpcdist") or []
-    wanted = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
-    return [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in wanted]
+    required = [line for line in lines if "extra ==" not in line or re.search(r"extra == ['\"]train['\"]", line)]
+    return [re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0] for line in required]
 
 
 def _is_installed(distribution: str) -> bool:
@@ -55,11 +55,11 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _modules_of(distributions: list[str]) -> list[str]:
-    wanted = {name.lower().replace("_", "-") for name in distributions}
+    required = {name.lower().replace("_", "-") for name in distributions}
     return sorted(
         module
         for module, owners in metadata.packages_distributions().items()
-        if wanted & {owner.lower().replace("_", "-") for owner in owners} and module.isidentifier()
+        if required & {owner.lower().replace("_", "-") for owner in owners} and module.isidentifier()
     )
 
 

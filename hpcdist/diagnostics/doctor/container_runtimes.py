@@ -60,14 +60,14 @@ def runtime_checks(
     *,
     expected: bool = True,
     which: Callable[[str], object] = shutil.which,
-    ask: RunCommand = run_command,
+    query: RunCommand = run_command,
 ) -> list[Check]:
     """Return one result per installed runtime, or a note if there is none and one is `expected`."""
     installed = [command for command in _RUNTIMES if which(command)]
     if "apptainer" in installed and "singularity" in installed:
         installed.remove("singularity")
     with ThreadPoolExecutor() as pool:
-        results = pool.map(lambda command: _check(command, host, ask), installed)
+        results = pool.map(lambda command: _check(command, host, query), installed)
         checks = [check for check in results if check is not None]
     if any(check.level == "ok" for check in checks):
         # One working runtime suffices, so a broken one is no warning.
@@ -80,10 +80,10 @@ def runtime_checks(
     return checks
 
 
-def _check(command: str, host: Host, ask: RunCommand) -> Check | None:
+def _check(command: str, host: Host, query: RunCommand) -> Check | None:
     """Check a runtime that is installed; None for a Slurm without pyxis."""
     name, arguments, further_problem = _RUNTIMES[command]
-    done = ask([command, *arguments])
+    done = query([command, *arguments])
     if name == "pyxis":
         return ok(name, "srun has --container-image") if "--container-image" in done.stdout else None
     if done.returncode != 0:
@@ -97,7 +97,7 @@ def _check(command: str, host: Host, ask: RunCommand) -> Check | None:
     if name == "singularity":
         text = f"{version}; container.runtime=apptainer calls `apptainer`, which is not installed"
         return note(name, text, 'create a link: `ln -s "$(command -v singularity)" ~/.local/bin/apptainer`')
-    if (problem := further_problem(host, ask)) is not None:
+    if (problem := further_problem(host, query)) is not None:
         text, fix = problem
         return warning(name, f"{version}; {text}", fix)
     return ok(name, version + (", GPUs by --nv" if name == "apptainer" and host.has_gpus else ""))
@@ -113,25 +113,25 @@ def _docker_fix(host: Host, error: str) -> str:
     return "start its daemon (`sudo systemctl start docker`)"
 
 
-def _no_problem(host: Host, ask: RunCommand) -> None:
+def _no_problem(host: Host, query: RunCommand) -> None:
     return None
 
 
-def _docker_problem(host: Host, ask: RunCommand) -> tuple[str, str] | None:
+def _docker_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     """Return a problem of a docker that answers, with its fix."""
-    if not host.has_gpus or host.cdi or "nvidia" in ask(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
+    if not host.has_gpus or host.cdi or "nvidia" in query(["docker", "info", "--format", "{{json .Runtimes}}"]).stdout:
         return None
     return _NO_TOOLKIT, "install nvidia-container-toolkit, then `sudo nvidia-ctk runtime configure --runtime=docker`"
 
 
-def _podman_problem(host: Host, ask: RunCommand) -> tuple[str, str] | None:
+def _podman_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     rows = (line.split(":") for line in host.subuid.splitlines())
     num_ids = sum(int(row[2]) for row in rows if len(row) == 3 and row[0] in (host.user, str(host.uid)))
     if host.uid and num_ids < _SUB_IDS:
         text = f"{host.user} has no {_SUB_IDS} subordinate ids in /etc/subuid, which images need"
         fix = f"`sudo usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {host.user}`"
         return text, f"{fix}, then `podman system migrate`"
-    if problem := _namespace_problem(host, ask):
+    if problem := _namespace_problem(host, query):
         return problem
     if host.has_gpus and not host.cdi:
         fix = "`sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
@@ -139,11 +139,11 @@ def _podman_problem(host: Host, ask: RunCommand) -> tuple[str, str] | None:
     return None
 
 
-def _namespace_problem(host: Host, ask: RunCommand) -> tuple[str, str] | None:
+def _namespace_problem(host: Host, query: RunCommand) -> tuple[str, str] | None:
     """Test whether the user can create user namespaces, because three settings may forbid it."""
     if host.uid == 0:
         return None
-    done = ask(["unshare", "--user", "--map-root-user", "true"])
+    done = query(["unshare", "--user", "--map-root-user", "true"])
     if done.returncode == 0 or "No such file" in done.stderr:
         return None
     return (

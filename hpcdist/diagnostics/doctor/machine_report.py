@@ -38,7 +38,7 @@ class Request:
 
     env: Mapping[str, str]
     folder: Path  #: the folder of runs, or of one run
-    store: MlflowStore | None  #: the MLflow store of a run started here; None if it cannot be determined
+    store: MlflowStore | None  #: the MLflow store of a run started on this machine; None if it cannot be determined
     store_problem: str = ""  #: why the store cannot be determined
 
 
@@ -134,6 +134,6 @@ def _names(found: SlurmFacts) -> list[Check]:
 
 def _is_node(found: SlurmFacts) -> bool:
     """Return whether this machine is a node of the cluster."""
-    here = socket.gethostname().partition(".")[0]
+    host = socket.gethostname().partition(".")[0]
     groups = (group for partition in found.partitions or [] for group in partition.nodes)
-    return any(here in expand(group.names) for group in groups)
+    return any(host in expand(group.names) for group in groups)

@@ -88,29 +88,28 @@ def _client() -> list[Check]:
 
 def _server(found: MlflowStore, env: Mapping[str, str]) -> list[Check]:
     root, headers = _address(found.uri, env)
+    is_up = False
     try:
         _get(f"{root}/health", {})
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            return [_refused(found, env, error.code, known=bool(headers))]
-        text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
-        fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
-        return [warning("server", text, fix)]
-    except _FAILURES as error:
-        text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
-        fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
-        return [warning("server", text, fix)]
-    try:
+        is_up = True
         _get(f"{root}/api/2.0/mlflow/experiments/search?max_results=1", headers)
         version = " ".join(_get(f"{root}/version", headers).split())
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             return [_refused(found, env, error.code, known=bool(headers))]
-        text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
-        return [warning("server", text, "see the server's log")]
+        if is_up:
+            text = f"{found.shown} is up, but does not list experiments (answer {error.code}): {_LATER}"
+            return [warning("server", text, "see the server's log")]
+        text = f"{found.shown} answers {error.code}, so it is no MLflow server or has an error: {_LATER}"
+        fix = f"`curl {found.shown}/health` should print OK; if MLflow has a path prefix, add it to the URI"
+        return [warning("server", text, fix)]
     except _FAILURES as error:
-        text = f"{found.shown} is up, but did not list experiments ({_reason(error)}): {_LATER}"
-        return [warning("server", text, "see the server's log, and its database")]
+        if is_up:
+            text = f"{found.shown} is up, but did not list experiments ({_reason(error)}): {_LATER}"
+            return [warning("server", text, "see the server's log, and its database")]
+        text = f"{found.shown} cannot be reached ({_reason(error)}): {_LATER}"
+        fix = "start it, or set tracking.uri or MLFLOW_TRACKING_URI; behind a proxy set no_proxy"
+        return [warning("server", text, fix)]
     return [ok("server", f"{found.shown} answers, MLflow {version[:20]}")]
 
 

@@ -26,6 +26,11 @@ _STAGES = {
     "meet": "the rendezvous on loopback",
     "all-reduce": "an all-reduce",
 }
+_FIXES = {
+    "torch": "run `pip install 'hpcdist[train]'`; if the import is slow, install on a local disk",
+    "meet": "check the loopback interface (`ip address show lo`) and its firewall; NCCL_DEBUG=INFO shows details",
+    "all-reduce": "NCCL_DEBUG=INFO shows details; usual causes: small /dev/shm, blocked peer access (IOMMU, ACS)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +49,12 @@ def try_ranks(device: str, backend: str, ranks: int, *, within_s: float = TRIAL_
     """Start ranks that meet on loopback, as `hpcdist run` does, and return the output of each."""
     loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
     env = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
+    command = [sys.executable, "-P", "-m", "hpcdist.rank.startup_check", device, backend]
     # The rendezvous uses a file of this user, because torch's own store would listen on all interfaces.
     with tempfile.TemporaryDirectory(prefix="hpcdist-trial-") as folder:
         running = [
             subprocess.Popen(
-                [*words, str(rank), str(ranks), f"{folder}/meeting"],
+                [*command, str(rank), str(ranks), f"{folder}/meeting"],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -109,15 +114,9 @@ def _problem(trial: Trial, within_s: float) -> tuple[str, str] | None:
 
 
 def _fix(stage: str, error: str) -> str:
-    if stage == "torch":
-        return "run `pip install 'hpcdist[train]'`; if the import is slow, install on a local disk"
-    if stage == "compute" and ("CUDA" in error or "cuda" in error):
+    if stage == "compute" and "cuda" in error.lower():
         return "see `nvidia-smi`; the usual causes are CUDA_VISIBLE_DEVICES and an old driver"
-    if stage == "meet":
-        return "check the loopback interface (`ip address show lo`) and its firewall; NCCL_DEBUG=INFO shows details"
-    if stage == "all-reduce":
-        return "NCCL_DEBUG=INFO shows details; usual causes: small /dev/shm, blocked peer access (IOMMU, ACS)"
-    return "run it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 29500`"
+    return _FIXES.get(stage, "run it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 29500`")
 
 
 def torch_checks(trials: Sequence[Trial]) -> list[Check]:

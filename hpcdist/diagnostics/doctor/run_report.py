@@ -31,13 +31,13 @@ SHOWN_ATTEMPTS = 5
 SHOWN_NODES = 16
 #: Node states of `sinfo` in which a node accepts no jobs.
 _BAD = ("down", "drain", "fail", "error", "inval", "unknown", "not_responding", "reboot")
-_STANDING_S = 30.0
+_STATUS_S = 30.0
 
 
 def run_sections(run: RunDir, config: Config) -> list[Section]:
     """Return the sections about a run; for a run on Slurm also those about its nodes."""
     sections = [
-        Section(title="Run", run=lambda: _standing(run), timeout_s=_STANDING_S),
+        Section(title="Run", run=lambda: _status(run), timeout_s=_STATUS_S),
         Section(title="Attempts", run=lambda: attempts(run)),
         Section(title="Preflight", run=lambda: preflight(run)),
     ]
@@ -45,17 +45,17 @@ def run_sections(run: RunDir, config: Config) -> list[Section]:
         return sections
     return [
         *sections,
-        Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=_STANDING_S),
-        Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + _STANDING_S),
+        Section(title="Nodes in Slurm", run=lambda: _node_states(run), timeout_s=_STATUS_S),
+        Section(title="Node preflight", run=lambda: _live(run, config), timeout_s=STEP_TIMEOUT_S + _STATUS_S),
     ]
 
 
 # --- status
 
 
-def _standing(run: RunDir) -> list[Check]:
+def _status(run: RunDir) -> list[Check]:
     now = status_of(run)
-    checks = [standing_check(run, now)]
+    checks = [status_check(run, now)]
     if now.slurm_error:
         text = f"Slurm cannot be reached: {now.slurm_error}"
         checks.append(warning("Slurm", text, "the node states below may be outdated; see `hpcdist doctor`"))
@@ -70,7 +70,7 @@ def _standing(run: RunDir) -> list[Check]:
     return checks
 
 
-def standing_check(run: RunDir, now: RunStatus) -> Check:
+def status_check(run: RunDir, now: RunStatus) -> Check:
     """Return the run's status, with the next command if it failed or was lost."""
     text = now.sentence
     if now.facts is not None and now.facts.sentence() not in text:
@@ -161,7 +161,7 @@ def _node_states(run: RunDir) -> list[Check]:
 def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check]:
     """Return a check for each of `nodes`, those that Slurm starts no jobs on first."""
     known = {state.name: state for state in states}
-    bad, well = [], []
+    bad, healthy = [], []
     for node in nodes:
         found = known.get(node)
         if found is None:
@@ -170,23 +170,23 @@ def node_checks(states: Sequence[NodeState], nodes: Sequence[str]) -> list[Check
         if found.state.lower().startswith(_BAD) or "*" in found.state:
             bad.append(_unfit(found))
         else:
-            well.append((node, found.state))
-    shown = [ok(node, state, node=node) for node, state in well[:SHOWN_NODES]]
-    if len(well) > SHOWN_NODES:
-        counts = Counter(state for _, state in well[SHOWN_NODES:])
+            healthy.append((node, found.state))
+    shown = [ok(node, state, node=node) for node, state in healthy[:SHOWN_NODES]]
+    if len(healthy) > SHOWN_NODES:
+        counts = Counter(state for _, state in healthy[SHOWN_NODES:])
         shown.append(ok("others", ", ".join(f"{count} {state}" for state, count in counts.items())))
     return bad + shown
 
 
 def _unfit(node: NodeState) -> Check:
-    words = [node.state + (" (does not answer)" if "*" in node.state else "")]
+    parts = [node.state + (" (does not answer)" if "*" in node.state else "")]
     if node.since is not None:
-        words.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
+        parts.append(f"since {time.strftime('%Y-%m-%d %H:%M', time.localtime(node.since))}")
     if node.reason:
-        words.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
+        parts.append(f"{node.reason!r}" + (f" by {node.user}" if node.user else ""))
     fix = "Slurm starts no jobs there; `hpcdist resume` gets other nodes. "
     fix += f"After the repair an administrator runs `scontrol update nodename={node.name} state=resume`"
-    return warning(node.name, ", ".join(words), fix, node=node.name)
+    return warning(node.name, ", ".join(parts), fix, node=node.name)
 
 
 def _live(run: RunDir, config: Config) -> list[Check]:

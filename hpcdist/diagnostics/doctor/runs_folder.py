@@ -7,8 +7,6 @@ import shlex
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.machine import storage
@@ -35,27 +33,13 @@ def clock_offset(folder: Path) -> float:
         return os.stat(file.name).st_mtime - before
 
 
-@dataclass(frozen=True, kw_only=True)
-class FolderTests:
-    """The tests of a folder, which unit tests replace."""
-
-    rename: Callable[[Path], str] = storage.rename_problem
-    exclusive: Callable[[Path], str] = storage.exclusive_problem
-    lock: Callable[[Path], str] = storage.lock_problem
-    speed: Callable[[Path, int, float], float] = storage.write_speed
-    clock: Callable[[Path], float] = clock_offset
-
-
-def folder_checks(
-    runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False, tries: FolderTests | None = None
-) -> list[Check]:
+def folder_checks(runs_dir: Path, *, on_cluster: bool = False, in_container: bool = False) -> list[Check]:
     """Check the folder of runs without creating it: if it does not exist, its nearest existing parent is tested.
 
     Args:
         on_cluster: whether Slurm's nodes must see the folder.
         in_container: whether this process runs in a container, whose own layer is not kept.
     """
-    tries = tries or FolderTests()
     place = storage.existing(runs_dir.absolute())
     kind, source = storage.mount_of(place)
     shown = f"{runs_dir.absolute()}" + ("" if runs_dir.exists() else " (the first run creates it)")
@@ -75,10 +59,10 @@ def folder_checks(
         checks.append(_shared(runs_dir, kind, source, on_cluster))
     checks.append(_space(place))
     if checks[-1].level != "failure":
-        checks.append(_speed(place, tries))
+        checks.append(_speed(place))
     if checks[-1].level == "failure":
         return checks  # the remaining tests need to write files
-    return [*checks, *_file_operations(place, tries), *_clock(tries.clock(place))]
+    return [*checks, *_file_operations(place), *_clock(clock_offset(place))]
 
 
 def _privacy(runs_dir: Path) -> list[Check]:
@@ -107,11 +91,15 @@ def is_in_container_layer(place: Path) -> bool:
     return place.stat().st_dev == Path("/").stat().st_dev
 
 
-def _file_operations(place: Path, tries: FolderTests) -> list[Check]:
+def _file_operations(place: Path) -> list[Check]:
     """Test the file operations that run folders rely on."""
     problems = [
-        ("replacing", tries.rename(place), "readers may see partial files, and a restart may find no checkpoint"),
-        ("making once", tries.exclusive(place), "two supervisors could take the same run"),
+        (
+            "replacing",
+            storage.rename_problem(place),
+            "readers may see partial files, and a restart may find no checkpoint",
+        ),
+        ("making once", storage.exclusive_problem(place), "two supervisors could take the same run"),
     ]
     broken = [
         failure(name, f"{problem}: {meaning}", f"{_CHOOSE}, on a POSIX file system")
@@ -121,7 +109,7 @@ def _file_operations(place: Path, tries: FolderTests) -> list[Check]:
     if broken:
         return broken
     checks = [ok("files", "atomic replacement and exclusive creation work")]
-    if problem := tries.lock(place):
+    if problem := storage.lock_problem(place):
         text = f"locks do not work ({problem}): sqlite's database and concurrent `hpcdist` commands need them"
         fix = "set another MLflow store (tracking.uri); Lustre: mount with -o flock; NFS: check rpc.statd"
         checks.append(warning("locks", text, fix))
@@ -170,9 +158,9 @@ def _space(place: Path) -> Check:
     return ok("space", text)
 
 
-def _speed(place: Path, tries: FolderTests) -> Check:
+def _speed(place: Path) -> Check:
     try:
-        speed = tries.speed(place, _TEST_BYTES, _TEST_S)
+        speed = storage.write_speed(place, _TEST_BYTES, _TEST_S)
     except OSError as error:
         text = f"a file of {_TEST_BYTES // 2**20} MiB could not be written ({error.strerror}): checkpoints would fail"
         fix = f"disk full, read-only, or quota exceeded (`quota -s`, `df -h {place}`); {_CHOOSE}"

@@ -189,17 +189,17 @@ def _span(values: list[int]) -> str:
 
 
 def _limits(partition: Partition) -> str:
-    words = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
+    parts = [_duration(partition.facts.get("MaxTime", "UNLIMITED"))]
     if (most := partition.limit("MaxNodes")) is not None:
-        words.append(f"{most} nodes a job")
+        parts.append(f"{most} nodes a job")
     for kind in ("Accounts", "Qos", "Groups"):
         if (allowed := partition.allowed(kind)) is not None:
-            words.append(f"{kind.lower()} {few(list(allowed), 3)} only")
-    return ", ".join(words)
+            parts.append(f"{kind.lower()} {few(list(allowed), 3)} only")
+    return ", ".join(parts)
 
 
 def _duration(text: str) -> str:
-    """Return a time limit such as `1-12:00:00` in words."""
+    """Return a time limit such as `1-12:00:00` in readable units."""
     if text in ("UNLIMITED", "INFINITE"):
         return "no time limit"
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)

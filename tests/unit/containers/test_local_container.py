@@ -78,14 +78,14 @@ def test_cuda_visible_devices_selects_the_gpus_of_the_container(
     ada: ContainerSpec, engine: str, flags: list[str]
 ) -> None:
     spec = container_for(ada, CUDA_VISIBLE_DEVICES="0,2", num_gpus=2)
-    words = argv(replace(spec, runtime=engine), [])
-    assert [word for word in words if "gpu" in word] == flags
+    command = argv(replace(spec, runtime=engine), [])
+    assert [word for word in command if "gpu" in word] == flags
 
 
 @pytest.mark.parametrize(("override", "num_gpus"), [("launch.device=auto", 0), ("launch.device=cpu", 8)])
 def test_no_gpus_are_passed_without_gpus_or_for_cpu_runs(ada: ContainerSpec, override: str, num_gpus: int) -> None:
-    words = argv(container_for(ada, override, num_gpus=num_gpus), [])
-    assert not [word for word in words if "gpu" in word]
+    command = argv(container_for(ada, override, num_gpus=num_gpus), [])
+    assert not [word for word in command if "gpu" in word]
 
 
 def test_stop_timeout_covers_saving_and_shipping(ada: ContainerSpec) -> None:

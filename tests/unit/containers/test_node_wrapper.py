@@ -62,16 +62,16 @@ class Node:
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
 
-    def script(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = ["sh", str(SCRIPT), *words]
+    def script(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", str(SCRIPT), *arguments]
         return subprocess.run(command, env=self.env | env, capture_output=True, text=True, check=False, timeout=60)
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start the task of a rank, which shares the log of the rank."""
         first = [sys.executable, "-m", "hpcdist.containers.pid1", str(self.attempt)]
-        words = ["rank", str(self.attempt), "SLURM_*", "podman", "run", "--label=hpcdist.run=/r", "IMAGE", *first]
+        arguments = ["rank", str(self.attempt), "SLURM_*", "podman", "run", "--label=hpcdist.run=/r", "IMAGE", *first]
         with open(self.log, "ab") as log:
-            return subprocess.Popen(["sh", str(SCRIPT), *words, *command], env=self.env, stdout=log, stderr=log)
+            return subprocess.Popen(["sh", str(SCRIPT), *arguments, *command], env=self.env, stdout=log, stderr=log)
 
     def args(self, name: str = "unnamed") -> list[str]:
         return (self.state / f"{name}.args").read_text().splitlines()
@@ -123,9 +123,9 @@ def test_docker_gets_user_groups_and_devices(node: Node) -> None:
     assert node.args() == [f"--user={os.getuid()}:{os.getgid()}", *groups, *devices, "IMAGE", "true"]
 
 
-@pytest.mark.parametrize("words", [["once", "X"], ["plain"], ["rank", "/nowhere", "X"]])
-def test_missing_runtime_is_reported_in_one_line(node: Node, words: list[str]) -> None:
-    done = node.script(*words, "apptainer", "exec", "IMAGE")
+@pytest.mark.parametrize("arguments", [["once", "X"], ["plain"], ["rank", "/nowhere", "X"]])
+def test_missing_runtime_is_reported_in_one_line(node: Node, arguments: list[str]) -> None:
+    done = node.script(*arguments, "apptainer", "exec", "IMAGE")
     assert (done.returncode, done.stderr) == (127, "hpcdist: apptainer is not installed on n2\n")
 
 

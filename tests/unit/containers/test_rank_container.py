@@ -148,9 +148,9 @@ def test_gpus_depend_on_setting_device_and_request(setting: Any, device: Any, gp
 
 @pytest.mark.processes
 def test_probe_reports_the_versions_of_its_python(tmp_path: Path) -> None:
-    words = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
-    code = words[-1]
-    assert words[-3:-1] == [sys.executable, "-c"]
+    command = image_probe_command(replace(SPEC, runtime="charliecloud", python=sys.executable)).argv
+    code = command[-1]
+    assert command[-3:-1] == [sys.executable, "-c"]
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "SLURMD_NODENAME": "n7"}
     output = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
     facts, problem, _ = check_image(SPEC, output, "", "n7")

@@ -139,8 +139,8 @@ def test_pyxis() -> None:
 
 def test_pyxis_without_mounts_has_no_mounts_flag() -> None:
     """The image probe has no mounts, and srun refuses `--container-mounts=`."""
-    words = step(replace(SPEC, runtime="pyxis", mounts=()))
-    assert not [word for word in words if word.startswith("--container-mounts")]
+    command = step(replace(SPEC, runtime="pyxis", mounts=()))
+    assert not [word for word in command if word.startswith("--container-mounts")]
 
 
 def test_components_have_separate_containers_with_their_gpus() -> None:
@@ -151,9 +151,9 @@ def test_components_have_separate_containers_with_their_gpus() -> None:
             roles={"server": RoleRequest(cpus_per_task=4), "trainer": RoleRequest(nodes=2, gpus_per_node=2)}
         ),
     )
-    words = step_command(config, RUN.attempt(1), rank_command(RUN.path, SPEC.python), SPEC)
-    colon = words.index(":")
-    for part, gpu in ((words[:colon], False), (words[colon:], True)):
+    command = step_command(config, RUN.attempt(1), rank_command(RUN.path, SPEC.python), SPEC)
+    colon = command.index(":")
+    for part, gpu in ((command[:colon], False), (command[colon:], True)):
         assert ("--device=nvidia.com/gpu=all" in part) == gpu
         first = part.index("sh")
         assert part[first + 1] == "-c"
@@ -162,28 +162,28 @@ def test_components_have_separate_containers_with_their_gpus() -> None:
         inner = part[part.index(str(SCRIPT)) - 1 :]
         assert inner[:4] == ["sh", str(SCRIPT), "rank", f"{RUN.path}/attempts/001"]
         assert inner[-len(WORKER) :] == WORKER
-    assert "OMP_NUM_THREADS=1" in words[words.index("env") : words.index(str(SCRIPT), colon)], (
+    assert "OMP_NUM_THREADS=1" in command[command.index("env") : command.index(str(SCRIPT), colon)], (
         "outside of the container"
     )
 
 
 def test_no_runtime_passes_gpus_to_cpu_runs() -> None:
     for runtime in ("podman", "docker", "apptainer", "charliecloud", "pyxis"):
-        words = step(replace(SPEC, runtime=runtime, gpus=""))[len(SRUN) :]
-        assert not [word for word in words if "gpu" in word or word == "--nv"], runtime
+        command = step(replace(SPEC, runtime=runtime, gpus=""))[len(SRUN) :]
+        assert not [word for word in command if "gpu" in word or word == "--nv"], runtime
     assert "--env=NVIDIA_VISIBLE_DEVICES=void" in step(replace(SPEC, runtime="enroot", gpus=""))
 
 
 @pytest.mark.parametrize(
-    ("runtime", "words"),
+    ("runtime", "command"),
     [
         ("podman", ["sh", str(SCRIPT), "once", NAMES, *container.podman(SPEC), "true"]),
         ("docker", ["sh", str(SCRIPT), "once", NAMES, *container.docker(SPEC), "true"]),
         ("charliecloud", ["sh", str(SCRIPT), "plain", *container.charliecloud(SPEC), *IGNORE_USR2, "true"]),
     ],
 )
-def test_commands_other_than_ranks_run_without_pid1(runtime: str, words: list[str]) -> None:
-    assert container_command(replace(SPEC, runtime=runtime), ["true"]).argv == words
+def test_commands_other_than_ranks_run_without_pid1(runtime: str, command: list[str]) -> None:
+    assert container_command(replace(SPEC, runtime=runtime), ["true"]).argv == command
 
 
 def test_remove_command_selects_containers_by_label() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hpcdist.diagnostics.doctor.container_runtimes import Host
 from hpcdist.diagnostics.doctor.gpu_checks import gpu_checks
 from hpcdist.diagnostics.doctor.host_name import host_name_checks
 from hpcdist.diagnostics.doctor.resource_limits import ResourceLimits, resource_checks
-from hpcdist.diagnostics.doctor.runs_folder import GIB, FolderTests, folder_checks
+from hpcdist.diagnostics.doctor.runs_folder import GIB, folder_checks
 from hpcdist.machine.check import Check
 from hpcdist.machine.gpus import Gpu
 
@@ -244,7 +244,7 @@ def checks_of_runtimes(host: Host, *installed: str, **changed: subprocess.Comple
     """Return the results for the installed commands, which all work except for the changed answers."""
     answers = WORKING | changed
     return container_runtimes.runtime_checks(
-        host, which=lambda name: name in installed, ask=lambda command: answers[command[0]]
+        host, which=lambda name: name in installed, query=lambda command: answers[command[0]]
     )
 
 
@@ -327,12 +327,10 @@ def test_failing_and_hanging_runtimes_are_reported(tmp_path: Path, monkeypatch: 
 # --- the folder of runs
 
 
-#: Tests that write nothing to measure the speed.
-QUICK = FolderTests(speed=lambda *_: 2.0**30)
-
-
-def fails(message: str) -> Callable[[Path], str]:
-    return lambda path: message
+@pytest.fixture
+def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the measurement of the speed, which writes for two seconds."""
+    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**30)
 
 
 @pytest.mark.processes
@@ -358,19 +356,20 @@ def test_folder_without_write_permission_fails(tmp_path: Path, monkeypatch: pyte
     assert check.fix.startswith("start the container with --user $(id -u):$(id -g); or set another")
 
 
+@pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
 def test_folder_or_database_of_others_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").touch(mode=0o600)
     tmp_path.chmod(0o775)
     (tmp_path / "mlflow.db").chmod(0o640)
-    folder_check, database_check = folder_checks(tmp_path, tries=QUICK)[1:3]
+    folder_check, database_check = folder_checks(tmp_path)[1:3]
     assert (folder_check.name, folder_check.level) == ("owner", "warning")
     assert f"group or others may write to {tmp_path} (mode 0775)" in folder_check.text
     assert folder_check.fix == f"chmod go-w {tmp_path}"
     assert (database_check.name, database_check.level) == ("database", "warning")
     assert database_check.fix == f"chmod 600 {tmp_path}/mlflow.db"
     monkeypatch.setattr(folder, "foreign_owner", lambda path: "user bob" if path.name == "mlflow.db" else None)
-    (check,) = (check for check in folder_checks(tmp_path, tries=QUICK) if check.name == "owner")
+    (check,) = (check for check in folder_checks(tmp_path) if check.name == "owner")
     assert (check.level, check.text) == (
         "failure",
         f"the database {tmp_path}/mlflow.db belongs to user bob: runs are refused,"
@@ -379,26 +378,29 @@ def test_folder_or_database_of_others_is_reported(tmp_path: Path, monkeypatch: p
     assert "share results by an MLflow server" in check.fix
 
 
+@pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
 def test_folder_in_the_container_layer_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: ("overlay", "overlay"))
     monkeypatch.setattr(folder, "is_in_container_layer", lambda place: True)
-    check = folder_checks(tmp_path, in_container=True, tries=QUICK)[1]
+    check = folder_checks(tmp_path, in_container=True)[1]
     assert (check.level, check.fix) == ("warning", f"mount a folder: -v $PWD/runs:{tmp_path}")
-    assert folder_checks(tmp_path, tries=QUICK)[1].level == "ok"
+    assert folder_checks(tmp_path)[1].level == "ok"
     monkeypatch.setattr(folder, "is_in_container_layer", lambda place: False)
-    assert folder_checks(tmp_path, in_container=True, tries=QUICK)[1].level == "ok"
+    assert folder_checks(tmp_path, in_container=True)[1].level == "ok"
 
 
-def test_read_only_file_system_fails(tmp_path: Path) -> None:
-    def read_only(path: Path, num_bytes: int, limit_s: float) -> float:
+def test_read_only_file_system_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, num_bytes: int, limit_s: float) -> float:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    found = folder_checks(tmp_path, tries=FolderTests(speed=read_only))
+    monkeypatch.setattr(folder.storage, "write_speed", fail)
+    found = folder_checks(tmp_path)
     assert levels(found)["writing"] == "failure"
     assert "could not be written (Read-only file system)" in found[-1].text
 
 
+@pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("space", "level", "text"),
@@ -413,27 +415,41 @@ def test_little_space_is_reported(
     space: dict[str, int], level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "space", lambda path: space)
-    check = next(check for check in folder_checks(tmp_path, tries=QUICK) if check.name == "space")
+    check = next(check for check in folder_checks(tmp_path) if check.name == "space")
     assert (check.level, text in check.text) == (level, True)
 
 
 @pytest.mark.processes
-def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path) -> None:
-    found = folder_checks(
-        tmp_path,
-        on_cluster=False,
-        tries=replace(QUICK, rename=fails("a reader saw no file"), exclusive=fails("made twice")),
-    )
-    assert levels(found)["replacing"] == levels(found)["making once"] == "failure"
-    found = folder_checks(tmp_path, tries=replace(QUICK, lock=fails("No locks available")))
-    assert levels(found)["locks"] == "warning"
-    for offset_s, text in ((40.0, "40 s ahead of this"), (-40.0, "40 s behind this")):
-        clock = folder_checks(tmp_path, tries=replace(QUICK, clock=lambda path, by=offset_s: by))[-1]
-        assert (clock.name, clock.level, text in clock.text) == ("clock", "warning", True)
-    slow = folder_checks(tmp_path, tries=FolderTests(speed=lambda *_: 2.0**20))
-    assert (slow[3].level, "1 MiB/s" in slow[3].text) == ("note", True)
+@pytest.mark.usefixtures("fast_disk")
+def test_file_system_without_posix_guarantees_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.storage, "rename_problem", lambda path: "a reader saw no file")
+        patch.setattr(folder.storage, "exclusive_problem", lambda path: "the same file was created twice")
+        found = levels(folder_checks(tmp_path))
+    assert found["replacing"] == found["making once"] == "failure"
+    monkeypatch.setattr(folder.storage, "lock_problem", lambda path: "No locks available")
+    assert levels(folder_checks(tmp_path))["locks"] == "warning"
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("fast_disk")
+@pytest.mark.parametrize(("offset_s", "text"), [(40.0, "40 s ahead of this"), (-40.0, "40 s behind this")])
+def test_clock_of_the_file_server_is_compared(
+    offset_s: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "clock_offset", lambda path: offset_s)
+    clock = folder_checks(tmp_path)[-1]
+    assert (clock.name, clock.level, text in clock.text) == ("clock", "warning", True)
+
+
+@pytest.mark.processes
+def test_slow_file_system_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder.storage, "write_speed", lambda *_: 2.0**20)
+    speed = folder_checks(tmp_path)[3]
+    assert (speed.level, "1 MiB/s" in speed.text) == ("note", True)
+
+
+@pytest.mark.usefixtures("fast_disk")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "on_cluster", "level", "text"),
@@ -449,7 +465,7 @@ def test_local_file_system_on_a_cluster_is_a_warning(
     kind: str, on_cluster: bool, level: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder.storage, "mount_of", lambda path: (kind, "server:/home"))
-    check = folder_checks(tmp_path, on_cluster=on_cluster, tries=QUICK)[1]
+    check = folder_checks(tmp_path, on_cluster=on_cluster)[1]
     assert (check.level, text in check.text) == (level, True), check
 
 
