@@ -11,6 +11,9 @@ from generators.messages import template
 from generators.tables import PACKAGE, cell, code, table
 from hpcdist.diagnostics.failure_patterns import PATTERNS, WAITING
 
+#: The functions of hpcdist.machine.check that create findings.
+FUNCTIONS = ("Check", "note", "warning", "failure")
+
 
 def failure_patterns() -> str:
     """Return a section per failure that `hpcdist explain` recognises."""
@@ -38,14 +41,16 @@ def doctor_findings() -> str:
 
 
 def _findings(folder: Path) -> str:
-    """Return the findings (`Check(...)` and `Finding(...)` calls) of the modules in a folder."""
+    """Return the findings that the modules in a folder create, without those of level `ok`."""
     rows = []
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] not in ("Check", "Finding"):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in FUNCTIONS:
                 continue
-            given = {keyword.arg: _text(keyword.value, tree) for keyword in node.keywords}
+            arguments = [*zip(("name", "text", "fix"), node.args, strict=False)]
+            arguments += [(keyword.arg or "", keyword.value) for keyword in node.keywords]
+            given = {name: _text(value, tree) for name, value in arguments}
             if given.get("text") and given.get("level") != "ok":
                 rows.append((cell(given["name"]), code(given["text"]), cell(given.get("fix", ""))))
     return table(("check", "finding", "fix"), rows)
