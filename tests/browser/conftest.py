@@ -21,7 +21,7 @@ FLAGS = [
     "--disable-quic",
 ]
 #: A page takes one or two seconds, and several times longer on a busy machine.
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 60_000
 #: MLflow 3.17 opens the panel of its assistant at the first visit of a browser, unless this key is set.
 HIDE_ASSISTANT = 'localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true")'
 
