@@ -108,7 +108,7 @@ class Attempt:
     def send_request(
         self, action: Literal["stop", "cancel"], *, by: str, reason: str, within_s: float | None = None
     ) -> None:
-        """Write a request file. Ranks check for it once a second, the supervisor more often."""
+        """Write a request file. Rank 0 checks for it once a second, the supervisor more often."""
         request = {"action": action, "by": by, "reason": reason, "time": time.time()}
         write_json(self.request, request, within_s=within_s)
 

@@ -1,19 +1,23 @@
 """The run folder: its layout and its state file.
 
     runs/<experiment>/<run>/
-        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json  slurm.json
+        config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
+        slurm.json  job.json                     the Slurm job, and its starts
+        cell.json                                sweep and values, if the run is a cell of a sweep
+        supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
         journal/shipped.json                     offsets of the records that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
-        checkpoints/step-00000100/               see checkpoint/saver.py
+        checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
+            srun.log                             output of srun
             network.json                         result of the collective check
             stacks.txt  rank-00000.stacks.txt  rank-00000.flight.json      stack traces and collectives of a hang
             stragglers.jsonl                     straggler events

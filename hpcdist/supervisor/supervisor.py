@@ -171,6 +171,7 @@ class Supervisor:
         if not (stop_requested or disk_full or failure.kind == "rejected"):
             write_json(attempt.failure, asdict(failure))
             if why := self._launcher.broken():
+                # Stopped without a request: on Slurm the batch step requeues the job.
                 return replace(state, status="stopped", reason=f"{failure.sentence()}; {why}", ended=time.time())
         if decision.restart and not disk_full:
             return None
