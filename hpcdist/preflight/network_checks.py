@@ -1,7 +1,7 @@
 """Checks of the network between nodes: blocked connections, slow links, clock offsets. Pure functions.
 
 A node is reported if most of its pairs are affected, otherwise the pair is. Each pair has one short measurement, so
-differences must be large: slow nodes and pairs of `find_slow_links` are reported only below absolute thresholds.
+differences must be large, and values that suffice for training are not reported however much they differ.
 """
 
 from __future__ import annotations
@@ -186,32 +186,57 @@ def _stalled(answers: Answers) -> Iterator[Check]:
 
 
 def _slow(answers: Answers) -> Iterator[Check]:
-    rates = _both_ways(_slower_rates(answers))
+    rates = _slower_rates(answers)
     # The inverse of a latency is a speed: lower is worse, as for rates.
-    speeds = _both_ways({pair: 1 / latency_s for pair, (latency_s,) in _measured(answers, "latency_s").items()})
-    slow, late = find_slow_links(rates, SLOW), find_slow_links(speeds, SLOW)
+    speeds = {pair: 1 / latency_s for pair, (latency_s,) in _measured(answers, "latency_s").items()}
     fix = "check its cable, port and speed (`ethtool`), or exclude it (cluster.exclude={node})"
     named = set()
-    for own, node in sorted((slow.of_ends([node]), node) for node in slow.sends):
+    for own, usual, node in _slow_nodes(rates):
         if own < SLOW_BYTES_S:
             named.add(node)
-            text = f"{own / MB:,.1f} MB/s to and from it, {slow.usual / MB:,.0f} MB/s between the other nodes"
-            level: Level = "failure" if own * CRAWLING <= slow.usual else "warning"
+            text = f"{own / MB:,.1f} MB/s to and from it, {usual / MB:,.0f} MB/s between the other nodes"
+            level: Level = "failure" if own * CRAWLING <= usual else "warning"
             yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    for own, node in sorted((late.of_ends([node]), node) for node in late.sends):
+    for own, usual, node in _slow_nodes(speeds):
         if node not in named and 1 / own > SLOW_LATENCY_S:
-            text = f"{1e3 / own:,.1f} ms round trip, {1e3 / late.usual:,.2f} ms between the other nodes"
-            level = "failure" if own * CRAWLING <= late.usual and 1 / own > CRAWLING_LATENCY_S else "warning"
+            text = f"{1e3 / own:,.1f} ms round trip, {1e3 / usual:,.2f} ms between the other nodes"
+            level = "failure" if own * CRAWLING <= usual and 1 / own > CRAWLING_LATENCY_S else "warning"
             yield Check(name="network", level=level, text=text, fix=fix.format(node=node), node=node)
-    fix = "check the switches and routes between them"
-    pairs = sorted((rates[pair], pair) for pair in slow.pairs if pair[0] < pair[1])
-    if len(rates) == 2:  # both directions of a single pair
-        pairs = [(rate, pair) for pair, rate in rates.items() if pair[0] < pair[1]]
-    for rate, (one, other) in pairs[:_SHOWN]:
-        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 2 or rate * CRAWLING < slow.usual):
-            usually = "too slow for training" if len(rates) == 2 else f"{slow.usual / MB:,.0f} MB/s in the median pair"
+    yield from _slow_pairs({pair: rate for pair, rate in rates.items() if not named & set(pair)})
+
+
+def _slow_nodes(speeds: Mapping[Pair, float]) -> list[tuple[float, float, str]]:
+    """Return the slow nodes with the median speeds of their pairs and of the others, the slowest first.
+
+    `find_slow_links` finds the nodes that are slow with all partners. Nodes behind a slow uplink are fast among
+    themselves, so nodes whose median pair is slower than the median of the pairs without them are added one by one.
+    """
+    slow = find_slow_links(_both_ways(speeds), SLOW)
+    found = [(slow.of_ends([node]), slow.usual, node) for node in slow.sends]
+    left = {pair: speed for pair, speed in speeds.items() if not slow.sends & set(pair)}
+    while True:
+        slower = []
+        for node in {node for pair in left for node in pair}:
+            own = median(speed for pair, speed in left.items() if node in pair)
+            others = [speed for pair, speed in left.items() if node not in pair]
+            if others and own * SLOW < median(others):
+                slower.append((own / median(others), own, median(others), node))
+        if not slower:
+            return sorted(found)
+        _, own, usual, worst = min(slower)
+        found.append((own, usual, worst))
+        left = {pair: speed for pair, speed in left.items() if worst not in pair}
+
+
+def _slow_pairs(rates: Mapping[Pair, float]) -> Iterator[Check]:
+    if not rates:
+        return
+    usual = median(rates.values())
+    usually = f"{usual / MB:,.0f} MB/s in the median pair" if len(rates) > 1 else "too slow for training"
+    for rate, (one, other) in sorted((rate, pair) for pair, rate in rates.items())[:_SHOWN]:
+        if rate < SLOW_PAIR_BYTES_S and (len(rates) == 1 or rate * CRAWLING < usual):
             text = f"{rate / MB:,.1f} MB/s between {one} and {other}, {usually}"
-            yield Check(name="network", level="warning", text=text, fix=fix)
+            yield Check(name="network", level="warning", text=text, fix="check the switches and routes between them")
 
 
 def _slower_rates(answers: Answers) -> dict[Pair, float]:

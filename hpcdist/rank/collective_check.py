@@ -260,7 +260,8 @@ def measure_all_reduce(
                 "busbw_gb_per_s": busbw / 1e9,
             }
         )
-        spent_s += (1 + WARM_UP + timing.iterations) * timing.median_s
+        # `measure` omits the warm-up of operations for which it would take longer than _MEASURE_S.
+        spent_s += (1 + timing.iterations) * timing.median_s + min(WARM_UP * timing.median_s, _MEASURE_S)
         num_bytes *= 4
         if num_bytes > effort.largest_bytes or spent_s + 2 * 4 * timing.median_s > effort.budget_s:
             return latency_s, timings

@@ -178,7 +178,7 @@ def connections_to(port: int) -> set[Address]:
     """Return the peers of all connections to a port of this machine, including those not accepted yet."""
     ended = (psutil.CONN_LISTEN, psutil.CONN_TIME_WAIT)
     return {
-        _address(own.raddr)
-        for own in psutil.net_connections("tcp")
-        if own.raddr and own.laddr and own.laddr.port == port and own.status not in ended
+        _address(found.raddr or ("an unknown address", 0))  # psutil omits an address with port 0
+        for found in psutil.net_connections("tcp")
+        if found.laddr and found.laddr.port == port and found.status not in ended
     }

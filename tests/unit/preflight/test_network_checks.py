@@ -156,6 +156,25 @@ def test_two_slow_nodes_are_both_reported() -> None:
     assert {check.node for check in findings(request(6), answers)} == {"n2", "n5"}
 
 
+def test_nodes_behind_a_slow_uplink_are_reported_although_they_are_fast_among_themselves() -> None:
+    answers = healthy(6)
+    behind = {"n2", "n5"}
+    for one, other in ((a, b) for a in answers for b in answers if a < b):
+        if len(behind & {one, other}) == 1:
+            set_measured(answers, one, other, sent_bytes_s=50e6)
+    found = findings(request(6), answers)
+    assert {(check.level, check.node) for check in found} == {("failure", node) for node in behind}
+
+
+def test_very_slow_pair_of_a_node_with_sufficient_other_pairs_is_reported() -> None:
+    answers = healthy(6)
+    for one, other in pairs_of(answers, "n2"):
+        set_measured(answers, one, other, sent_bytes_s=200e6)
+    set_measured(answers, "n2", "n5", sent_bytes_s=1e6)
+    (found,) = messages(request(6), answers)
+    assert found.startswith("warning network: 1.0 MB/s between n2 and n5, 1,000 MB/s in the median pair; check the")
+
+
 def test_moderately_slow_link_is_a_warning() -> None:
     answers = healthy(4)
     for one, other in pairs_of(answers, "n3"):
