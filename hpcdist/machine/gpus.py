@@ -7,17 +7,16 @@ pynvml is imported by the functions, because most commands need no GPU facts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hpcdist.machine.facts import versions
 from hpcdist.machine.time_limit import done_within, start
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: Time limit for the answer of the driver, which takes seconds to load if nothing keeps it loaded.
 DRIVER_S = 8.0
@@ -56,7 +55,7 @@ def open_gpus() -> dict[int, Any]:
         log.debug("NVML is not available: %s", error)
         return {}
     for index in range(count):
-        with suppress(pynvml.NVMLError):  # the GPU is lost
+        with suppress(pynvml.NVMLError):  # the GPU is lost, or a cgroup denies access to it
             found[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
     return found
 
@@ -74,27 +73,31 @@ def count_gpus() -> int:
 def _read_gpus() -> list[Gpu]:
     import pynvml
 
-    def query(function: Callable[..., T], *arguments: object) -> T | None:
+    def query(name: str, *arguments: object) -> Any:
         try:
-            return function(*arguments)
-        except pynvml.NVMLError:
-            return None  # GPUs in MIG mode, virtual GPUs and old drivers do not support all queries
+            return getattr(pynvml, name)(*arguments)
+        except (pynvml.NVMLError, AttributeError):
+            return None  # GPUs in MIG mode, virtual GPUs, and other versions of driver or pynvml lack some queries
 
     found = []
     for index, handle in open_gpus().items():
-        memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # version 2 as in nvidia-smi
+        # Version 2 as in nvidia-smi; drivers before 510 have only the first.
+        memory = query("nvmlDeviceGetMemoryInfo", handle, pynvml.nvmlMemory_v2)
+        memory = memory or query("nvmlDeviceGetMemoryInfo", handle)
         uncorrected = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-        if (name := query(pynvml.nvmlDeviceGetName, handle)) is not None:  # else the GPU is lost
+        reasons = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # drivers before 535; CUDA 14 will remove this name
+            reasons = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        if (name := query("nvmlDeviceGetName", handle)) is not None:  # else the GPU is lost
             found.append(
                 Gpu(
                     index=index,
                     name=name,
                     used_mb=memory.used >> 20 if memory else None,
                     total_mb=memory.total >> 20 if memory else None,
-                    uncorrected_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *uncorrected),
+                    uncorrected_errors=query("nvmlDeviceGetTotalEccErrors", handle, *uncorrected),
                     throttled=tuple(text for bit, text in THROTTLES.items() if reasons & bit),
-                    pids=tuple(one.pid for one in query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+                    pids=tuple(one.pid for one in query("nvmlDeviceGetComputeRunningProcesses", handle) or ()),
                 )
             )
     return found

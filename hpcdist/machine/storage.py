@@ -35,9 +35,13 @@ def mount_of(path: Path) -> tuple[str, str]:
     """Return type and source (`server:/home`, `/dev/sda1`) of the file system of a path, both empty if unknown."""
     import psutil
 
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        return "", ""
     path = path.resolve()
     found, depth = ("", ""), -1
-    for mount in psutil.disk_partitions(all=True):
+    for mount in mounts:
         point = Path(mount.mountpoint)
         # The last mount on a folder hides earlier ones.
         if path.is_relative_to(point) and len(point.parts) >= depth:

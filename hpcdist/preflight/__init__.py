@@ -1,1 +1,1 @@
-"""Checks of nodes and their network before a run starts (standard library only)."""
+"""Checks of nodes and their network before a run starts."""

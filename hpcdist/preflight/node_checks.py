@@ -197,7 +197,7 @@ def _gpus(request: Request, node: str, answer: Mapping[str, Any]) -> Iterator[Ch
         yield Check(
             name="gpu",
             level="failure" if request.backend == "nccl" else "warning",
-            text=f"{seen} of {asked} GPUs are usable" + ("; nvidia-smi fails or does not answer" if silent else ""),
+            text=f"{seen} of {asked} GPUs are usable" + ("; the driver fails or does not answer" if silent else ""),
             fix=f"see `nvidia-smi` and `dmesg | grep NVRM` on {node}",
         )
     for gpu in answer.get("gpus", ()):

@@ -21,7 +21,7 @@ def gpu_checks(found: Sequence[Gpu], num_visible: int, num_devices: int, driver:
     """
     if not found:
         if num_devices or driver:
-            text = f"nvidia-smi shows no GPU, although driver {driver} is loaded and {num_devices} device files exist"
+            text = f"NVML reports no GPU, although driver {driver} is loaded and {num_devices} device files exist"
             fix = "see the error of `nvidia-smi`; in a container pass GPUs in (docker: --gpus all, podman: --device"
             return [warning("GPUs", text, f"{fix} nvidia.com/gpu=all)")]
         return [note("GPUs", "none: training uses the CPUs")]

@@ -116,7 +116,7 @@ def _problem(trial: Trial, within_s: float) -> tuple[str, str] | None:
 def _fix(stage: str, error: str) -> str:
     if stage == "compute" and "cuda" in error.lower():
         return "see `nvidia-smi`; the usual causes are CUDA_VISIBLE_DEVICES and an old driver"
-    return _FIXES.get(stage, "run it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 29500`")
+    return _FIXES.get(stage, "run it by hand: `python -m hpcdist.rank.startup_check cpu gloo 0 1 $(mktemp -u)`")
 
 
 def torch_checks(trials: Sequence[Trial]) -> list[Check]:

@@ -177,7 +177,7 @@ def test_memory_errors_throttling_and_use_of_gpus_are_reported() -> None:
 def test_missing_gpus_are_a_note_and_with_a_driver_a_warning() -> None:
     assert [check.sentence() for check in gpu_checks([], 0, 0, "")] == ["GPUs: none: training uses the CPUs"]
     (check,) = gpu_checks([], 0, 2, "550.54")
-    assert (check.level, "nvidia-smi shows no GPU" in check.text) == ("warning", True)
+    assert (check.level, "NVML reports no GPU" in check.text) == ("warning", True)
 
 
 # --- host name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import socket
@@ -76,6 +77,14 @@ def test_interfaces_have_state_and_speed_and_exclude_loopback(monkeypatch: pytes
         {"name": "eth0", "address": "10.0.0.3", "up": True, "speed_mbit": 1000},
         {"name": "ib0", "address": "10.1.0.3", "up": False, "speed_mbit": None},
     ]
+
+
+def test_interfaces_are_unknown_if_their_state_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
+
+    monkeypatch.setattr(psutil, "net_if_stats", fail)
+    assert facts.interfaces() == []
 
 
 def test_network_variables_exclude_all_others() -> None:

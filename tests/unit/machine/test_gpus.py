@@ -15,17 +15,17 @@ IDLE = gpu(
     "NVIDIA H200",
     MemoryInfo=memory(4, 143771),
     TotalEccErrors=0,
-    CurrentClocksThrottleReasons=0x01,
+    CurrentClocksEventReasons=0x01,
     ComputeRunningProcesses=[],
 )
 BROKEN = gpu(
     "NVIDIA H200",
     MemoryInfo=memory(90210, 143771),
     TotalEccErrors=2,
-    CurrentClocksThrottleReasons=0xC4,
+    CurrentClocksEventReasons=0xC4,
     ComputeRunningProcesses=processes(4711, 4712),
 )
-WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksThrottleReasons=0)
+WITHOUT_ECC = gpu("NVIDIA GeForce RTX 4090", MemoryInfo=memory(12, 24564), CurrentClocksEventReasons=0)
 #: NVML reports the memory and processes of the slices instead.
 IN_MIG_MODE = gpu("NVIDIA A100-SXM4-40GB")
 
@@ -43,6 +43,30 @@ def test_unsupported_queries_give_none(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ecc, in_mig_mode = gpus.gpus()
     assert (without_ecc.total_mb, without_ecc.uncorrected_errors) == (24564, None)
     assert (in_mig_mode.used_mb, in_mig_mode.total_mb, in_mig_mode.throttled, in_mig_mode.pids) == (None, None, (), ())
+
+
+def test_old_driver_reports_throttling_and_memory_by_the_former_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_info(handle: object, version: int | None = None) -> object:
+        if version is not None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return memory(12, 24564)
+
+    fake = install_fake_nvml(monkeypatch, gpu("Tesla V100", CurrentClocksThrottleReasons=0x20))
+    object.__setattr__(fake, "nvmlDeviceGetMemoryInfo", memory_info)
+    (old,) = gpus.gpus()
+    assert (old.used_mb, old.total_mb, old.throttled) == (12, 24564, ("too hot (software slowdown)",))
+
+
+def test_query_that_pynvml_has_not_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(self: FakeNvml, name: str) -> object:
+        if "Clocks" in name:
+            raise AttributeError(name)
+        return original(self, name)
+
+    original = FakeNvml.__getattr__
+    monkeypatch.setattr(FakeNvml, "__getattr__", without)
+    install_fake_nvml(monkeypatch, BROKEN)
+    assert [one.throttled for one in gpus.gpus()] == [()]
 
 
 def test_lost_gpus_are_not_listed_and_others_keep_their_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,14 @@ def test_mount_without_information_is_empty(monkeypatch: pytest.MonkeyPatch) -> 
     assert storage.mount_of(Path("/srv/runs")) == ("", "")
 
 
+def test_mount_is_empty_if_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: bool) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/self/mounts")
+
+    monkeypatch.setattr(psutil, "disk_partitions", fail)
+    assert storage.mount_of(Path("/srv/runs")) == ("", "")
+
+
 def test_mounts_of_this_machine_are_read() -> None:
     assert storage.file_system(Path("/proc/self")) == "proc"
 

@@ -137,7 +137,7 @@ def test_free_space_is_compared_with_the_size_of_the_last_checkpoint() -> None:
     [
         ({"visible_gpus": 1, "gpus": [GPU]}, "failure", "1 of 2 GPUs are usable; see `nvidia-smi`"),
         ({"visible_gpus": 0, "gpus": [], "gpu_device_files": 2}, "failure",
-         "0 of 2 GPUs are usable; nvidia-smi fails or does not answer; see"),
+         "0 of 2 GPUs are usable; the driver fails or does not answer; see"),
         ({"gpus": [GPU, GPU | {"index": 1, "uncorrected_errors": 2}]}, "failure",
          "GPU 1 has 2 uncorrected memory errors since its driver was loaded; drain n3 and reset it"),
         ({"gpus": [GPU | {"throttled": ["power brake"]}]}, "warning", "GPU 0 is throttled: power brake; check"),
