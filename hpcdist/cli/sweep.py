@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcdist.supervisor.plan import Plan
 
 #: Authors of a stop request that a signal to this process causes, see supervisor/signal_requests.py.
-_BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP", "signal")
+_BY_SIGNAL = ("SIGINT", "SIGTERM", "SIGHUP")
 POLL_S = 0.5
 #: Interval between two uploads to MLflow.
 UPLOAD_EVERY_S = 5.0

@@ -60,6 +60,7 @@ class Context(RankInfo):
         roles: the roles of the run; for example `ctx.roles.count("observer")` returns its number of observers.
         device: the device of this rank.
         timer: step timing of this rank; use `with ctx.timer.waiting():` around code that waits for other ranks.
+        groups: the control group and the store of all ranks.
         end_reason: why the trainer returned, one sentence for the status of the run. Set it at the end of `train`.
     """
 

@@ -28,7 +28,8 @@ class StopAgreement:
     number of boundaries to skip until the next round.
 
     Args:
-        group: a gloo group of all ranks that is not used concurrently for anything else; None if the world size is 1.
+        group: a gloo group of all ranks, on which all ranks start collectives in the same order; None if the world size
+            is 1.
         flag: the signal flag of this rank.
         request: file whose existence requests a stop.
         watch_request: whether this rank checks for the file, at most once a second; one rank is sufficient.

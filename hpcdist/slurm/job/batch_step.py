@@ -37,8 +37,8 @@ from hpcdist.tracking.uri import is_server, resolve_uri
 
 log = logging.getLogger(__name__)
 TIME_LIMIT = "time limit"
-#: Origin of a stop request after Slurm's SIGTERM: during an attempt, or before the first one.
-_BY_SIGTERM = ("SIGTERM", "signal")
+#: Origin of a stop request after Slurm's SIGTERM.
+_BY_SLURM = "SIGTERM"
 
 
 class JobLog:
@@ -173,7 +173,7 @@ def _supervise(run: RunDir, job: CurrentJob, held: Held) -> State:
 def _after(run: RunDir, job: CurrentJob, state: State, avoid: Sequence[str], max_requeues: int) -> State:
     """Requeue the job if the run continues that way; returns the state to record."""
     requested_by = _stop_origin(run, state)
-    if requested_by in _BY_SIGTERM and state.status in ("stopped", "failed") and job.is_requeued():
+    if requested_by == _BY_SLURM and state.status in ("stopped", "failed") and job.is_requeued():
         # Slurm has requeued the job itself. Ranks without time to save continue from the newest checkpoint.
         return _log_end(replace(state, status="queued", ended=None))
     # There is no request if a node failed, or if Slurm's signal ahead of the time limit reached the ranks before the
@@ -207,5 +207,5 @@ def _is_over(run: RunDir, state: State, job: CurrentJob) -> bool:
     """Return whether a run has ended by itself or at a user's request, and not with its allocation."""
     if state.status not in ENDED:
         return False
-    by_slurm = _stop_origin(run, state) in (*_BY_SIGTERM, TIME_LIMIT, None)
+    by_slurm = _stop_origin(run, state) in (_BY_SLURM, TIME_LIMIT, None)
     return not (job.restart_count > 0 and state.status in ("stopped", "failed") and by_slurm)

@@ -56,11 +56,10 @@ def after(
     return after
 
 
-@pytest.mark.parametrize("by", ["SIGTERM", "signal"])
 @pytest.mark.parametrize("status", ["stopped", "failed"])
-def test_run_of_a_requeued_job_is_queued(run: RunDir, by: str, status: Status) -> None:
+def test_run_of_a_requeued_job_is_queued(run: RunDir, status: Status) -> None:
     job = FakeJob(requeued=True)
-    state = after(run, job, status, by)
+    state = after(run, job, status, "SIGTERM")
     assert (state.status, state.reason, state.ended, job.requeues) == ("queued", "a reason", None, [])
 
 
