@@ -285,7 +285,6 @@ def assert_sockets_as_documented(by_rank: list[set[tuple[str, int]]], *, num_rpc
     for rank, sockets in enumerate(by_rank):
         gates = [port for _, port in sockets if 20480 <= port < 32768]
         assert len(gates) == (rank == 0)
-        num_gloo = (
-            len(sockets) - num_rpc - (3 if rank == 0 else 1)
-        )  # rank 0 has a gate, a store and a relay, other ranks only a relay
+        # Rank 0 has a gate, a store and a relay, other ranks only a relay.
+        num_gloo = len(sockets) - num_rpc - (3 if rank == 0 else 1)
         assert 1 <= num_gloo <= 5, (rank, sockets)
