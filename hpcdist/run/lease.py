@@ -147,11 +147,11 @@ class Held:
         except (OSError, RunFolderError) as error:
             # The next renewal may succeed; an exception would end the thread.
             if not self._failed:
-                log.warning("the lease of run %s cannot be renewed: %s", self._run.name, error)
+                log.warning("the lease of %s %s cannot be renewed: %s", self._run.kind, self._run.name, error)
             self._failed = True
             return
         if self._failed:
-            log.warning("the lease of run %s is renewed again", self._run.name)
+            log.warning("the lease of %s %s is renewed again", self._run.kind, self._run.name)
         self._failed = False
         self._renewed = _now_s()
 
@@ -163,12 +163,12 @@ class Held:
                 if found is not None and found.get("owner") == self._mine["owner"]:
                     retry.remove(self._run.lease)
         except (OSError, RunFolderError) as error:
-            log.warning("the lease of run %s cannot be removed: %s", self._run.name, error)
+            log.warning("the lease of %s %s cannot be removed: %s", self._run.kind, self._run.name, error)
 
     def _note_loss(self, found: dict[str, Any]) -> None:
         by = "process {pid} of {user} on {host}".format(**found) if found else "another process, which has ended"
         mine = f"process {self._mine['pid']} on {self._mine['host']}"
-        self._lost = f"run {self._run.name} was taken over by {by}, while {mine} could not renew its lease"
+        self._lost = f"{self._run.kind} {self._run.name} was taken over by {by}, while {mine} could not renew its lease"
         log.error("%s", self._lost)
 
 
@@ -238,8 +238,8 @@ def _watch(run: RunDir, other: dict[str, Any]) -> dict[str, Any] | None:
         RunFolderError: its holder has renewed it.
     """
     log.warning(
-        "run %s was held by process %s on %s; waiting up to %.0f s to make sure that it is not renewed",
-        *(run.name, other["pid"], other["host"], STALE_S),
+        "%s %s was held by process %s on %s; waiting up to %.0f s to make sure that it is not renewed",
+        *(run.kind, run.name, other["pid"], other["host"], STALE_S),
     )
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:

@@ -120,7 +120,7 @@ def _ignored(top: Path, *, in_git: bool) -> set[Path]:
     if in_git:
         if not own:
             return set()
-        # Two calls, because git's own rules never exclude tracked files.
+        # Unlike `.gitignore`, `.hpcdistignore` also excludes tracked files, which git lists in a separate call.
         return {*_git_paths(top, "--cached", "--ignored", *own), *_git_paths(top, "--others", "--ignored", *own)}
     if not own and not (top / ".gitignore").is_file():
         return set()

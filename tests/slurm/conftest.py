@@ -35,6 +35,13 @@ def cancel_jobs(devcluster: DevCluster) -> Iterator[None]:
     devcluster.cancel_all()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cancel_jobs_of_module(devcluster: DevCluster) -> Iterator[None]:
+    """Cancel the jobs of a module's fixture that fails: `cancel_jobs` is set up after it."""
+    yield
+    devcluster.cancel_all()
+
+
 @pytest.fixture(scope="session")
 def slurm_runs(tmp_path_factory: pytest.TempPathFactory, devcluster: DevCluster) -> SlurmRuns:
     """One folder for the runs of all tests; run names are unique across tests."""

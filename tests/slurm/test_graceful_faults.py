@@ -31,7 +31,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(scene: FaultScene
     """
     scene.submit("time limit", *scene.subject.overrides, "cluster.time_limit_min=2", "cluster.signal_lead_s=60")
     assert scene.cluster.job(scene.job)["TimeLimit"] == "00:02:00"
-    reason = scene.runs.wait_status(scene.name, "queued").reason
+    reason = scene.wait_queued()
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     assert 0 < scene.runs.checkpoint_steps(scene.name)[-1] < LAST_STEP
     scene.start_now()

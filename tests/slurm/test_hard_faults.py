@@ -127,7 +127,7 @@ def test_dead_node_is_replaced_by_a_spare_node(scene: FaultScene, victim: str) -
 
 @pytest.mark.faults
 def test_run_waits_for_the_dead_node_where_no_spare_exists(scene: FaultScene) -> None:
-    others = scene.cluster.sbatch("sleep 600", "--nodes=2", "--exclusive", "--nodelist=n3,n4")
+    others = scene.cluster.sbatch("sleep 3600", "--nodes=2", "--exclusive", "--nodelist=n3,n4")
     scene.cluster.wait_job_state(others, "RUNNING")
     scene.submit_held("node dead, comes back", SHORT_TIMEOUT)
     scene.kill_node("n2")

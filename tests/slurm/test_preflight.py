@@ -137,7 +137,7 @@ def test_requeued_job_excludes_a_node_with_another_version(
         *(name, "cluster.nodes=3", "cluster.tasks_per_node=1", "launch.num_ranks=3", "stop.max_epochs=1"),
         "preflight.on_failure=exclude",
     )
-    state = slurm_runs.wait_status(name, "queued")
+    state = slurm_runs.wait_requeued(name)
     assert state.reason.startswith(f"preflight: {BAD}: version: hpcdist 0.0.7, "), state.reason
     assert f" have {hpcdist.__version__}; " in state.reason
     assert state.reason.endswith(f"; {BAD} avoided from now on"), state.reason

@@ -108,7 +108,7 @@ def test_requeued_job_resumes_at_the_last_step(
     devcluster.run("scontrol", "requeue", job)
     slurm_runs.wait_stop_request(name)
     slurm_runs.release(name)
-    assert slurm_runs.wait_status(name, "queued").reason == "stopped with everything saved (SIGTERM to the supervisor)"
+    assert slurm_runs.wait_requeued(name).reason == "stopped with everything saved (SIGTERM to the supervisor)"
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert HOLD_STEP <= saved < LAST_STEP
     assert_nothing_left(in_image, slurm_runs, name)
@@ -209,7 +209,7 @@ def test_job_saves_and_requeues_itself_ahead_of_the_time_limit(
     name = "time-limit-podman"
     limits = ["cluster.time_limit_min=2", "cluster.signal_lead_s=60"]
     job = slurm_runs.submit(name, *HOLD_OVERRIDES, *overrides(in_image, "podman", slurm_runs), *limits)
-    reason = slurm_runs.wait_status(name, "queued").reason
+    reason = slurm_runs.wait_requeued(name).reason
     assert reason.partition("(")[2] in ("time limit)", "the ranks received a stop signal)")
     saved = slurm_runs.checkpoint_steps(name)[-1]
     assert_nothing_left(in_image, slurm_runs, name)

@@ -84,7 +84,7 @@ def test_requeue_and_cancel_of_the_last_task_do_not_affect_other_tasks(
 
     for name in (first, last):
         devcluster.run("scontrol", "requeue", sweeps.job_id(name))
-        state = sweeps.wait_status(name, "queued")
+        state = sweeps.wait_requeued(name)
         assert state.reason == "stopped with everything saved (SIGTERM to the supervisor)"
         saved = sweeps.checkpoint_steps(name)[-1]
         sweeps.start_now(sweeps.job_id(name))

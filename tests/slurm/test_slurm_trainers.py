@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,7 +175,7 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -> Iterator[dict[str, Finished]]:
+def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -> dict[str, Finished]:
     """Every trainer's run, requeued while its ranks were held, and its control run on this machine without Slurm."""
     runs, cluster, jobs = slurm_runs, slurm_runs.cluster, {}
     for case in CASES.values():
@@ -200,8 +199,7 @@ def finished(slurm_runs: SlurmRuns, socket_report: SocketReport, marker: Path) -
         words = arguments(runs, case, f"{case.trainer}-control", "params.hold_at=-1")
         code, output = runs.command("run", *words)
         assert code == 0, output
-    yield {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in CASES.values()}
-    cluster.cancel_all()
+    return {case.trainer: wait_finished(runs, case, jobs[case.trainer]) for case in CASES.values()}
 
 
 def run_of(runs: SlurmRuns, case: Case, kind: str) -> RunDir:

@@ -173,7 +173,7 @@ class FaultScene:
 
     def wait_queued(self) -> str:
         """Wait until the run is queued again; return the reason that the supervisor recorded."""
-        return self.runs.wait_status(self.name, "queued").reason
+        return self.runs.wait_requeued(self.name).reason
 
     def wait_step(self, step: int) -> None:
         """Wait until rank 0 of the first attempt has done a number of steps."""

@@ -60,17 +60,23 @@ class SlurmRuns(Runs):
     def state(self, name: str) -> State:
         return self.run_dir(name).read_state()
 
-    def wait_status(self, name: str, *wanted: str) -> State:
-        wait_for(lambda: self.state(name).status in wanted, f"{name} to be {wanted}", timeout_s=WAIT_S)
-        return self.state(name)
-
     def wait_stop_request(self, name: str) -> None:
         """Wait until the supervisor has asked the ranks of the first attempt to stop."""
         wait_for(self.attempt(name).request.exists, "the supervisor to request a stop", timeout_s=WAIT_S)
 
+    def wait_requeued(self, name: str) -> State:
+        """Wait until a run is queued again after its first attempt; return its state."""
+
+        def is_requeued() -> bool:
+            state = self.state(name)  # a new run is queued as well
+            return state.status == "queued" and state.attempt > 0
+
+        wait_for(is_requeued, f"{name} to be queued again", timeout_s=WAIT_S)
+        return self.state(name)
+
     def wait_queued_again(self, name: str) -> int:
         """Wait until a stopped run is queued again; return the step of its newest checkpoint."""
-        self.wait_status(name, "queued")
+        self.wait_requeued(name)
         return self.checkpoint_steps(name)[-1]
 
     def start_now(self, job: str) -> None:

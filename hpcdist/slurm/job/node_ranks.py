@@ -2,8 +2,8 @@
 
     python -m hpcdist.slurm.job.node_ranks RUN list|kill
 
-Prints the node's name and the ranks that run, after `kill` those that have survived SIGKILL. It searches
-the process table, because Slurm cannot signal ranks after the end of their slurmstepd.
+Prints the node's name and the ranks that run, after `kill` those that have survived SIGKILL. It searches the
+process table, because Slurm cannot signal ranks after the end of their slurmstepd.
 """
 
 from __future__ import annotations

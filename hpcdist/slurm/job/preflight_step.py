@@ -44,6 +44,8 @@ ROUNDS = 2
 
 
 class StepAnswers(NamedTuple):
+    """Output of the preflight step."""
+
     answers: dict[str, dict[str, Any]]  #: by node
     errors: str
 

@@ -1,7 +1,7 @@
-"""A shipped trainer, held at one step until a test has done to it what it has in mind.
+"""A shipped trainer whose ranks are held at one step until a test releases them.
 
-`params`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt alone; `grandchild`
-starts a process of one's own; `pace_s` is what each step takes at least.
+`params`: `gated` is the trainer, ddp by default; `hold_at` is the step, in the first attempt only; `grandchild` starts
+a child process of each rank; `pace_s` is the minimum duration of a step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hpcdist.rank.context import Context
 from hpcdist.rank.stop_agreement import REQUEST_INTERVAL_S
 
 #: Longer than tests wait for the last of several runs to be held.
-HOLD_AT_MOST_S = 600.0
+HOLD_AT_MOST_S = 900.0
 
 
 def train(ctx: Context, cfg: Config) -> None:
-    """Train as the trainer does; each rank that is held leaves its process id in `held-<rank>`."""
+    """Train like the trainer; each rank that is held writes its process id to `held-<rank>`."""
     if cfg.params.get("grandchild"):
         subprocess.Popen(["sleep", "1000"])
     if ctx.attempt.number == 1:
@@ -38,7 +38,7 @@ def train(ctx: Context, cfg: Config) -> None:
 
 
 def hold(ctx: Context) -> None:
-    """Return when `release` appears in the attempt's folder, or a request that the next look will find."""
+    """Wait until `release` appears in the attempt's folder, or a request that `should_stop` will read."""
     began = time.monotonic()
     waiting = threading.Event()
     partial = ctx.attempt.path / f"held-{ctx.rank}.partial"
@@ -50,4 +50,4 @@ def hold(ctx: Context) -> None:
             return
         if ctx.attempt.request.exists() and now > began + REQUEST_INTERVAL_S:
             return
-    raise TimeoutError("nobody released this rank")
+    raise TimeoutError("the test did not release this rank")
