@@ -1,4 +1,4 @@
-"""What every test needs: no variables of whoever starts the tests, and a place for runs."""
+"""Fixtures and hooks of all tests: a clean environment, groups for pytest-xdist, the fault table, container images."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from io_faults import compile_library
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-#: Once, before anything is imported: hpcdist sets variables of MLFLOW_* itself, and those must stay.
-#: What steers the tests themselves stays too.
+#: Variables that configure the tests. All others of HPCDIST_*, Slurm and MLflow are removed once, before hpcdist is
+#: imported, which sets some of MLFLOW_* itself.
 _STEER_TESTS = (
     "HPCDIST_DATA_DIR",
     "HPCDIST_DOCS_IMAGES",
@@ -31,8 +31,7 @@ _STEER_TESTS = (
 for _name in list(os.environ):
     if _name.startswith(("HPCDIST_", "SLURM_", "SBATCH_", "MLFLOW_")) and _name not in _STEER_TESTS:
         del os.environ[_name]
-#: A shell starts what it leaves in the background with SIGINT ignored, which tests of Ctrl-C would hand on to what they
-#: start. A handler is not handed on.
+#: A shell starts background processes with SIGINT ignored. Child processes inherit that, so tests of Ctrl-C would fail.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -44,7 +43,7 @@ def runs_dir(tmp_path: Path) -> Path:
 # --- processes, and tests that run beside each other
 
 TESTS = Path(__file__).parent
-#: Tests of these folders share a service, and of the others those of a file share what they prepare.
+#: The tests of one of these folders share a service and run in one worker; elsewhere the tests of a file do.
 GROUPS = ("slurm", "container", "browser", "multiproc", "faults")
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 #: Processes that the running test has started.
@@ -89,7 +88,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 class FaultTable:
-    """Collects the rows from the reports, which arrive in this process also from workers of pytest-xdist."""
+    """Collects the rows from the test reports, including those of workers of pytest-xdist."""
 
     def __init__(self) -> None:
         self.cells: list[Cell] = []
@@ -133,14 +132,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def io_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that injects them, see `io_faults.py`."""
+    """Return the library that injects faults, see `io_faults.py`."""
     return compile_library(tmp_path_factory.mktemp("io_faults"))
 
 
-# --- our images, built once for all tests that start containers
+# --- container images, built once for all tests
 
 REQUIRE_CONTAINERS = "HPCDIST_REQUIRE_CONTAINERS"
-"""Set to 1, it turns the skip for want of containers into a failure: for machines that must run them."""
+"""With 1, missing container tools are a failure instead of a skip."""
 
 
 @pytest.fixture(scope="session")
@@ -155,5 +154,5 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
 
 @pytest.fixture(scope="session")
 def image(containers: Containers) -> Callable[[str], str]:
-    """The name of the image of a target, built on first use."""
+    """Return a function that returns the name of the image of a target, built on first use."""
     return cache(containers.build)
