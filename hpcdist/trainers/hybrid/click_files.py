@@ -49,7 +49,8 @@ class FileLog:
                 missing = set(self._columns) - set(self._parquet.schema_arrow.names)
                 if missing:
                     raise DataError(
-                        f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.tables and .numeric"
+                        f"{self._path} has no column {sorted(missing)[0]!r}: see hybrid.label_column, "
+                        "hybrid.numeric_columns and hybrid.tables"
                     )
         except _DAMAGED as error:
             raise self._unreadable(error) from error
