@@ -82,7 +82,8 @@ def resume(
     with hold(found):
         pending_config.propose(found, config)
         if with_current_code:
-            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher="local")
+            launcher = "slurm" if on_slurm else "local"
+            snapshot.write_environment(found, snapshot.take(config, found, Path.cwd()), launcher=launcher)
     if start is None:
         return enqueue(found, config, flags, follow=follow, wait=wait)
     return supervise_here(found, config, *start, follow=follow)
