@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from functools import cache
@@ -71,7 +72,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
 
 
 def _note_process(event: str, arguments: tuple[object, ...]) -> None:
-    if event in PROCESS_EVENTS:
+    # Threads of an earlier test, such as a section of the doctor, may still start processes.
+    if event in PROCESS_EVENTS and threading.current_thread() is threading.main_thread():
         started.append(f"{event} {arguments[0] if arguments else ''}")
 
 
