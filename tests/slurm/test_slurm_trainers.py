@@ -87,7 +87,13 @@ CASES = {
             "pipeline",
             2,
             16,
-            ("model.name=resnet18", "data.batch_size=8", "data.eval_batch_size=360", "stop.max_steps=16"),
+            (
+                "model.name=resnet18",
+                "data.batch_size=8",
+                "data.eval_batch_size=360",
+                "stop.max_steps=16",
+                "pipeline.split_points=[layer2]",  # measured splits of two runs differ on a busy machine
+            ),
             ("cluster.nodes=2", "cluster.tasks_per_node=1"),
             num_stepping=2,
             shards=(0, 1),
