@@ -14,6 +14,7 @@ from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
@@ -42,6 +43,7 @@ class Delivery:
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
+        self._ledger = LedgerMetrics(run)
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
@@ -77,6 +79,7 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ledger.ship(state, self.open_run())
         failure = None
         try:
             self._ship_artifacts(state)
