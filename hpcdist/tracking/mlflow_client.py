@@ -40,7 +40,7 @@ from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
 for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["MlflowClient", "MlflowException", "entities", "open_client", "require_id", "translated"]
+__all__ = ["MlflowClient", "MlflowException", "entities", "is_unsupported", "open_client", "require_id", "translated"]
 
 #: Exceptions of the client if the server, a proxy or the disk fails.
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -67,6 +67,13 @@ def _reason(error: Exception) -> str:
     if mark and "<" in body[:200]:
         text = f"{head} The response is an HTML page: check that this is the address of an MLflow server"
     return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def is_unsupported(error: MlflowException) -> bool:
+    """Return whether a request failed because the server or the store, such as an older MLflow, does not have it."""
+    return error.error_code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
+        " error code 404 " in str(error)  # a page instead of MLflow's JSON
+    )
 
 
 def require_id(value: object, kind: str) -> str:
