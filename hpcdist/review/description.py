@@ -11,8 +11,8 @@ from hpcdist.review.commands import load_commands, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
 from hpcdist.review.markdown import code_block, escaped, link, table
-from hpcdist.run.attempt_record import Dataset
 from hpcdist.run.sweep import text_of
+from hpcdist.run.training_record import Dataset
 
 #: Rows of a table beyond these are left out, in the middle of the attempts.
 _MAX_OVERRIDES = 30

@@ -14,9 +14,9 @@ from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.attempts import AttemptFacts, read_attempts
 from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
-from hpcdist.run.attempt_record import Dataset, TrainingRecord, read_training
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
+from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import Resources
 
 
 class Ranks(Protocol):
@@ -60,8 +61,8 @@ class Launcher(Protocol):
     num_ranks: int
 
     @property
-    def host_names(self) -> Sequence[str]:
-        """The hosts of the ranks."""
+    def resources(self) -> Resources:
+        """The GPUs or cores of the ranks, by node."""
         ...
 
     def start(self, attempt: Attempt) -> Ranks:

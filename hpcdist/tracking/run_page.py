@@ -14,8 +14,8 @@ from hpcdist.errors import RunFolderError, TrackingError
 from hpcdist.review.description import describe
 from hpcdist.review.facts import RunFacts, read_facts
 from hpcdist.review.ledger import read_ledger
-from hpcdist.run.attempt_record import Dataset
 from hpcdist.run.folder import RunDir, State
+from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.run_metadata import MAX_TAG
