@@ -74,10 +74,11 @@ def test_description_of_a_live_run() -> None:
         "best checkpoint: /runs/c/step\\-00000100\n",
         "- last values: train/loss 0.5\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
-        " rank 1 \\| was &lt;b&gt;killed&lt;/b&gt; | 20 | [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
+        " rank 1 \\| was &lt;b&gt;killed&lt;/b&gt; | 20 |"
+        " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
-        """import torch; state_dict = torch.load('/runs/c/step-00000100/model.pt', weights_only=True)""",
+        """from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights('/runs/c/step-00000100')""",
         "cd '/home/a b' && hpcdist submit mine.yaml --cluster site optim.lr=0.01 'params.text=x $y'\n```",
     ):
         assert row in text
