@@ -86,8 +86,8 @@ class Delivery:
         self._follow_config()
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
-        self._ship_tags(state)
         self._ship_page(state)
+        self._ship_tags(state)
         self._ledger.ship(state, self.open_run())
         failure = None
         try:
@@ -155,14 +155,13 @@ class Delivery:
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
         if changed:
             self.open_run().set_tags(changed)
-            self.progress.tags = tags | {key: note for key, note in self.progress.tags.items() if key == NOTE_TAG}
+            self.progress.tags = tags
             self.progress.save(self._saved)
 
     def _ship_page(self, state: State) -> None:
         before = dict(self.progress.page)
         self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
         if self.progress.page != before:
-            self.progress.tags.pop(NOTE_TAG, None)  # written by an older version
             self.progress.save(self._saved)
 
     def _ship_artifacts(self, state: State) -> None:
