@@ -28,7 +28,7 @@ class TrackingConfig:
     uri: str = "${oc.env:MLFLOW_TRACKING_URI,''}"
     """URI of the MLflow server or database; empty means the SQLite file `<runs_dir>/mlflow.db`."""
     register_as: str | None = None
-    """Name of the final model in MLflow's model registry; null does not register it."""
+    """Name of the final model in MLflow's model registry, where the alias `best` follows `monitor`; null: none."""
     log_every_steps: int = 50
     """Optimizer steps between two values of the training metrics."""
     system_interval_s: float = 10.0
