@@ -12,8 +12,8 @@ from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.batches import Batches
 from hpcdist.tracking.changed_names import ChangedNames
-from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
@@ -64,7 +64,7 @@ class Delivery:
         self.progress = ShippingState.load(self._saved)
         if self.progress.run_id != run_id:
             self.progress = ShippingState(run_id=run_id)
-        self._tail = JournalTail(self.run.journal, self.progress)
+        self._batches = Batches(self.run, self.progress, self.config)
 
     def ship_once(self, state: State | None = None) -> int:
         """Upload everything once. Returns the number of points sent.
@@ -94,6 +94,7 @@ class Delivery:
         if self._config_mark != (mark := artifacts.fingerprint(self.run.config)):
             self.config = run_metadata.read_config(self.run)
             self.open_run().log_params(run_metadata.params(self.config))
+            self._load()  # with the budgets of the new config
             self._config_mark = mark
 
     def ship_records(self, state: State) -> int:
@@ -102,19 +103,17 @@ class Delivery:
         Limited to PASS_S for a running run, which may log as fast as MLflow accepts records.
         """
         mlflow = self.open_run()
-        num_sent, polls_before = 0, self._tail.num_polls
+        num_sent, polls_before = 0, self._batches.num_polls
         until = time.monotonic() + PASS_S if state.status == "running" else math.inf
         try:
-            while chunks := self._tail.next_chunks(state.attempt, over=state.status in ENDED):
+            while self._batches.plan(state.attempt, over=state.status in ENDED):
                 # The intent is saved before sending: after a crash the next process sends the same records again, and
                 # MLflow stores equal points once.
-                self.progress.intent = {name: chunk.offset for name, chunk in chunks.items()}
                 self.progress.save(self._saved)
-                points = self._tail.new_points(chunks)
-                self._names.note(self._tail.names)
+                points = self._batches.points()
+                self._names.note(self._batches.names)
                 num_refused = mlflow.log_points(points)
-                self.progress.offsets |= self.progress.intent
-                self.progress.intent = {}
+                self.progress.commit()
                 self.progress.num_points += len(points) - num_refused
                 self.progress.num_refused += num_refused
                 self.progress.save(self._saved)
@@ -127,7 +126,7 @@ class Delivery:
         except TrackingError:
             self._load()
             raise
-        self.pause_s = (self._tail.num_polls - polls_before) / CHECKS_PER_S
+        self.pause_s = (self._batches.num_polls - polls_before) / CHECKS_PER_S
         return num_sent
 
     def _ship_tags(self, state: State) -> None:
