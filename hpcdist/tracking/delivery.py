@@ -22,8 +22,12 @@ from hpcdist.tracking.shipping_state import ShippingState
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
-#: Time limit for the records of a running run in one pass; tags, artifacts and the status follow.
+#: Time limit for the records of a running run in one pass, and for its artifacts; tags and the status follow.
 PASS_S = 5.0
+#: The folder of a trainer's artifacts is searched less often if a search takes longer, at CHECKS_PER_S.
+SEARCH_S = 2.0
+#: Interval of saving the state during many uploads. After a crash, the artifacts of this time are uploaded again.
+SAVE_S = 2.0
 
 
 class Delivery:
@@ -43,6 +47,8 @@ class Delivery:
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
         self._logs_shipped = 0.0
+        #: Time of the next search for artifacts of the trainer.
+        self._search_at = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
@@ -146,7 +152,7 @@ class Delivery:
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))
         self._upload(artifacts.preflight(self.run))
-        self._upload(artifacts.trainer_artifacts(self.run))
+        self._ship_trainer_artifacts(is_running=state.status == "running")
         ended = state.status in ENDED
         if ended or time.monotonic() - self._logs_shipped >= LOG_INTERVAL_S:
             self._upload(artifacts.reports(self.run, ended=ended))
@@ -154,7 +160,20 @@ class Delivery:
         if ended and state.status != "stopped":
             self._upload(artifacts.checkpoints(self.run, self.config))
 
-    def _upload(self, found: Iterable[Artifact]) -> None:
+    def _ship_trainer_artifacts(self, *, is_running: bool) -> None:
+        """Upload the files of the trainer; of a running run for PASS_S, so that metrics do not wait for many files."""
+        if is_running and time.monotonic() < self._search_at:
+            return
+        found = list(artifacts.trainer_artifacts(self.run))
+        is_complete = self._upload(found, within_s=PASS_S if is_running else math.inf)
+        # The search reads the attributes of each file, which loads the file system.
+        pause_s = len(found) / CHECKS_PER_S
+        self._search_at = time.monotonic() + (pause_s if is_complete and pause_s > SEARCH_S else 0.0)
+
+    def _upload(self, found: Iterable[Artifact], within_s: float = math.inf) -> bool:
+        """Upload the files that MLflow does not have. Returns False if time was too short for all of them."""
+        until = time.monotonic() + within_s
+        saved_at, num_unsaved = time.monotonic(), 0
         try:
             for item in found:
                 if item.fingerprint not in ("", self.progress.artifacts.get(item.target)):
@@ -166,9 +185,19 @@ class Delivery:
                         continue
                     self.open_run().upload(item.source, item.target)
                     self.progress.artifacts[item.target] = item.fingerprint
-                    self.progress.save(self._saved)
+                    num_unsaved += 1
+                    if time.monotonic() - saved_at >= SAVE_S:  # the state is large if the run has many artifacts
+                        self.progress.save(self._saved)
+                        log.info("%s: %d artifacts uploaded", self.run.name, len(self.progress.artifacts))
+                        saved_at, num_unsaved = time.monotonic(), 0
+                    if time.monotonic() >= until:
+                        return False
         except OSError as error:
             raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
+        finally:
+            if num_unsaved:
+                self.progress.save(self._saved)
+        return True
 
     def _ship_model(self) -> None:
         if not (self.run.model / "MLmodel").is_file():
