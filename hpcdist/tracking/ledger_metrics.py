@@ -55,15 +55,12 @@ def points(ledger: Ledger, created: float, *, after: int = 0) -> list[Point]:
         created: when the run was created, in seconds since the epoch.
         after: the step of the points before; MLflow shows the point with the largest step.
     """
-    if not ledger.entries or not ledger.intervals:
+    if not ledger.entries:
         return []
     sums = ledger.by(lambda entry: entry.cause)
     values: dict[str, float] = {cause: sums.get(cause, 0.0) / 3600 for cause in CAUSES}
     values |= {"allocated": ledger.allocated_s / 3600, "goodput": ledger.goodput, "queue": ledger.queue_s / 3600}
     if ledger.energy_kwh is not None:
         values["energy_kwh"] = ledger.energy_kwh
-    ended = max(interval.ended for interval in ledger.intervals)
-    step = max(after + 1, int(ended - created))
-    return [
-        Point(key=PREFIX + name, value=value, time_ms=int(1000 * ended), step=step) for name, value in values.items()
-    ]
+    time_ms, step = int(1000 * ledger.ended), max(after + 1, int(ledger.ended - created))
+    return [Point(key=PREFIX + name, value=value, time_ms=time_ms, step=step) for name, value in values.items()]
