@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
-from hpcdist.tracking import artifacts, run_metadata
+from hpcdist.tracking import artifacts, run_metadata, saved_views
 from hpcdist.tracking.artifacts import Artifact
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.journal_tail import JournalTail
@@ -45,6 +45,7 @@ class Delivery:
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
+        self._views_tried = self._views_written = False
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
         self.pause_s = 0.0
 
@@ -77,6 +78,7 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ship_views(state)
         failure = None
         try:
             self._ship_artifacts(state)
@@ -143,6 +145,12 @@ class Delivery:
             self.open_run().set_tags(changed)
             self.progress.tags = tags
             self.progress.save(self._saved)
+
+    def _ship_views(self, state: State) -> None:
+        """Write the prepared views of the experiment in the first pass or, if that failed, at the end of the run."""
+        if not self._views_written and (not self._views_tried or state.status in ENDED):
+            self._views_tried = True
+            self._views_written = saved_views.write(self.open_run(), self.run, self.config)
 
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))
