@@ -23,7 +23,7 @@ from mlflow.utils.rest_utils import http_request
 
 from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json, write_json
-from hpcdist.review.ledger import CAUSES
+from hpcdist.review.causes import CAUSES
 from hpcdist.run.folder import RunDir
 from hpcdist.run.sweep_folder import sweep_of
 from hpcdist.tracking.links import VIEWS
@@ -95,6 +95,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     primary = [_metric(key) for key in monitors]
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
     loss, cost = _metric("train/loss"), _metric("ledger/allocated")
+    causes = [_metric(f"ledger/{cause}") for cause in (*CAUSES, "queue")]
     reason = _tag("hpcdist.reason")
     views = {
         "hpcdist-overview": View(
@@ -108,7 +109,7 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
             widths={reason: 500},
         ),
         "hpcdist-cost": View(
-            columns=(cost, _metric("ledger/goodput"), *(_metric(f"ledger/{cause}") for cause in CAUSES), _DURATION),
+            columns=(cost, _metric("ledger/goodput"), *causes, _metric("ledger/energy_kwh"), _DURATION),
             order_by=cost,
         ),
     }
