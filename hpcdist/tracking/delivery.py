@@ -50,7 +50,8 @@ class Delivery:
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
-        self._views_tried = self._views_written = False
+        #: Phase of the run in which the prepared views were written: `live` or `ended`.
+        self._views_written = ""
         #: Minimum time before the next pass: polling the journals of many nodes loads the file system.
         self.pause_s = 0.0
 
@@ -154,10 +155,14 @@ class Delivery:
             self.progress.save(self._saved)
 
     def _ship_views(self, state: State) -> None:
-        """Write the prepared views of the experiment in the first pass or, if that failed, at the end of the run."""
-        if not self._views_written and (not self._views_tried or state.status in ENDED):
-            self._views_tried = True
-            self._views_written = saved_views.write(self.open_run(), self.run, self.config)
+        """Write the prepared views of the experiment in the first pass and at the end of the run.
+
+        At the end, columns appear again that another run has removed by writing at the same time.
+        """
+        phase = "ended" if state.status in ENDED else "live"
+        if self._views_written != phase:
+            self._views_written = phase
+            saved_views.write(self.open_run(), self.run, self.config)
 
     def _ship_artifacts(self, state: State) -> None:
         self._upload(artifacts.documents(self.run))

@@ -125,25 +125,24 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     return views
 
 
-def write(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> bool:
+def write(mlflow: MlflowRun, run: RunDir, config: Mapping[str, Any]) -> None:
     """Write the views of the run's experiment that are missing or have changed, and note their ids in `mlflow.json`.
 
-    Views of users are not touched. Returns False, with a debug message, if MLflow has another version or rejects them.
+    Views of users are not touched. Nothing but a debug message happens if MLflow has another version or rejects them.
     """
     try:
         with translated(mlflow.uri):
             version = _version(mlflow.uri)
             if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
                 log.debug("no views are written: MLflow %s is not one of the tested versions %s", version, TESTED)
-                return False
+                return
             views = _update(mlflow, run, config)
     except (HpcdistError, OSError) as error:
         log.debug("no views are written: %s", error)
-        return False
+        return
     saved = read_json(run.mlflow) or {}
     if saved.get("views") != views:
         write_json(run.mlflow, saved | {"views": views}, durable=True)
-    return True
 
 
 def _version(uri: str) -> str:
