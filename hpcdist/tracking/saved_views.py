@@ -35,7 +35,7 @@ from hpcdist.tracking.uri import is_server
 log = logging.getLogger(__name__)
 
 #: Versions of MLflow whose UI saved and opened views of this format.
-TESTED = ("3.17",)
+TESTED = ("3.17", "3.18")
 _TAG = "mlflow.sharedViewState."
 _PREFIX = "deflate;"
 #: Columns that the list of runs always has, by their ids in the UI.
