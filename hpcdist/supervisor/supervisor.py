@@ -150,13 +150,16 @@ class Supervisor:
             self._forward_request(attempt)
             times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
-            write_times(attempt, replace(times, ended=time.time(), failed=failure is not None))
+            times = replace(times, ended=time.time(), failed=failure is not None)
             self._write_request(attempt)
             if failure is None:
-                return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
+                reason = self._reason(attempt, end)
+                write_times(attempt, replace(times, status=end, reason=reason))
+                return replace(state, status=end, reason=reason, ended=time.time())
             if self._config.roles:
                 roles = Roles.of(self._config.roles, self._launcher.num_ranks)
                 failure = replace(failure, role=roles.name_of(failure.rank))
+            write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
             failures.append(failure)
             self._report.failure(failure, _log_of(attempt, failure))
             if (over := self._after_failure(state, attempt, failures)) is not None:
@@ -176,6 +179,7 @@ class Supervisor:
                 began=time.time(),
                 reached=max(times.reached if times is not None else 0, last_step(before)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
+                time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
 

@@ -96,10 +96,11 @@ def prepared(monitors: Mapping[str, str], axes: Iterable[str]) -> dict[str, View
     throughput = [_metric("train/samples_per_s"), _metric("train/env_steps_per_s")]
     loss, cost = _metric("train/loss"), _metric("ledger/allocated")
     causes = [_metric(f"ledger/{cause}") for cause in (*CAUSES, "queue")]
-    reason = _tag("hpcdist.reason")
+    reason, dataset = _tag("hpcdist.reason"), "attributes.`Dataset`"
     views = {
         "hpcdist-overview": View(
-            columns=(state, *primary, loss, *throughput, _DURATION, nodes, _tag("hpcdist.world_size"), cost),
+            columns=(state, *primary, loss, *throughput, _DURATION, nodes, _tag("hpcdist.world_size"), cost, dataset),
+            widths={dataset: 300},
         ),
         "hpcdist-failures": View(
             columns=(state, reason, _tag("hpcdist.attempts"), _tag("hpcdist.lost_steps"), nodes, _DURATION),

@@ -7,6 +7,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from mlflow_application import mlflow_application, serving
 from tracking_scene import CONFIG, Scene
 
 from hpcdist.files.atomic import read_json, write_json
-from hpcdist.tracking import saved_views
+from hpcdist.review.attempts import AttemptFacts
+from hpcdist.review.facts import read_facts
+from hpcdist.tracking import run_page, saved_views
 from hpcdist.tracking.mlflow_client import MlflowException
 from hpcdist.tracking.mlflow_run import MlflowRun
 
@@ -115,6 +118,27 @@ def test_views_follow_monitors_and_axes_of_all_runs(scene: Scene) -> None:
     (scene.run.path / "cell.json").unlink()
     scene.shipper().ship_once()
     assert view(scene, "sweep")["state"] == sweep["state"]
+
+
+def test_columns_of_tags_have_values(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.shipper().ship_once()
+    tags = scene.entity.data.tags
+    assert "hpcdist.lost_steps" not in tags
+    assert tags["hpcdist.nodes"] == "n1"  # the host of a run without Slurm
+
+    def attempt(number: int, steps_lost: int | None) -> AttemptFacts:
+        return AttemptFacts(number=number, started=1.0, ended=2.0, status="failed", cause="x", steps_lost=steps_lost)
+
+    facts = replace(read_facts(scene.run), attempts=(attempt(1, 7), attempt(2, None), attempt(3, 3)))
+    monkeypatch.setattr(run_page, "read_facts", lambda run, state: facts)
+    write_json(scene.run.path / "slurm.json", {"job_id": "12", "cluster": "c"})
+    lives = {"0": {"nodes": "n[1-2]", "queue_s": 3.4}, "1": {"nodes": "n[2-3]", "queue_s": 100.0}}
+    write_json(scene.run.path / "job.json", {"job_id": "12", "lives": lives})
+    scene.shipper().ship_once()
+    tags = scene.entity.data.tags
+    shown = [column[6:-1] for view in saved_views.prepared({"m": "max"}, ["lr"]).values() for column in view.columns]
+    assert [key for key in shown if key.startswith("hpcdist.") and key != "hpcdist.run.sweep" and key not in tags] == []
+    assert (tags["hpcdist.lost_steps"], tags["hpcdist.nodes"]) == ("10", "n[2-3]")
 
 
 def test_number_of_keys_of_other_runs_is_limited(scene: Scene) -> None:
