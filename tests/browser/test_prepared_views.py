@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+import socket
+from collections.abc import Callable
 
 import pytest
 from mlflow_site import Site
 from playwright.sync_api import Locator, Page, expect
 
+from hpcdist.review.causes import CAUSES
 from hpcdist.run.lookup import find_runs
 from hpcdist.tracking import links
 
@@ -32,43 +35,73 @@ def cell(page: Page, run: str, column: str) -> Locator:
     return page.locator(f".ag-row[row-index='{index}'] .ag-cell[col-id='{column}']")
 
 
-def columns(page: Page) -> list[str]:
-    """Return the names of the columns from left to right."""
-    cells = page.locator(".ag-header-cell")
-    expect(cells.nth(3)).to_be_visible()
-    found = cells.evaluate_all("cells => cells.map(cell => [cell.getBoundingClientRect().x, cell.innerText.trim()])")
-    return [name for _, name in sorted(found) if name]
+def expect_columns(page: Page, *names: str) -> None:
+    """Expect these columns after the name and the time of creation, from left to right."""
+    header = page.locator(".ag-header-cell")
+    expect(header.filter(has_text=names[-1])).to_be_visible()
+    places = header.evaluate_all("cells => cells.map(cell => [cell.getBoundingClientRect().x, cell.innerText.trim()])")
+    assert [name for _, name in sorted(places) if name] == ["Run Name", "Created", *names]
 
 
-def expect_value(cell: Locator, value: float) -> None:
-    expect(cell).to_have_text(str(value)) if len(str(value)) < 8 else expect(cell).to_contain_text(str(value)[:5])
+def expect_metric(page: Page, site: Site, run: str, metric: str) -> None:
+    """Expect the last value of a metric, which the UI shows as JavaScript does."""
+    shown = cell(page, run, f"metrics.`{metric}`")
+    expect(shown).to_have_text(re.compile(r"\d"))
+    assert float(shown.inner_text()) == pytest.approx(site.series(run, metric)[-1])
 
 
-def test_overview_compares_all_runs(page: Page, site: Site, screenshots: Path) -> None:
+def test_overview_compares_all_runs(page: Page, site: Site, docs_image: Callable[[Page, str], None]) -> None:
     open_view(page, site, "Overview")
-    expect(cell(page, "failing", "tags.`hpcdist.state`")).to_have_text("failed")
-    expect(cell(page, "finished", "tags.`hpcdist.state`")).to_have_text("finished")
+    for run, state in (("finished", "finished"), ("failing", "failed"), ("stopped", "stopped"), ("tune", "finished")):
+        expect(cell(page, run, "tags.`hpcdist.state`")).to_have_text(state)
+    expect_columns(
+        page,
+        "hpcdist.state",
+        "eval/accuracy",
+        "train/loss",
+        "train/samples_per_s",
+        "Duration",
+        "hpcdist.nodes",
+        "hpcdist.world_size",
+        "ledger/allocated",
+        "Dataset",
+    )
+    for metric in ("eval/accuracy", "train/loss", "train/samples_per_s", "ledger/allocated"):
+        expect_metric(page, site, "finished", metric)
+    expect(cell(page, "finished", "tags.`hpcdist.nodes`")).to_have_text(socket.gethostname())
     expect(cell(page, "finished", "tags.`hpcdist.world_size`")).to_have_text("2")
-    print(columns(page))
-    page.screenshot(path=screenshots / "view-overview.png")
+    expect(cell(page, "finished", "attributes.`Dataset`")).to_contain_text("digits")
+    docs_image(page, "mlflow-overview")
 
 
-def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site, screenshots: Path) -> None:
+def test_failures_are_grouped_by_state_with_their_causes(page: Page, site: Site) -> None:
     open_view(page, site, "Failures")
-    expect(page.get_by_text("Group: failed")).to_be_visible()
-    print(columns(page))
-    page.screenshot(path=screenshots / "view-failures.png")
+    for group in ("failed", "finished", "stopped"):
+        expect(page.get_by_text(f"Group: {group}", exact=True)).to_be_visible()
+    expect_columns(
+        page, "hpcdist.state", "hpcdist.reason", "hpcdist.attempts", "hpcdist.lost_steps", "hpcdist.nodes", "Duration"
+    )
+    expect(cell(page, "failing", "tags.`hpcdist.reason`")).to_contain_text("a mistake in the user's own code at step")
+    expect(cell(page, "failing", "tags.`hpcdist.attempts`")).to_have_text("1")
+    expect(cell(page, "finished", "tags.`hpcdist.lost_steps`")).to_have_text("0")
+    first = page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")
+    expect(first).to_contain_text("Group: failed")
 
 
-def test_cost_by_cause(page: Page, site: Site, screenshots: Path) -> None:
+def test_cost_is_shown_by_cause(page: Page, site: Site) -> None:
     open_view(page, site, "Cost")
     expect(page.get_by_role("link", name="finished", exact=True)).to_be_visible()
-    print(columns(page))
-    page.screenshot(path=screenshots / "view-cost.png")
+    names = [f"ledger/{name}" for name in ("allocated", "goodput", *CAUSES, "queue")]
+    expect_columns(page, *names, "Duration")
+    for name in names:
+        expect_metric(page, site, "finished", name)
 
 
-def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site, screenshots: Path) -> None:
+def test_cells_of_a_sweep_are_grouped_with_their_axes(page: Page, site: Site) -> None:
     open_view(page, site, "Sweep")
-    expect(page.get_by_text("Group: tune")).to_be_visible()
-    print(columns(page))
-    page.screenshot(path=screenshots / "view-sweep.png")
+    expect(page.get_by_text("Group: tune", exact=True)).to_be_visible()
+    expect_columns(page, "seed", "optim.lr", "train/loss", "hpcdist.state", "Duration")
+    for seed in (1, 2):
+        expect(cell(page, f"seed={seed} lr=0.01", "params.`seed`")).to_have_text(str(seed))
+        expect(cell(page, f"seed={seed} lr=0.01", "params.`optim.lr`")).to_have_text("0.01")
+    expect(page.get_by_role("link", name="finished", exact=True)).to_be_hidden()
