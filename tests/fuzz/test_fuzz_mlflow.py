@@ -35,7 +35,7 @@ NUM_STEPS = 20
 
 @dataclass(frozen=True)
 class Upload:
-    """The finished cell of a sweep with metrics, an artifact, a checkpoint and a model; and the server to upload it to.
+    """The finished cell of a sweep with metrics, an artifact, a checkpoint and a model; and the server to upload to."""
 
     server: Replies
     run: RunDir
