@@ -27,7 +27,7 @@ from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
 from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_times import read_times
+from hpcdist.run.attempt_times import reached_before
 from hpcdist.run.folder import RunDir
 from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.journal import JournalWriter
@@ -95,12 +95,9 @@ class Context(RankInfo):
         self._heartbeat = heartbeat
         self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        account = self.timer.account
-        if (times := read_times(attempt)) is not None:
-            account.reached = times.reached
-        heartbeat.timing, heartbeat.account = self.timer.report, account.report
-        if self.is_main:
-            heartbeat.phases = account.phases
+        self.timer.account.reached = reached_before(attempt)
+        heartbeat.timing, heartbeat.account = self.timer.report, self.timer.account.report
+        heartbeat.phases = self.timer.account.phases if self.is_main else ()
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
