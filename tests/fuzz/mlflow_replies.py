@@ -194,7 +194,7 @@ def replayed(recorded: dict[Endpoint, Reply], uri: str) -> Iterator[Replies]:
 
 @contextmanager
 def recording(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[Endpoint, Reply]]]:
-    """Serve MLflow with a new database. Yields its address and the last reply to each request (`runs/get`: the first)."""
+    """Serve MLflow with a new database. Yields its address and the last (`runs/get`: first) reply to each request."""
     recorded: dict[Endpoint, Reply] = {}
     with mlflow_application(folder, "mlflow-artifacts:/", monkeypatch) as application:
 
