@@ -127,6 +127,7 @@ def supervise(run_dir: str) -> State:
                     rejected=isinstance(error, UserMistake),
                 )
                 state = settle(run, state, newest_step(run) or 0)
+                held.check()  # the state belongs to a supervisor that has taken over meanwhile
                 run.write_state(state)
                 log.error("%s: %s", state.status, state.reason)
     return state

@@ -87,7 +87,7 @@ def submit(config: Config, run: RunDir, flags: Mapping[str, str] | None = None) 
 
 @contextmanager
 def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
-    """Record runs as queued before their submission in the block; restore their records if Slurm rejects the job."""
+    """Record runs as queued before their submission in the block; restore their records if there is no job then."""
     from submitit.core.utils import FailedJobError
 
     before = [(run, run.read_state(), read_record(run.slurm)) for run in runs]
@@ -98,10 +98,13 @@ def _queued(runs: Sequence[RunDir], job: str) -> Iterator[None]:
         run.write_state(replace(state, status="queued", reason="", ended=None))
     try:
         yield
-    except FailedJobError as error:
+    except (FailedJobError, OSError) as error:
+        # Not after Ctrl-C, when Slurm may have accepted the job.
         for run, state, record in before:
             run.write_state(state)
             write_json(run.path / "slurm.json", record or {"job_id": None})
+        if isinstance(error, OSError):
+            raise
         raise UserMistake(f"Slurm rejected the {job}: {' '.join(str(error).split())}") from error
 
 

@@ -82,6 +82,19 @@ def test_rejected_submission_does_not_change_the_run(commands: FakeCommands, run
     assert read_json(run.path / "slurm.json") == {"job_id": "40"}
 
 
+def test_run_is_unchanged_if_sbatch_cannot_be_started(
+    commands: FakeCommands, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(runs_dir / "exp" / "first")
+    state = run.read_state()
+    commands.add_script("sbatch", "")
+    (commands.folder / "sbatch").write_text("#!/no/such/interpreter\n")
+    monkeypatch.setenv("PATH", str(commands.folder))
+    with pytest.raises(OSError, match="No such file"):
+        submission.submit(Config(runs_dir=str(runs_dir)), run)
+    assert run.read_state() == state
+
+
 def with_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str) -> None:
     FakeCommands(folder).add("scontrol", f"SchedulerType           = {scheduler}\n")
     monkeypatch.setenv("PATH", str(folder))
