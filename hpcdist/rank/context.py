@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
+from hpcdist.review.figures import FOLDER, Figure, write_figure
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
+
+log = logging.getLogger(__name__)
 
 
 class Context(RankInfo):
@@ -171,6 +176,18 @@ class Context(RankInfo):
         path = self.run.artifacts / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+    def figure(self, name: str, figure: Figure) -> None:
+        """Write a figure for the report of the run, such as a confusion matrix. Only rank 0 writes.
+
+        It becomes the artifact `figures/<name>.json`; a later figure of the same name replaces it. The classes of
+        figures are in `hpcdist.review.figures`. A figure that cannot be written is only logged.
+        """
+        if self.is_main:
+            try:
+                write_figure(self.artifact(f"{FOLDER}/{name}.json"), replace(figure, step=self._heartbeat.step or 0))
+            except OSError as error:
+                log.warning("the figure %s cannot be written: %s", name, error.strerror)
 
     def export_model(self, module: nn.Module, example: torch.Tensor) -> None:
         """Write the final model in MLflow's format, for `mlflow.pytorch.load_model`. Only rank 0 writes.

@@ -39,7 +39,7 @@ class Matrix:
     column_label: str
     names: list[str]  #: of the rows and of the columns, at most MAX_CLASSES
     values: list[list[float]]  #: as many rows and columns as names
-    step: int = 0  #: of the training
+    step: int = 0  #: steps done, set by `Context.figure`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class FoundFigures:
     problems: list[str] = field(default_factory=list)
 
 
-def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str, step: int = 0) -> Histogram:
+def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str) -> Histogram:
     """Return the histogram of some values, at least one, in at most 20 intervals of equal width."""
     low, high = min(values), max(values)
     num_bins = min(20, max(1, len(values))) if high > low else 1
@@ -95,7 +95,7 @@ def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str
     for value in values:
         counts[min(num_bins - 1, int((value - low) / width))] += 1
     edges = [low + width * number for number in range(num_bins + 1)]
-    return Histogram(title=title, x_label=x_label, y_label=y_label, edges=edges, counts=counts, step=step)
+    return Histogram(title=title, x_label=x_label, y_label=y_label, edges=edges, counts=counts)
 
 
 def write_figure(path: Path, figure: Figure) -> None:

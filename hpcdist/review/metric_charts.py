@@ -87,6 +87,7 @@ def chart_of(title: str, keys: Sequence[str], series: Mapping[str, Series]) -> C
         notes.append(f"{len(keys) - MAX_LINES} more metrics are not shown")
     if not figure and not notes:
         return None
+    title = title if len(keys) > 1 else keys[0]
     return Chart(title=title, figure=figure, note="; ".join(notes))
 
 
@@ -98,13 +99,13 @@ def drawn(series: Series) -> list[tuple[int, float]]:
 
 def _group_of(key: str) -> str:
     split, slash, rest = key.partition("/")
-    return rest if slash and split in _SPLITS else key
+    return "seconds per step" if split == "time" else rest if slash and split in _SPLITS else key
 
 
 def _rank(monitor: str) -> Callable[[str], tuple[int, str]]:
     def rank(group: str) -> tuple[int, str]:
         name = group.lower()
-        tests = (name == "loss", "loss" in name, group == monitor, name.endswith("_per_s"), group.startswith("time/"))
+        tests = (name == "loss", "loss" in name, group == monitor, name.endswith("_per_s"), name == "seconds per step")
         return (next((index for index, holds in enumerate(tests) if holds), len(tests)), group)
 
     return rank

@@ -54,8 +54,8 @@ def leaves_folder(item: Artifact, run: RunDir) -> str:
 
 
 def documents(run: RunDir) -> Iterator[Artifact]:
-    """Yield the config, the code state, the environment, and the original names of renamed metrics."""
-    for path in (run.config, run.path / "code.patch", run.environment, run.journal / "names.json"):
+    """Yield the report, the config, the code state, the environment, and the original names of renamed metrics."""
+    for path in (run.report, run.config, run.path / "code.patch", run.environment, run.journal / "names.json"):
         yield Artifact(path, path.name, fingerprint(path))
 
 

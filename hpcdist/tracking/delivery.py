@@ -17,6 +17,7 @@ from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
+from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Delivery:
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
+        self._report = ReportWriter(run)
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
@@ -145,6 +147,7 @@ class Delivery:
             self.progress.save(self._saved)
 
     def _ship_artifacts(self, state: State) -> None:
+        self._report.write_if_due(state, self.progress)
         self._upload(artifacts.documents(self.run))
         self._upload(artifacts.preflight(self.run))
         self._upload(artifacts.trainer_artifacts(self.run))

@@ -32,6 +32,7 @@ class ShippingState:
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     tags: dict[str, str] = field(default_factory=dict)
     status: str = ""
+    report: str = ""  #: state of the run in `report.html`
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines that are not records
