@@ -7,6 +7,7 @@ the report has a chart of each metric.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from hpcdist.files import formats
 from hpcdist.files.atomic import write_atomic
 from hpcdist.files.bounded_json import read_json_value
 from hpcdist.files.retry import retry
+
+log = logging.getLogger(__name__)
 
 #: Folder of the figures among the artifacts of a run.
 FOLDER = "figures"
@@ -98,10 +101,21 @@ def histogram(title: str, values: Sequence[float], *, x_label: str, y_label: str
     return Histogram(title=title, x_label=x_label, y_label=y_label, edges=edges, counts=counts)
 
 
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure atomically. Raises OSError."""
-    kind = next(name for name, known in KINDS.items() if isinstance(figure, known))
-    write_atomic(path, json.dumps(formats.stamped({"kind": kind, **asdict(figure)})) + "\n")
+def write_figure(artifacts: Path, name: str, figure: Figure, step: int | None = None) -> None:
+    """Write a figure atomically. A failure is logged, because a figure is not worth the end of a run.
+
+    Args:
+        artifacts: the folder of the run's artifacts.
+        step: steps done.
+    """
+    kind = next(key for key, known in KINDS.items() if isinstance(figure, known))
+    content = {"kind": kind, **asdict(figure), "step": step or figure.step}
+    path = artifacts / FOLDER / f"{name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(formats.stamped(content)) + "\n")
+    except OSError as error:
+        log.warning("the figure %s cannot be written: %s", path, error.strerror)
 
 
 def read_figures(artifacts: Path) -> FoundFigures:

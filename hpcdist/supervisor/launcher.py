@@ -59,6 +59,11 @@ class Launcher(Protocol):
 
     num_ranks: int
 
+    @property
+    def host_names(self) -> Sequence[str]:
+        """The hosts of the ranks."""
+        ...
+
     def start(self, attempt: Attempt) -> Ranks:
         """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""
         ...

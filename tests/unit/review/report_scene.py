@@ -57,9 +57,7 @@ class ReportScene:
         (folder / name).write_text(json.dumps(content) + "\n")
 
     def figure(self, name: str, figure: Figure) -> None:
-        path = self.run.artifacts / "figures" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_figure(path, figure)
+        write_figure(self.run.artifacts, name, figure)
 
 
 def failure(error: str, **changes: Any) -> dict[str, Any]:
