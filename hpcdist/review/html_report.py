@@ -6,6 +6,7 @@ It needs no network and no scripts, and all texts are escaped by Jinja's autoesc
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,10 +18,11 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.review import run_sections
 from hpcdist.review.charts import number
-from hpcdist.review.drawing import draw, duration, ledger_bar, timeline
+from hpcdist.review.drawing import MAX_ATTEMPTS, draw, duration, ledger_bar, timeline
+from hpcdist.review.facts import read_facts
 from hpcdist.review.figures import read_figures
 from hpcdist.review.ledger import CAUSES, Ledger, read_ledger
-from hpcdist.review.metric_charts import chart_of, declared_charts, metric_charts, step_times
+from hpcdist.review.metric_charts import chart_of, declared_charts, is_hidden, metric_charts, step_times
 from hpcdist.review.series import Series
 from hpcdist.run.folder import RunDir
 
@@ -37,8 +39,20 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"duration": duration, "number": number, "percent": lambda share: f"{share:.1%}"}
+    filters: dict[str, Callable[..., str]] = {
+        "duration": duration,
+        "number": number,
+        "percent": lambda share: f"{share:.1%}",
+        "text": run_sections.text_of,
+        "time": utc,
+    }
+    found.filters |= filters
     return found
+
+
+def utc(seconds: float | None) -> str:
+    """Return a time such as `2026-11-22 12:05:09 UTC`; empty for None."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
 
 
 def write_report(run: RunDir, series: Mapping[str, Series]) -> bool:
@@ -80,12 +94,14 @@ def render_report(run: RunDir, series: Mapping[str, Series]) -> str:
     shown_apart = [key for keys in grouped.values() for key in keys]
     content: dict[str, Any] = {
         "run": run,
-        "state": part(RunDir.read_state),
+        "facts": part(read_facts),
+        "max_attempts": MAX_ATTEMPTS,
         "timeline": timeline(ledger),
         "ledger": ledger,
         "causes": CAUSES,
         "cause_of": lambda entry: entry.cause,
         "ledger_bar": ledger_bar(ledger),
+        "series": {key: found for key, found in sorted(series.items()) if not is_hidden(key)},
         "charts": metric_charts(series, monitor=monitor, skip=shown_apart),
         "trainer": trainer,
         "trainer_charts": [chart_of(title, keys, series) for title, keys in grouped.items()],

@@ -38,6 +38,11 @@ def is_read(key: str) -> bool:
     return not key.startswith(_SYSTEM) and (key.count("/") < 2 or not key.startswith("time/") or _is_node_time(key))
 
 
+def is_hidden(key: str) -> bool:
+    """Return whether a metric has no chart of its own: the marks of attempts, and step times by node."""
+    return key == _ATTEMPT or _is_node_time(key)
+
+
 def _is_node_time(key: str) -> bool:
     return key.startswith("time/") and key.endswith(_STEP_TIME) and key.count("/") == 2
 
@@ -56,7 +61,7 @@ def metric_charts(series: Mapping[str, Series], *, monitor: str = "", skip: Iter
     Args:
         skip: metrics that are shown elsewhere.
     """
-    shown = {key for key in series if key != _ATTEMPT and not _is_node_time(key)} - set(skip)
+    shown = {key for key in series if not is_hidden(key)} - set(skip)
     groups: dict[str, list[str]] = {}
     for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(_group_of(key), []).append(key)
