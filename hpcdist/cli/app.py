@@ -12,7 +12,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hpcdist import __version__
-from hpcdist.cli import bench, config, devcluster, diagnose, image, internal, resume, review, run, runs, submit
+from hpcdist.cli import (
+    bench,
+    config,
+    devcluster,
+    diagnose,
+    image,
+    internal,
+    resume,
+    review,
+    run,
+    run_comparison,
+    runs,
+    submit,
+)
 from hpcdist.errors import HpcdistError, shortened
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
@@ -30,7 +43,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review,),
+    "Review": (review, run_comparison),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -22,6 +23,7 @@ _CELLS = 80
 #: Parts of names that tell apart the same metric on different data.
 _SPLITS = ("train", "eval", "val", "valid", "validation", "test")
 _SYSTEM, _ATTEMPT, _STEP_TIME = "system/", "attempt", "/step_s"
+_STEP_TIMES = "seconds per step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ def metric_charts(series: Mapping[str, Series], *, monitor: str = "", skip: Iter
     groups: dict[str, list[str]] = {}
     for key in sorted(shown, key=lambda key: (not key.startswith("train"), key)):
         groups.setdefault(_group_of(key), []).append(key)
-    order = sorted(groups, key=_rank(_group_of(monitor)))
+    order = ranked(groups, _group_of(monitor))
     return [chart for title in order[:MAX_CHARTS] if (chart := chart_of(title, groups[title], series)) is not None]
 
 
@@ -104,16 +106,19 @@ def drawn(series: Series) -> list[tuple[int, float]]:
 
 def _group_of(key: str) -> str:
     split, slash, rest = key.partition("/")
-    return "seconds per step" if split == "time" else rest if slash and split in _SPLITS else key
+    return _STEP_TIMES if split == "time" else rest if slash and split in _SPLITS else key
 
 
-def _rank(monitor: str) -> Callable[[str], tuple[int, str]]:
-    def rank(group: str) -> tuple[int, str]:
-        name = group.lower()
-        tests = (name == "loss", "loss" in name, group == monitor, name.endswith("_per_s"), name == "seconds per step")
-        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), group)
+def ranked(names: Iterable[str], monitor: str) -> list[str]:
+    """Return names of metrics: losses first, then the monitored metric, throughput, step times and the rest."""
 
-    return rank
+    def rank(name: str) -> tuple[int, str]:
+        last = name.lower().rpartition("/")[2]
+        is_time = name.startswith(("time/", _STEP_TIMES))
+        tests = (last == "loss", "loss" in last, name == monitor, last.endswith("_per_s"), is_time)
+        return (next((index for index, holds in enumerate(tests) if holds), len(tests)), name)
+
+    return sorted(names, key=rank)
 
 
 def step_times(series: Mapping[str, Series]) -> Chart | None:
@@ -121,7 +126,8 @@ def step_times(series: Mapping[str, Series]) -> Chart | None:
 
     A cell shows the longest step time in its range of steps. Of many nodes, those with the longest times are shown.
     """
-    points = {key.split("/")[1]: series[key].points for key in sorted(series) if _is_node_time(key)}
+    keys = sorted((key for key in series if _is_node_time(key)), key=_natural)
+    points = {key.split("/")[1]: series[key].points for key in keys}
     steps = [step for node in points.values() for step, _ in node]
     if len(points) < 2 or not steps:
         return None
@@ -142,6 +148,11 @@ def step_times(series: Mapping[str, Series]) -> Chart | None:
         note += f"; the {MAX_NODES} slowest of {len(rows)} nodes are shown"
     figure = heat_map(kept, x_label="step", x_range=(first, last), unit=" ms")
     return Chart(title="Longest step time by node", figure=figure, note=note)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts `n2` before `n10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _mean(row: Sequence[float | None]) -> float:

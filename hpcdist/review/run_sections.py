@@ -89,7 +89,7 @@ def read_preflight(run: RunDir) -> list[PreflightCheck]:
     preflight = next((found for it in newest_first if (found := read_json(it.preflight)) is not None), {})
     network = next((found for it in newest_first if (found := read_json(it.network)) is not None), {})
     checks = [
-        PreflightCheck(**{key: text_of(check.get(key)) for key in ("level", "node", "name", "text", "fix")})
+        PreflightCheck(**{key: text_of(check.get(key) or "") for key in ("level", "node", "name", "text", "fix")})
         for check in _items(preflight.get("checks"))
         if isinstance(check, Mapping)
     ]
