@@ -24,6 +24,7 @@ from hpcdist.cli import (
     run,
     run_comparison,
     runs,
+    server,
     submit,
 )
 from hpcdist.errors import HpcdistError, shortened
@@ -43,7 +44,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, run_comparison),
+    "Review": (review, run_comparison, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),
@@ -53,7 +54,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
 def _add_commands() -> None:
     for panel, modules in PANELS.items():
         for module in modules:
-            if module not in (bench, image, devcluster):  # these are groups, with a help of their own
+            if module not in (bench, image, devcluster, server):  # these are groups, with a help of their own
                 for command in module.app.registered_commands:
                     command.rich_help_panel = panel
             app.add_typer(module.app, rich_help_panel=panel)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import Resources
 
 
 class Ranks(Protocol):
@@ -62,6 +63,11 @@ class Launcher(Protocol):
     @property
     def host_names(self) -> Sequence[str]:
         """The hosts of the ranks."""
+        ...
+
+    @property
+    def resources(self) -> Resources:
+        """The GPUs or cores of the ranks, by node."""
         ...
 
     def start(self, attempt: Attempt) -> Ranks:

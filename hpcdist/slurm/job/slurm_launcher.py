@@ -18,6 +18,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
@@ -25,6 +26,7 @@ from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
+from hpcdist.slurm.job.resources import job_resources
 from hpcdist.slurm.job.srun import (
     STEP_NAMES,
     WATCHDOG_STEP,
@@ -89,6 +91,11 @@ class SlurmLauncher:
         #: When the last attempt was started.
         self._began = time.time()
         self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
+
+    @property
+    def resources(self) -> Resources:
+        """The GPUs of the job, or its cores if it has none."""
+        return job_resources(self._config, self.nodes, self._env)
 
     def __enter__(self) -> SlurmLauncher:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they

@@ -10,6 +10,7 @@ from report_scene import ReportScene, some_ledger
 from hpcdist.files.atomic import write_json
 from hpcdist.review import comparison
 from hpcdist.review.comparison import MISSING, Comparison, compare, comparison_page
+from hpcdist.review.ledger import Ledger
 from hpcdist.tracking.metric_series import read_series
 
 
@@ -38,12 +39,10 @@ def test_rows_show_each_difference_and_nothing_else(
     second.state(status="failed", reason="rank 1 failed", ended=None)
     for scene, factor in ((first, 1.0), (second, 2.0)):
         scene.log({"train/loss": [factor, factor * 2], "eval/accuracy": [factor / 2, factor / 4], "train/lr": [0.1]})
-    monkeypatch.setattr(
-        comparison, "read_ledger", lambda run: some_ledger() if run.name == "first" else comparison.Ledger()
-    )
+    monkeypatch.setattr(comparison, "read_ledger", lambda run: some_ledger() if run.name == "first" else Ledger())
     assert compared(first, second).sections == {
         "config": {"optim.lr": ("0.001", "0.01"), "optim.momentum": (MISSING, "0.9")},
-        "code": {"commit": ("abc", "def"), "uncommitted changes": ("none", "code.patch d9b5f58f0b38")},
+        "code": {"commit": ("abc", "def"), "uncommitted changes": ("none", "code.patch 2be5b899a1b7")},
         "environment": {"host": ("n1", "n9"), "versions.torch": ("2", "3")},
         "outcome": {
             "state": ("finished", "failed"),
