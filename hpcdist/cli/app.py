@@ -15,6 +15,7 @@ from hpcdist import __version__
 from hpcdist.cli import (
     bench,
     config,
+    cost,
     devcluster,
     diagnose,
     image,
@@ -44,7 +45,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, run_comparison, server),
+    "Review": (review, run_comparison, cost, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -48,19 +48,18 @@ def allocations_of(run: RunDir, now: float | None = None) -> list[AllocationTime
     now = time.time() if now is None else now
     attempts = timed_attempts(run, now)
     starts = [start for start in all_job_starts(run) if start.began is not None]
-    groups: dict[float, list[TimedAttempt]] = {}
+    # A supervisor that was killed is restarted in the same start of its job.
+    groups: dict[JobStart | float, list[TimedAttempt]] = {}
     for attempt in attempts:
-        groups.setdefault(attempt.times.supervised, []).append(attempt)
-    found: list[AllocationTimes] = []
-    for supervised, group in groups.items():
-        own = AllocationTimes(began=supervised, ended=group[-1].ended, attempts=group, nodes=group[-1].nodes)
-        start = next((start for start in starts if _contains(start, supervised)), None)
-        if start is not None:
-            starts.remove(start)
-            own = _with_start(own, start)
-        found.append(own)
+        supervised = attempt.times.supervised
+        own = next((start for start in reversed(starts) if _contains(start, supervised)), supervised)
+        groups.setdefault(own, []).append(attempt)
     is_gpu = any(attempt.times.unit == "GPU" for attempt in attempts)
-    found += [_without_attempts(start, is_gpu) for start in starts if start.ended is not None]
+    found = [_without_attempts(start, is_gpu) for start in starts if start not in groups and start.ended is not None]
+    for key, group in groups.items():
+        began = group[0].times.supervised
+        own_time = AllocationTimes(began=began, ended=group[-1].ended, attempts=group, nodes=group[0].nodes)
+        found.append(_with_start(own_time, key) if isinstance(key, JobStart) else own_time)
     return sorted(found, key=lambda one: one.began)
 
 

@@ -17,6 +17,7 @@ from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.checkpoint_models import CheckpointModels
 from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
@@ -48,6 +49,7 @@ class Delivery:
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
+        self._ledger = LedgerMetrics(run)
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
@@ -85,6 +87,7 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ledger.ship(state, self.open_run())
         failure = None
         try:
             self._ship_artifacts(state)

@@ -43,6 +43,8 @@ from hpcdist.supervisor.restart_policy import Failure, suspect
 
 #: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
 NODE_ANSWER_S = 20.0
+#: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
+REGISTRATION_S = 120.0
 #: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
 RANKS_ON_NODES_S = 60.0
 
@@ -186,7 +188,12 @@ class SlurmLauncher:
     def _lost_nodes(self) -> str:
         """Return a sentence about nodes that do not answer."""
         command = node_names_command(self.nodes, het=self._het)
-        answers = run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()
+        until = time.monotonic() + REGISTRATION_S
+        # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
+        while not (answers := run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()):
+            if time.monotonic() >= until:
+                break
+            time.sleep(1.0)
         if lost := [node for node in self.host_names if node not in answers]:
             # Without an idle replacement it is better to wait until this node is back.
             return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
