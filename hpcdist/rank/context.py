@@ -28,9 +28,9 @@ from hpcdist.rank.topology import Topology
 from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.review.figures import Figure, write_figure
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_record import Dataset
 from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
+from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.journal import JournalWriter
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_record import Dataset, TrainingRecord, write_training
+from hpcdist.run.training_record import Dataset, TrainingRecord, write_training
 
 log = logging.getLogger(__name__)
 

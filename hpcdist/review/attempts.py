@@ -10,8 +10,9 @@ from hpcdist.errors import RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.checkpoints import CheckpointFacts
 from hpcdist.run.attempt import Attempt
-from hpcdist.run.attempt_record import AttemptRecord, read_attempt, read_training
+from hpcdist.run.attempt_times import AttemptTimes, read_times
 from hpcdist.run.folder import ENDED, RunDir, State
+from hpcdist.run.training_record import read_training
 
 #: Cause of an attempt whose end nobody recorded.
 UNRECORDED = "the supervisor was killed, or its node failed: no end was recorded"
@@ -55,16 +56,16 @@ def read_attempts(run: RunDir, state: State, checkpoints: Sequence[CheckpointFac
 
 
 def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptFacts:
-    beat, training = _beat(attempt), read_training(attempt)
-    record = read_attempt(attempt) or _older_record(attempt, beat)
+    beat, training, times = _beat(attempt), read_training(attempt), _times(attempt)
+    started = times.began if times is not None else _started(attempt, beat)
+    status, cause, ended = (times.status, times.reason, times.ended) if times is not None else ("", "", None)
     is_last = attempt.number >= state.attempt
-    status, cause, ended = record.status, record.reason, record.ended
-    if ended is None and is_last and state.status in ENDED:
-        status, cause, ended = state.status, state.reason, state.ended
-    elif ended is None and is_last and state.status == "running":
+    if not status and is_last and state.status in ENDED:
+        status, cause, ended = state.status, state.reason, ended or state.ended
+    elif not status and is_last and state.status == "running":
         status = "running"
-    elif ended is None:
-        status, cause, ended = "failed", UNRECORDED, _last_sign(record, beat)
+    elif not status:
+        status, cause, ended = "failed", UNRECORDED, ended or _last_sign(started, beat)
     last_step = _last_step(attempt, beat)
     steps_lost = None
     if status == "finished":
@@ -73,13 +74,13 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
         steps_lost = max(0, last_step - resumed_at)
     return AttemptFacts(
         number=attempt.number,
-        started=record.started,
+        started=started,
         ended=ended,
         status=status,
         cause=cause,
-        nodes=tuple(record.nodes),
-        num_ranks=record.num_ranks or state.world_size,
-        time_limit=record.time_limit,
+        nodes=tuple(times.nodes) if times is not None else _hosts(attempt, beat),
+        num_ranks=(times.num_ranks if times is not None else 0) or state.world_size,
+        time_limit=times.time_limit if times is not None else None,
         training_began=training.began if training else None,
         first_step=training.first_step if training and training.began else None,
         last_step=last_step,
@@ -87,16 +88,26 @@ def _read(attempt: Attempt, state: State, *, resumed_at: int | None) -> AttemptF
     )
 
 
-def _older_record(attempt: Attempt, beat: Mapping[str, Any] | None) -> AttemptRecord:
-    """Return what is known about an attempt without `attempt.json`."""
-    outcomes = _outcomes(attempt)
-    hosts = [one.get("host") for one in (beat or {}, *outcomes) if isinstance(one.get("host"), str)]
-    file = attempt.key if attempt.key.is_file() else attempt.path
-    return AttemptRecord(started=file.stat().st_mtime, nodes=[str(host) for host in dict.fromkeys(hosts)])
+def _times(attempt: Attempt) -> AttemptTimes | None:
+    try:
+        return read_times(attempt)
+    except (RunFolderError, OSError):
+        return None
 
 
-def _last_sign(record: AttemptRecord, beat: Mapping[str, Any] | None) -> float:
-    return max(record.started, float(beat["time"]) if beat is not None else 0.0)
+def _started(attempt: Attempt, beat: Mapping[str, Any] | None) -> float:
+    """Return about when an attempt started whose times are not recorded."""
+    changed = (attempt.key if attempt.key.is_file() else attempt.path).stat().st_mtime
+    return min(changed, float(beat["time"])) if beat is not None else changed
+
+
+def _hosts(attempt: Attempt, beat: Mapping[str, Any] | None) -> tuple[str, ...]:
+    found = [one.get("host") for one in (beat or {}, *_outcomes(attempt))]
+    return tuple(dict.fromkeys(host for host in found if isinstance(host, str)))
+
+
+def _last_sign(started: float, beat: Mapping[str, Any] | None) -> float:
+    return max(started, float(beat["time"]) if beat is not None else 0.0)
 
 
 def _last_step(attempt: Attempt, beat: Mapping[str, Any] | None) -> int | None:

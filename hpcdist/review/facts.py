@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcdist.config.schema import find_trainer
 from hpcdist.config.tree import leaves
 from hpcdist.config.written import plain_tree
 from hpcdist.errors import ConfigError, RunFolderError
 from hpcdist.files.atomic import read_json
 from hpcdist.review.attempts import AttemptFacts, read_attempts
 from hpcdist.review.checkpoints import CheckpointFacts, best_checkpoint, read_checkpoints
-from hpcdist.run.attempt_record import Dataset, TrainingRecord, read_training
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.origin import Override, overrides, read_origin
+from hpcdist.run.training_record import Dataset, TrainingRecord, read_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class RunFacts:
     experiment: str
     folder: Path
     run_id: str = ""  #: of MLflow; empty before the run is uploaded
+    experiment_id: str = ""  #: of MLflow
     state: State  #: status, cause, number of attempts and restarts, world size, creation and end
     user: str = ""
     host: str = ""  #: the machine on which the run was created
@@ -62,6 +64,7 @@ class RunFacts:
     cluster_name: str = ""  #: the site profile as given; empty without one
     overrides: Mapping[str, Override] = field(default_factory=dict)
     """Keys whose values differ from the config as given."""
+    overrides_known: bool = False  #: whether the config as given is recorded
     sweep: str = ""  #: name of the sweep that this run is a cell of
     model: str = ""  #: `model.name` of a trainer that uses that section; else empty
     num_parameters: int | None = None
@@ -71,6 +74,7 @@ class RunFacts:
     metrics: Mapping[str, float] = field(default_factory=dict)  #: last values of the metrics of rank 0
     checkpoints: tuple[CheckpointFacts, ...] = ()  #: oldest first
     best: CheckpointFacts | None = None
+    has_model: bool = False  #: whether the final model is exported in MLflow's format
     attempts: tuple[AttemptFacts, ...] = ()
     progress: Progress | None = None  #: None unless the run is live
 
@@ -95,6 +99,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
     state = state or run.read_state()
     environment, container = _read(run.environment), _read(run.container)
     config, origin = _config(run), read_origin(run)
+    mlflow = _read(run.mlflow)
     checkpoints = read_checkpoints(run)
     attempts = read_attempts(run, state, checkpoints)
     training = _training(run)
@@ -104,7 +109,8 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         name=run.name,
         experiment=run.experiment,
         folder=run.path,
-        run_id=_text(_read(run.mlflow).get("run_id")),
+        run_id=_text(mlflow.get("run_id")),
+        experiment_id=_text(mlflow.get("experiment_id")),
         state=state,
         user=_text(environment.get("user")),
         host=_text(environment.get("host")),
@@ -122,8 +128,9 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         config_name=origin.config if origin else "",
         cluster_name=origin.cluster if origin else "",
         overrides=overrides(origin, config) if origin else {},
+        overrides_known=origin is not None and bool(origin.values),
         sweep=_text(_read(run.path / "cell.json").get("sweep")),
-        model=_text(config.get("model.name")),
+        model=_model(config),
         num_parameters=training.num_parameters,
         datasets=training.datasets,
         monitor=monitor,
@@ -131,6 +138,7 @@ def read_facts(run: RunDir, state: State | None = None) -> RunFacts:
         metrics=_metrics(run, attempts),
         checkpoints=checkpoints,
         best=best_checkpoint(checkpoints, monitor, monitor_mode),
+        has_model=(run.model / "MLmodel").is_file(),
         attempts=attempts,
         progress=_progress(run, attempts) if state.status == "running" else None,
     )
@@ -183,6 +191,14 @@ def _config(run: RunDir) -> dict[str, Any]:
 def _trainer(config: Mapping[str, Any]) -> str:
     script = config.get("trainer.script")
     return " ".join(map(str, script)) if isinstance(script, list) and script else _text(config.get("trainer.target"))
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    """Return the name of the model; empty for a trainer that does not read the section `model`."""
+    target = _text(config.get("trainer.target"))
+    declared = None if config.get("trainer.script") else find_trainer(target)
+    uses_section = declared is not None and "model" in declared.shared_sections
+    return _text(config.get("model.name")) if uses_section else ""
 
 
 def _read(path: Path) -> dict[str, Any]:

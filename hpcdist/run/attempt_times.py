@@ -42,6 +42,9 @@ class AttemptTimes:
     began: float
     ended: float | None = None  #: None until the end, and if the supervisor was killed
     failed: bool = False
+    status: str = ""  #: `finished`, `stopped`, `cancelled` or `failed`; empty until the end
+    reason: str = ""  #: one sentence: why the attempt ended
+    time_limit: float | None = None  #: end of the allocation; None without a time limit
     reached: int = 0  #: the last step that an earlier attempt had done
     measured: bool = True  #: whether the ranks measure their time; plain scripts do not
     unit: Literal["GPU", "core"] = "core"

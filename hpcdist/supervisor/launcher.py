@@ -61,11 +61,6 @@ class Launcher(Protocol):
     num_ranks: int
 
     @property
-    def host_names(self) -> Sequence[str]:
-        """The hosts of the ranks."""
-        ...
-
-    @property
     def resources(self) -> Resources:
         """The GPUs or cores of the ranks, by node."""
         ...

@@ -32,7 +32,6 @@ class LocalLauncher:
         self, run: RunDir, plan: Plan, *, env: Mapping[str, str], import_path: Sequence[str], cwd: Path
     ) -> None:
         self.num_ranks = plan.num_ranks
-        self.host_names = [socket.gethostname()]
         self._run = run
         self._plan = plan
         self._env = dict(env)

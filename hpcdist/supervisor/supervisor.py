@@ -21,7 +21,6 @@ from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.attempt_record import end_record, start_record
 from hpcdist.run.attempt_times import AttemptTimes, begin, last_step, read_times, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
@@ -149,39 +148,25 @@ class Supervisor:
             )
             self._write(state)
             self._forward_request(attempt)
-            self._record_start(attempt)
             times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
-            write_times(attempt, replace(times, ended=time.time(), failed=failure is not None))
+            times = replace(times, ended=time.time(), failed=failure is not None)
             self._write_request(attempt)
             if failure is None:
                 reason = self._reason(attempt, end)
-                self._record_end(attempt, end, reason)
+                write_times(attempt, replace(times, status=end, reason=reason))
                 return replace(state, status=end, reason=reason, ended=time.time())
             if self._config.roles:
                 roles = Roles.of(self._config.roles, self._launcher.num_ranks)
                 failure = replace(failure, role=roles.name_of(failure.rank))
+            write_times(attempt, replace(times, status="failed", reason=failure.sentence()))
             failures.append(failure)
-            self._record_end(attempt, "failed", failure.sentence())
             self._report.failure(failure, _log_of(attempt, failure))
             if (over := self._after_failure(state, attempt, failures)) is not None:
                 return over
             self._report.note(
                 f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint"
             )
-
-    def _record_start(self, attempt: Attempt) -> None:
-        limit = None if self._allocation is None else self._allocation.end
-        try:
-            start_record(attempt, num_ranks=self._launcher.num_ranks, nodes=self._launcher.host_names, time_limit=limit)
-        except OSError as error:
-            self._report.note(f"the start of attempt {attempt.number} is not recorded: {_error_text(error)}")
-
-    def _record_end(self, attempt: Attempt, status: Status, reason: str) -> None:
-        try:
-            end_record(attempt, status, reason)
-        except OSError as error:
-            self._report.note(f"the end of attempt {attempt.number} is not recorded: {_error_text(error)}")
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:
         before = self._run.attempt(attempt.number - 1)
@@ -194,6 +179,7 @@ class Supervisor:
                 began=time.time(),
                 reached=max(times.reached if times is not None else 0, last_step(before)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
+                time_limit=None if self._allocation is None else self._allocation.end,
             ),
         )
 

@@ -22,6 +22,7 @@ from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.report_writer import ReportWriter
+from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
 from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Delivery:
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
         self._report = ReportWriter(run)
+        self._page = RunPage(run)
         self._ledger = LedgerMetrics(run)
         self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
@@ -87,6 +89,7 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ship_page(state)
         self._ledger.ship(state, self.open_run())
         failure = None
         try:
@@ -150,10 +153,18 @@ class Delivery:
         )
         if self._parent is not None:
             tags |= self._parent.cell_tags()
+        tags.pop(NOTE_TAG, None)  # part of the description, see `_ship_page`
         changed = {key: value for key, value in tags.items() if self.progress.tags.get(key) != value}
         if changed:
             self.open_run().set_tags(changed)
-            self.progress.tags = tags
+            self.progress.tags = tags | {key: note for key, note in self.progress.tags.items() if key == NOTE_TAG}
+            self.progress.save(self._saved)
+
+    def _ship_page(self, state: State) -> None:
+        before = dict(self.progress.page)
+        self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
+        if self.progress.page != before:
+            self.progress.tags.pop(NOTE_TAG, None)  # written by an older version
             self.progress.save(self._saved)
 
     def _ship_artifacts(self, state: State) -> None:

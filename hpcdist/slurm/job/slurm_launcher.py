@@ -194,7 +194,7 @@ class SlurmLauncher:
             if time.monotonic() >= until:
                 break
             time.sleep(1.0)
-        if lost := [node for node in self.host_names if node not in answers]:
+        if lost := [node for node in self._all_nodes if node not in answers]:
             # Without an idle replacement it is better to wait until this node is back.
             return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)
         return ""
@@ -208,7 +208,7 @@ class SlurmLauncher:
         """Return a sentence about a node on which ranks fail repeatedly, if the partition can replace it."""
         blamed = suspect([failure_of(attempt) for attempt in self._run.attempts()]) or ""
         # The host name may be n1.site and Slurm's name n1.
-        if self._avoid([node for node in self.host_names if node in (blamed, blamed.partition(".")[0])]):
+        if self._avoid([node for node in self._all_nodes if node in (blamed, blamed.partition(".")[0])]):
             return f"ranks on {blamed} have failed twice in a row, and on no other node: avoided from now on"
         return ""
 
@@ -222,8 +222,7 @@ class SlurmLauncher:
         return ", avoided from now on" if self.avoid else ""
 
     @property
-    def host_names(self) -> list[str]:
-        """Names of all nodes of the allocation."""
+    def _all_nodes(self) -> list[str]:
         return [node for own in self.nodes for node in own]
 
     def _end_orphaned_steps(self, *names: str) -> UnkillableSteps | None:
@@ -232,7 +231,7 @@ class SlurmLauncher:
         if left is None or left.nodes:
             return left
         try:
-            rebooted = client.nodes_booted_since(self.host_names, self._began)
+            rebooted = client.nodes_booted_since(self._all_nodes, self._began)
         except HpcdistError:  # the reason stays unknown
             rebooted = []
         return left._replace(reason=left.reason + f" ({', '.join(rebooted)} has rebooted)" * bool(rebooted))
@@ -240,18 +239,18 @@ class SlurmLauncher:
     def _kill_ranks(self) -> list[str]:
         """Kill the run's ranks on all nodes without Slurm; returns the nodes on which ranks may have survived."""
         answers = self._ranks_on_nodes("kill")
-        return [node for node in self.host_names if answers.get(node) != []]
+        return [node for node in self._all_nodes if answers.get(node) != []]
 
     def _running_ranks(self) -> set[int] | None:
         """Return the ranks of the run that run on any node; None if a node does not answer."""
         answers = self._ranks_on_nodes("list")
-        return set().union(*answers.values()) if answers.keys() == set(self.host_names) else None
+        return set().union(*answers.values()) if answers.keys() == set(self._all_nodes) else None
 
     def _ranks_on_nodes(self, action: Literal["list", "kill"]) -> Mapping[str, list[int]]:
         """Return the running ranks of each node that answers; after `kill` those that have survived."""
         words = [sys.executable, "-P", "-m", "hpcdist.slurm.job.node_ranks", str(self._run.path), action]
         done = run_within(nodes_command(self.nodes, words, het=self._het), RANKS_ON_NODES_S, env=self._env)
-        return parse_answers(done.stdout, self.host_names)
+        return parse_answers(done.stdout, self._all_nodes)
 
 
 def nodes_of(config: Config, env: Mapping[str, str]) -> list[tuple[str, ...]]:
