@@ -20,6 +20,7 @@ from hpcdist.cli import (
     diagnose,
     image,
     internal,
+    model_export,
     resume,
     review,
     run,
@@ -45,7 +46,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, run_comparison, cost, server),
+    "Review": (review, run_comparison, cost, model_export, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -118,11 +118,11 @@ def _svg(height: float, content: Markup, label: str) -> Markup:
     )
 
 
-def legend(names: Sequence[str]) -> Markup:
+def legend(colours: Mapping[str, int]) -> Markup:
     """Return the names of the lines or parts of a chart with their colours."""
     items = [
-        Markup('<span class="key"><i class="b{}"></i>{}</span>').format(index % NUM_COLOURS, name)
-        for index, name in enumerate(names)
+        Markup('<span class="key"><i class="b{}"></i>{}</span>').format(colour % NUM_COLOURS, name)
+        for name, colour in colours.items()
     ]
     return Markup('<div class="legend">{}</div>').format(Markup("").join(items))
 
@@ -152,7 +152,7 @@ def line_chart(
             )
     parts += [_path(frame, line, index % NUM_COLOURS) for index, line in enumerate(lines)]
     chart = _svg(frame.height, Markup("").join(parts), ", ".join(line.name for line in lines))
-    return chart + legend([line.name for line in lines]) if len(lines) > 1 else chart
+    return chart + legend({line.name: index for index, line in enumerate(lines)}) if len(lines) > 1 else chart
 
 
 def _path(frame: _Frame, line: Line, colour: int) -> Markup:

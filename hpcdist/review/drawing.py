@@ -20,7 +20,18 @@ from hpcdist.review.charts import (
 from hpcdist.review.figures import Curves, Figure, Histogram, Matrix, Text
 from hpcdist.review.ledger import CAUSES, Interval, Ledger
 
-PHASES = ("queue", "start", "compile", "train", "evaluate", "save", "down")
+#: Colours of causes and phases; a phase has the colour of its usual cause.
+_CAUSE_COLOURS: dict[str, int] = {cause: index for index, cause in enumerate(CAUSES)}
+_CAUSE_OF = {
+    "queue": "idle",
+    "start": "start",
+    "compile": "compile",
+    "train": "compute",
+    "evaluate": "evaluation",
+    "save": "checkpoint",
+    "down": "down",
+}
+_PHASE_COLOURS = {phase: _CAUSE_COLOURS[cause] for phase, cause in _CAUSE_OF.items()}
 #: Attempts with a row of their own in the timeline.
 MAX_ATTEMPTS = 40
 #: Intervals of an attempt that are drawn; of more, those of the same phase with a short gap are joined.
@@ -55,12 +66,12 @@ def timeline(ledger: Ledger) -> Markup:
             Bar(
                 (interval.began - began) / scale,
                 (interval.ended - began) / scale,
-                PHASES.index(interval.phase),
+                _PHASE_COLOURS[interval.phase],
                 f"{interval.phase}: {duration(interval.ended - interval.began)}",
             )
             for interval in joined(own, (ended - began) / MAX_INTERVALS)
         ]
-    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(PHASES)
+    return bar_rows(rows, x_label=f"{unit} since the beginning") + legend(_PHASE_COLOURS)
 
 
 def joined(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
@@ -94,12 +105,12 @@ def ledger_bar(ledger: Ledger) -> Markup:
     if not ledger.allocated_s:
         return Markup()
     bars, end = [], 0.0
-    for index, cause in enumerate(CAUSES):
+    for cause, colour in _CAUSE_COLOURS.items():
         share = 100 * sums.get(cause, 0.0) / ledger.allocated_s
         if share:
-            bars.append(Bar(end, end + share, index, f"{cause}: {share:.1f} %"))
+            bars.append(Bar(end, end + share, colour, f"{cause}: {share:.1f} %"))
         end += share
-    return bar_rows({"allocated": bars}, x_label="percent of the allocated time") + legend(CAUSES)
+    return bar_rows({"allocated": bars}, x_label="percent of the allocated time") + legend(_CAUSE_COLOURS)
 
 
 def draw(figure: Figure) -> Markup:

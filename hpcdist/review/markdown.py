@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from urllib.parse import quote
 
 from hpcdist.config.redaction import redact_text
 
@@ -40,3 +41,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def link(text: str, target: str) -> str:
     """Return a link with a text that is Markdown already."""
     return f"[{text}]({target})"
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str = "") -> str:
+    """Return the address of a run, or of one of its artifacts, relative to MLflow's UI; empty without ids."""
+    if not experiment_id or not run_id:
+        return ""
+    page = f"#/experiments/{quote(experiment_id)}/runs/{quote(run_id)}"
+    return f"{page}/artifacts/{quote(artifact)}" if artifact else page

@@ -39,8 +39,12 @@ class ReportScene:
         self.run.config.write_text(yaml.safe_dump(CONFIG | changes))
 
     def state(self, **changes: Any) -> None:
+        self.state_of(self.run, **changes)
+
+    @staticmethod
+    def state_of(run: RunDir, **changes: Any) -> None:
         values = {"status": "finished", "attempt": 1, "reason": "trained 90 steps", "world_size": 4, "created": BEGAN}
-        self.run.write_state(State(**{**values, "ended": BEGAN + 100, **changes}))
+        run.write_state(State(**{**values, "ended": BEGAN + 100, **changes}))
 
     def log(self, metrics: dict[str, list[float]], *, attempt: int = 1, rank: int = 0, first: int = 1) -> None:
         """Write values of metrics at the steps from `first` on."""
