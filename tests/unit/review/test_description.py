@@ -18,6 +18,7 @@ from hpcdist.run.folder import State
 from hpcdist.run.origin import Override
 from hpcdist.run.training_record import Dataset
 
+GAP = " &ensp;|"
 FIRST = AttemptFacts(
     number=1, started=1000.0, ended=1600.0, status="failed", cause="rank 1 | was <b>killed</b>", nodes=("n1", "n2"),
     first_step=0, last_step=120, steps_lost=20,
@@ -53,7 +54,9 @@ FACTS = RunFacts(
 
 
 def described(facts: RunFacts, ledger: Ledger | None = None, max_chars: int = 8000) -> str:
-    return describe(facts, ledger or Ledger(), max_chars=max_chars, now=2300.0)
+    text = describe(facts, ledger or Ledger(), max_chars=max_chars, now=2300.0)
+    assert len(text) <= max(0, max_chars)
+    return text.replace(GAP, " |")
 
 
 def test_description_of_a_live_run() -> None:
@@ -74,7 +77,7 @@ def test_description_of_a_live_run() -> None:
         "best checkpoint: /runs/c/step\\-00000100\n",
         "- last values: train/loss 0.5\n",
         "| 1 | 1970-01-01 00:16 UTC | 10 min | n1, n2 | 0 to 120 | failed |"
-        " rank 1 \\| was &lt;b&gt;killed&lt;/b&gt; | 20 |"
+        " rank 1 &#124; was &lt;b&gt;killed&lt;/b&gt; | 20 |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-001) |",
         "| 2 | 1970-01-01 00:33 UTC |  |  | 100 to 200 | running |  |  |"
         " [logs](#/experiments/1/runs/abc/artifacts/logs/attempt-002) |",
@@ -106,7 +109,6 @@ def test_description_of_a_finished_run() -> None:
 def test_attempts_in_the_middle_are_left_out_of_a_long_description(max_chars: int) -> None:
     attempts = tuple(replace(FIRST, number=number) for number in range(1, 301))
     text = described(replace(FACTS, attempts=attempts), max_chars=max_chars)
-    assert len(text) <= max_chars
     assert "more attempts" in text
     assert "artifacts/logs/attempt-001)" in text
     assert "artifacts/logs/attempt-300)" in text
@@ -122,7 +124,7 @@ def test_description_that_cannot_be_shortened_further_is_cut() -> None:
 
 def test_text_of_users_has_no_meaning_in_markdown() -> None:
     assert escaped("a*b_c `d` [e](f) #g\n<img src=x> @h http://u:secret@host/") == (
-        "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http\\://u\\:\\*\\*\\*&#64;host/"
+        "a\\*b\\_c \\`d\\` \\[e\\]\\(f\\) \\#g &lt;img src\\=x&gt; &#64;h http://u:\\*\\*\\*&#64;host/"
     )
     assert escaped("x" * 400, 10) == "x" * 9 + "…"
 
@@ -141,8 +143,8 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     ]
     state = State(status="failed", reason="3 cells: 1 failed, 2 finished")
     facts = SweepFacts(state=state, keys=("optim.lr",), monitor="eval/acc", monitor_mode="max", cells=tuple(cells))
-    assert describe_sweep(facts, max_chars=8000) == (
-        "**failed**: 3 cells\\: 1 failed, 2 finished\n\n"
+    assert describe_sweep(facts, max_chars=8000).replace(GAP, " |") == (
+        "**failed**: 3 cells: 1 failed, 2 finished\n\n"
         "Best cell: [lr\\=0\\.3](#/b) with **eval/acc = 0.75** at step 20 (highest is best)\n\n"
         "| Run | optim\\.lr | eval/acc | Step | State |\n| --- | --- | --- | --- | --- |\n"
         "| [lr\\=0\\.3](#/b) | 0\\.3 | 0.75 | 20 | finished |\n"
@@ -154,5 +156,5 @@ def test_description_of_a_sweep_begins_with_the_best_cell() -> None:
     many = replace(facts, cells=tuple(replace(cells[1], metric=float(number)) for number in range(500)))
     text = describe_sweep(many, max_chars=4000)
     assert len(text) <= 4000
-    assert "| 499 | 10 |" in text
+    assert "| 499 &ensp;| 10 &ensp;|" in text
     assert text.endswith(" more cells")
