@@ -59,9 +59,10 @@ class ParentRun:
                 # that mlflow.json names, at the latest in their next pass.
                 with _locked(self._sweep):
                     opened = MlflowRun(self._sweep, self._uri)
+                    # A database rejects a parameter that two processes log at the same time.
+                    self._describe(opened, facts)
             except RunFolderError as error:
                 raise TrackingError(str(error)) from error
-            self._describe(opened, facts)
             self._mlflow = opened
         return self._mlflow
 
