@@ -160,8 +160,7 @@ class Context(RankInfo):
         """
         if self.is_main:
             self._journal.log(metrics, step)
-            self._heartbeat.note_metrics(metrics)
-            self._heartbeat.step = max(self._heartbeat.step, step)
+            self._heartbeat.note_logged(metrics, step)
 
     def artifact(self, name: str) -> Path:
         """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.

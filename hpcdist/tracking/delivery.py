@@ -17,6 +17,7 @@ from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
+from hpcdist.tracking.script_delivery import ship_new_events
 from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ship_events()
         failure = None
         try:
             self._ship_artifacts(state)
@@ -142,6 +144,12 @@ class Delivery:
         if changed:
             self.open_run().set_tags(changed)
             self.progress.tags = tags
+            self.progress.save(self._saved)
+
+    def _ship_events(self) -> None:
+        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
+        for name, offset in ship_new_events(self.open_run(), self.run, self.config, self.progress.events, self._names):
+            self.progress.events[name] = offset
             self.progress.save(self._saved)
 
     def _ship_artifacts(self, state: State) -> None:

@@ -51,7 +51,7 @@ def params(config: Mapping[str, Any]) -> dict[str, str]:
 
     Sections of other trainers are omitted, since they have no effect on this run.
     """
-    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
+    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
 
 
 def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
             tags[tag] = str(environment[key])
     own = (config.get("tracking") or {}).get("tags") or {}
     tags |= {clean_name(key): text for key, text in flatten(own)}
-    return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+    return {key: clean_text(text)[:MAX_TAG] for key, text in tags.items()}
 
 
 def job_tags(run: RunDir) -> dict[str, str]:
@@ -111,15 +111,15 @@ def state_tags(state: State) -> dict[str, str]:
     sentence = f"{state.status}: {state.reason}" if state.reason else state.status
     return {
         # The description of the run, which MLflow's page shows in full.
-        "mlflow.note.content": _clean_text(sentence)[:MAX_TAG],
+        "mlflow.note.content": clean_text(sentence)[:MAX_TAG],
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
-        "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.reason": clean_text(state.reason)[:MAX_TAG],
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
 
 
-def _clean_text(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return text without passwords and without lone surrogates, which file names may contain."""
     return redact_uri(text).encode(errors="replace").decode()
