@@ -41,9 +41,7 @@ def main() -> None:
         axes.plot(np.arange(1, 21), losses)
         mlflow.log_figure(figure, "plots/loss.png")
         mlflow.log_dict({"losses": losses}, "config.yaml")
-        mlflow.pytorch.log_model(
-            model.module, name="linear", pip_requirements=["torch"], serialization_format="pickle"
-        )
+        mlflow.pytorch.log_model(model.module, name="linear", pip_requirements=["torch"], serialization_format="pickle")
         best = mlflow.get_run(run.info.run_id).data.metrics["loss"]
         mlflow.log_metric("best_loss", best)
     dist.destroy_process_group()
