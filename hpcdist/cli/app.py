@@ -12,7 +12,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hpcdist import __version__
-from hpcdist.cli import bench, config, devcluster, diagnose, image, internal, resume, review, run, runs, submit
+from hpcdist.cli import (
+    bench,
+    config,
+    cost,
+    devcluster,
+    diagnose,
+    image,
+    internal,
+    resume,
+    review,
+    run,
+    runs,
+    server,
+    submit,
+)
 from hpcdist.errors import HpcdistError, shortened
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
@@ -30,7 +44,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review,),
+    "Review": (review, cost, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),
@@ -40,7 +54,7 @@ PANELS: dict[str, tuple[Any, ...]] = {
 def _add_commands() -> None:
     for panel, modules in PANELS.items():
         for module in modules:
-            if module not in (bench, image, devcluster):  # these are groups, with a help of their own
+            if module not in (bench, image, devcluster, server):  # these are groups, with a help of their own
                 for command in module.app.registered_commands:
                     command.rich_help_panel = panel
             app.add_typer(module.app, rich_help_panel=panel)

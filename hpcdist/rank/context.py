@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,11 @@ from hpcdist.rank.stop_agreement import StopAgreement
 from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
+from hpcdist.rank.training_notes import TrainingNotes
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
+from hpcdist.run.training_record import Dataset
 from hpcdist.tracking.journal import JournalWriter
 
 
@@ -88,8 +93,14 @@ class Context(RankInfo):
         self._stop = stop
         self._journal = journal
         self._heartbeat = heartbeat
+        self._notes = TrainingNotes(attempt, is_main=self.is_main)
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        heartbeat.timing = self.timer.report
+        account = self.timer.account
+        if (times := read_times(attempt)) is not None:
+            account.reached = times.reached
+        heartbeat.timing, heartbeat.account = self.timer.report, account.report
+        if self.is_main:
+            heartbeat.phases = account.phases
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
@@ -113,8 +124,9 @@ class Context(RankInfo):
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
+        asked = time.perf_counter()
         stop = self._stop.at_boundary()
-        self.timer.step_done()
+        self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)
         return stop
@@ -140,7 +152,9 @@ class Context(RankInfo):
         """
         self._times.leave_to(ranks)
         group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
-        if self.rank in ranks:
+        if self.rank not in ranks:
+            self.timer.account.wait_for_work()
+        else:
             assert group is None or isinstance(group, dist.ProcessGroup)
             self._stop.agree_in(group)
 
@@ -148,6 +162,14 @@ class Context(RankInfo):
         """Update the heartbeat from work without steps, such as a long evaluation or a download."""
         self._heartbeat.beat()
         self.timer.skip()
+
+    def training_begins(self) -> None:
+        """Record that the first step begins. A forward pass of a model of `wrap` records it as well."""
+        self.timer.account.training_begins()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Count the time inside the block as evaluation in the ledger of the run (`hpcdist cost`)."""
+        return self.timer.evaluating()
 
     # --- metrics and artifacts
 
@@ -161,6 +183,29 @@ class Context(RankInfo):
         if self.is_main:
             self._journal.log(metrics, step)
             self._heartbeat.note_logged(metrics, step)
+
+    def log_dataset(
+        self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""
+    ) -> None:
+        """Declare a dataset that this run reads, for MLflow's column Dataset. Only rank 0 records.
+
+        Args:
+            name: name of the dataset, such as `mnist`.
+            split: the part of the dataset, or its use: `train`, `test`.
+            num_samples: number of samples in the split, over all ranks.
+            digest: a hash of the content, at most 36 characters; equal digests mean equal data.
+            source: where the data comes from, such as a folder or a URL.
+        """
+        self._notes.add_dataset(
+            Dataset(name=name, split=split, num_samples=num_samples, digest=digest[:36], source=source)
+        )
+
+    def log_model_size(self, num_parameters: int) -> None:
+        """Record the number of trainable parameters of the whole model. `wrap` does so for a model that it wraps.
+
+        Only rank 0 records.
+        """
+        self._notes.set_num_parameters(num_parameters)
 
     def artifact(self, name: str) -> Path:
         """Return the path at which to write an artifact of the MLflow run, such as `samples/step-100.txt`.
@@ -180,7 +225,8 @@ class Context(RankInfo):
         if self.is_main:
             from hpcdist.checkpoint.export import export_model
 
-            export_model(module, example, self.run)
+            with self.timer.account.phase("checkpoint"):
+                export_model(module, example, self.run)
 
     # --- collectives
 
@@ -212,6 +258,7 @@ class Context(RankInfo):
             **options: arguments of DistributedDataParallel, such as `static_graph=True` for a model without
                 data-dependent branches.
         """
+        self.log_model_size(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
         # Its decorators import torch's compiler: seconds that a rank without DistributedDataParallel saves.
         from hpcdist.rank.telemetry.timed_ddp import TimedDDP
 
@@ -266,9 +313,10 @@ class Context(RankInfo):
 
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
-        self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
-        if shard is not None:
-            self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
+        with self.timer.account.phase("checkpoint"):
+            self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
+            if shard is not None:
+                self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self.timer.skip()
 
     def restore(self) -> Restored | None:
@@ -280,6 +328,7 @@ class Context(RankInfo):
         restored = self._checkpoints.restore()
         if restored is not None:
             self._heartbeat.step = restored.step
+        self._notes.begin(0 if restored is None else restored.step)
         return restored
 
     def close(self) -> None:
@@ -287,9 +336,12 @@ class Context(RankInfo):
 
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
-        self._stop.close()
-        self._checkpoints.close()
-        self._journal.flush(durable=True)
+        self.timer.close()
+        with self.timer.account.phase("checkpoint"):
+            self._stop.close()
+            self._checkpoints.close()
+            self._journal.flush(durable=True)
+        self.timer.account.is_closed = True
         self._heartbeat.close()
         step = self._heartbeat.step
         if self._stop.agreed and self._checkpoints.saved_step < step and not self.config.trainer.script:

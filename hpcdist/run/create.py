@@ -16,6 +16,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.files.atomic import write_atomic
 from hpcdist.run import secret_file, snapshot
 from hpcdist.run.folder import RunDir
+from hpcdist.run.origin import Origin, write_origin
 
 
 def with_name(config: Config) -> Config:
@@ -50,11 +51,13 @@ def check_trainer(config: Config, cwd: Path) -> None:
         raise ConfigError([f"trainer.target: no module {top!r} in {cwd} or among the installed packages"])
 
 
-def create_run(config: Config, cwd: Path, *, launcher: str = "local") -> RunDir:
+def create_run(config: Config, cwd: Path, *, launcher: str = "local", origin: Origin | None = None) -> RunDir:
     """Create the run folder with everything that a start or a later resume needs; remove it on errors."""
     run = RunDir.create(Path(config.runs_dir) / config.experiment / config.name)
     try:
         write_config(run, config)
+        if origin is not None:
+            write_origin(run, origin)
         snapshot.write_environment(run, snapshot.take(config, run, cwd), launcher=launcher)
     except BaseException:
         shutil.rmtree(run.path)

@@ -4,6 +4,7 @@
         config.yaml  secrets.json  environment.json  code/  code.patch  state.json  lease  mlflow.json
         slurm.json  job.json                     the Slurm job, and its starts
         cell.json                                sweep and values, if the run is a cell of a sweep
+        origin.json                              the config of the command line, before its overrides
         supervisor.log  shipper.log              output of a supervisor in the background, and of the shipper
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
@@ -18,6 +19,9 @@
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            times.json                           begin and end with its cause, resources of the ranks
+            training.json                        first step, datasets and model size
+            phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
             network.json                         result of the collective check

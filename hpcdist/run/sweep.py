@@ -19,6 +19,7 @@ from hpcdist.config.schema import Config
 from hpcdist.config.tree import leaves, parse_value
 from hpcdist.config.written import redacted
 from hpcdist.errors import ConfigError
+from hpcdist.run.origin import Origin
 
 #: Keys that define the folder of a cell, or that are common to all tasks of a job array.
 _NOT_SWEPT = ("name", "experiment", "runs_dir", "cluster", "tracking.uri")
@@ -46,6 +47,7 @@ class Sweep:
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
     base: dict[str, Any]  #: values that all cells share, also those added later; by dotted key
+    origin: Origin | None = None  #: the config of the command line
 
     @property
     def folder(self) -> Path:

@@ -10,11 +10,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from hpcdist.errors import RunFolderError, TrackingError
+from hpcdist.errors import RunFolderError, TrackingError, UserMistake
 from hpcdist.files.lock import flock_if_possible
 from hpcdist.run.runs_dir import make_database
-from hpcdist.tracking.uri import redact_uri, sqlite_path
+from hpcdist.tracking.credentials import require_private_credentials
+from hpcdist.tracking.server_errors import explanation
+from hpcdist.tracking.uri import is_server, redact_uri, sqlite_path
 
 # Settings that MLflow reads when it is imported or used. Retries of MLflow are off: they block for minutes
 # and may create a run twice. The shipper retries instead.
@@ -35,12 +38,13 @@ from mlflow import MlflowClient, entities  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from requests.exceptions import RequestException  # noqa: E402
 from sqlalchemy.exc import SQLAlchemyError  # noqa: E402
+from urllib3.util.retry import Retry  # noqa: E402
 
 # The client logs responses that are not MLflow's; this module reports them in one line.
 for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["MlflowClient", "MlflowException", "entities", "open_client", "require_id", "translated"]
+__all__ = ["MlflowClient", "MlflowException", "entities", "is_unsupported", "open_client", "require_id", "translated"]
 
 #: Exceptions of the client if the server, a proxy or the disk fails.
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -48,13 +52,38 @@ _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 _MALFORMED = (ParseError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
+class _Wait:
+    """The time that the server asked to wait in its last answer (Retry-After), in seconds."""
+
+    seconds = 0.0
+
+
+def _note_wait(self: Retry, *args: Any, **more: Any) -> Retry:
+    """Note Retry-After of an answer, which the exceptions of urllib3 and MLflow do not contain."""
+    response = more.get("response")
+    if response is not None:
+        try:
+            _Wait.seconds = max(0.0, float(self.get_retry_after(response) or 0.0))
+        except Exception:  # an invalid value
+            _Wait.seconds = 0.0
+    return _increment(self, *args, **more)
+
+
+_increment = Retry.increment
+Retry.increment = _note_wait  # type: ignore[method-assign, assignment]
+
+
 @contextmanager
 def translated(uri: str) -> Iterator[None]:
     """Turn each failure of MLflow, its server or its disk into a TrackingError of one line."""
+    _Wait.seconds = 0.0
     try:
         yield
     except _FAILURES as error:
-        raise TrackingError(f"MLflow at {redact_uri(uri)}: {_reason(error)}") from error
+        cause = explanation(error, uri, _Wait.seconds) if is_server(uri) else ""
+        raise TrackingError(
+            f"MLflow at {redact_uri(uri)}: {cause or _reason(error)}", retry_after_s=_Wait.seconds
+        ) from error
     except _MALFORMED as error:
         raise TrackingError(
             f"MLflow at {redact_uri(uri)}: the response is not MLflow's ({type(error).__name__}: {_reason(error)})"
@@ -63,10 +92,14 @@ def translated(uri: str) -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     text = " ".join(redact_uri(str(error)[:10_000]).split())
-    head, mark, body = text.partition(" Response body: ")
-    if mark and "<" in body[:200]:
-        text = f"{head} The response is an HTML page: check that this is the address of an MLflow server"
     return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def is_unsupported(error: MlflowException) -> bool:
+    """Return whether a request failed because the server or the store, such as an older MLflow, does not have it."""
+    return error.error_code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
+        " error code 404 " in str(error)  # a page instead of MLflow's JSON
+    )
 
 
 def require_id(value: object, kind: str) -> str:
@@ -80,9 +113,15 @@ def open_client(uri: str) -> MlflowClient:
     """Return a client of a store that is ready for use.
 
     The tables of a new sqlite database are created under a lock, since MLflow does not support concurrent creation.
-    Raises TrackingError if the store cannot be reached or is a database of another user.
+    Raises TrackingError if the store cannot be reached, if it is a database of another user, or if other users can read
+    the file with the credentials of a server.
     """
     database = sqlite_path(uri)
+    if is_server(uri):
+        try:
+            require_private_credentials(os.environ)
+        except UserMistake as error:
+            raise TrackingError(f"MLflow at {redact_uri(uri)}: {error}") from error
     with translated(uri):
         if database is None:
             return _connected(uri)

@@ -108,10 +108,7 @@ def job_tags(run: RunDir) -> dict[str, str]:
 
 def state_tags(state: State) -> dict[str, str]:
     """Return the tags of the run's state."""
-    sentence = f"{state.status}: {state.reason}" if state.reason else state.status
     return {
-        # The description of the run, which MLflow's page shows in full.
-        "mlflow.note.content": clean_text(sentence)[:MAX_TAG],
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
         "hpcdist.reason": clean_text(state.reason)[:MAX_TAG],

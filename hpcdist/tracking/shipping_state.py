@@ -32,7 +32,11 @@ class ShippingState:
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
     events: dict[str, int] = field(default_factory=dict)
     """Event file → bytes that are in MLflow (`rank_events.py`)."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)
+    page: dict[str, str] = field(default_factory=dict)
+    """Hashes of `description` and `datasets`, and the `primary_metric`, see `run_page.py`."""
     status: str = ""
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt

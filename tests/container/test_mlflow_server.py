@@ -5,11 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import os
-import pwd
 import secrets
-import shutil
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +17,7 @@ from typing import Any
 
 import pytest
 from containers import UNKNOWN_UID, Containers, runs_of_other_users
+from postgres_cluster import postgres_cluster
 
 from hpcdist.files.atomic import read_json
 
@@ -34,14 +32,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def postgresql() -> Path:
-    """Return the folder with the programs of the newest installed PostgreSQL."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
-    if not found:
-        if os.environ.get("HPCDIST_REQUIRE_CONTAINERS") == "1":
-            pytest.fail("PostgreSQL is not installed: run scripts/test_packages.sh")
-        pytest.skip("PostgreSQL is not installed: run scripts/test_packages.sh")
-    return found[-1].parent
+def without_password(uri: str) -> tuple[str, str]:
+    """Return a database URI without its password, and the password."""
+    head, _, place = uri.rpartition("@")
+    head, _, password = head.rpartition(":")
+    return f"{head}@{place}", password
 
 
 @dataclass(frozen=True)
@@ -79,66 +74,24 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory, containers: Containers) -> Iterator[tuple[int, str]]:
-    """Start PostgreSQL with a user that needs a password, and yield port and password."""
-    binaries = postgresql()
-    user = pwd.getpwnam("postgres")
-    home = Path("/var/tmp") / f"hpcdist-pg-{secrets.token_hex(4)}"  # the user postgres cannot read pytest's folders
-    home.mkdir(mode=0o700)
-    os.chown(home, user.pw_uid, user.pw_gid)
-    password, port = secrets.token_urlsafe(12), free_port()
-
-    def as_postgres(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            user=user.pw_uid,
-            group=user.pw_gid,
-            cwd=home,
-            check=True,
-            text=True,
-            capture_output=True,
-            **options,
-        )
-
-    try:
-        as_postgres(str(binaries / "initdb"), "-D", str(home / "data"), "--auth=scram-sha-256", "--username=postgres",
-                    f"--pwfile={_password_file(home, password, user.pw_uid)}", "--no-sync")  # fmt: skip
-        options = f"-p {port} -k {home} -c listen_addresses=127.0.0.1 -c fsync=off"
-        as_postgres(
-            str(binaries / "pg_ctl"), "-D", str(home / "data"), "-w", "-l", str(home / "log"), "-o", options, "start"
-        )
-        sql = f"create user mlflow password '{password}'; create database mlflow owner mlflow"
-        for statement in sql.split("; "):
-            as_postgres(
-                "psql", "-h", "127.0.0.1", "-p", str(port), "-U", "postgres", "-v", "ON_ERROR_STOP=1", "-c", statement,
-                env={**os.environ, "PGPASSWORD": password},
-            )  # fmt: skip
-        yield port, password
-    finally:
-        subprocess.run(
-            [binaries / "pg_ctl", "-D", home / "data", "-m", "immediate", "stop"],
-            user=user.pw_uid, group=user.pw_gid, cwd=home, check=False, capture_output=True,
-        )  # fmt: skip
-        shutil.rmtree(home)
-
-
-def _password_file(home: Path, password: str, owner: int) -> Path:
-    path = home / "password"
-    path.write_text(password)
-    path.chmod(0o600)
-    os.chown(path, owner, owner)
-    return path
+def database(containers: Containers) -> Iterator[str]:
+    """Start PostgreSQL, and yield the URI of a database whose user needs a password."""
+    del containers  # requested first: without containers, no database is needed
+    port = free_port()
+    with postgres_cluster(tcp_port=port) as cluster:
+        user = cluster.create_database().partition("@")[0]
+        yield f"{user}@127.0.0.1:{port}/mlflow"
 
 
 @pytest.fixture(scope="module")
 def server(
     containers: Containers,
     image: BuildImage,
-    database: tuple[int, str],
+    database: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """Start the image like compose.yaml: not as root, with secrets in private files."""
-    db_port, db_password = database
+    db_uri, db_password = without_password(database)
     folder = tmp_path_factory.mktemp("secrets")
     values = {
         "db_password": db_password,
@@ -155,7 +108,7 @@ def server(
     containers.podman(
         "run", "--detach", "--name", name, "--user", f"{UNKNOWN_UID}:{UNKNOWN_UID}",
         "--volume", f"{folder}:/run/secrets:ro",
-        "--env", f"DB_URI=postgresql+psycopg2://mlflow@127.0.0.1:{db_port}/mlflow",
+        "--env", f"DB_URI={db_uri}",
         "--env", f"MLFLOW_PORT={port}", "--env", "MLFLOW_WORKERS=1",
         image("mlflow"),
     )  # fmt: skip

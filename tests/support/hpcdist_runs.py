@@ -106,7 +106,7 @@ class Runs:
             "tracking.register_as=null",
             "tracking.log_every_steps=2",
             "tracking.system_interval_s=1",
-            "tracking.drain_timeout_s=60",
+            "tracking.drain_timeout_s=200",
             "launch.device=cpu",
             *([] if export else [f"launch.env.PYTHONPATH={os.pathsep.join(self._import_path())}"]),
             *overrides,

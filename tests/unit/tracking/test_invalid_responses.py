@@ -38,9 +38,12 @@ INVALID: dict[str, tuple[Response, str]] = {
     "deep": (("200 OK", {}, b'{"experiments": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"), r"MLflow at http"),
     "not json": (("200 OK", {}, b'{"experiments"'), r"not in a valid JSON format"),
     "a list": (("200 OK", {}, b"[1, 2]"), r"not in a valid JSON format"),
-    "413": (("413 Request Entity Too Large", {}, PAGE), r"error code 413 != 200\. The response is an HTML page"),
-    "429": (("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"), r"MLflow at http.* 429 "),
-    "503": (("503 Service Unavailable", {}, b""), r"MLflow at http.*503"),
+    "413": (("413 Request Entity Too Large", {}, PAGE), r"the request is too large .*413"),
+    "429": (
+        ("429 Too Many Requests", {"Retry-After": "3600"}, b"slow down"),
+        r"no more requests .*429.*asks to wait 3600 s",
+    ),
+    "503": (("503 Service Unavailable", {}, b""), r"not available at the moment \(503\)$"),
     "error with wrong types": (("400 Bad Request", {}, b'{"error_code": [1], "message": {"a": 1}}'), r"MLflow at http"),
     "redirects": (("302 Found", {"Location": "/"}, b""), r"[Rr]edirects"),
 }

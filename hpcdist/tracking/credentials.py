@@ -1,0 +1,70 @@
+"""The credentials that MLflow's client sends to a server: from the URI, the environment or `~/.mlflow/credentials`."""
+
+from __future__ import annotations
+
+import configparser
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hpcdist.errors import UserMistake
+from hpcdist.files.private_file import require_private
+
+VARIABLES = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Credentials:
+    """User and password, or a token; all empty for a server without accounts."""
+
+    user: str = ""
+    password: str = ""
+    token: str = ""
+    source: str = ""  #: where they are set, for messages
+
+
+def credentials_file(env: Mapping[str, str]) -> Path:
+    """Return the path of MLflow's credentials file, which may not exist."""
+    return Path(env.get("HOME") or Path.home(), ".mlflow", "credentials")
+
+
+def require_private_credentials(env: Mapping[str, str]) -> None:
+    """Raise UserMistake if the credentials file exists and other users can read it."""
+    path = credentials_file(env)
+    if path.exists():
+        require_private(path)
+
+
+def read_credentials(uri: str, env: Mapping[str, str]) -> Credentials:
+    """Return the credentials for a server, in MLflow's order: the URI, then each variable, then the file, then a token.
+
+    Raises UserMistake if the credentials file cannot be parsed.
+    """
+    try:
+        parts = urlsplit(uri)
+        if parts.username:
+            return Credentials(user=unquote(parts.username), password=unquote(parts.password or ""), source="the URI")
+    except ValueError:
+        pass  # the request reports an invalid URI
+    path = credentials_file(env)
+    saved = _saved(path)
+    user = env.get("MLFLOW_TRACKING_USERNAME") or saved.get("mlflow_tracking_username", "")
+    password = env.get("MLFLOW_TRACKING_PASSWORD") or saved.get("mlflow_tracking_password", "")
+    if user and password:
+        own = env.get("MLFLOW_TRACKING_USERNAME") and env.get("MLFLOW_TRACKING_PASSWORD")
+        return Credentials(user=user, password=password, source=VARIABLES if own else str(path))
+    return Credentials(token=env.get("MLFLOW_TRACKING_TOKEN", ""), source="MLFLOW_TRACKING_TOKEN")
+
+
+def _saved(path: Path) -> Mapping[str, str]:
+    parser = configparser.ConfigParser()
+    try:
+        parser.read(path)
+        return dict(parser["mlflow"]) if "mlflow" in parser else {}
+    except (configparser.Error, UnicodeDecodeError) as error:
+        # No part of the file in the message: it holds a password.
+        raise UserMistake(
+            f"{path} is not in the format of MLflow ({type(error).__name__}): it needs a section [mlflow] with"
+            " mlflow_tracking_username and mlflow_tracking_password, in which % is written as %%"
+        ) from None
