@@ -20,7 +20,7 @@ step = start
 while step < last:
     value = torch.ones(1)
     dist.all_reduce(value)
-    time.sleep(0.01)
+    time.sleep(0.05)
     step += 1
     hpcdist.log({"train/loss": 1 / step, "ranks": value.item()}, step)
     if hpcdist.should_stop(step, last):
