@@ -99,7 +99,7 @@ def sync(
     from hpcdist.run.lease import holder
     from hpcdist.run.lookup import list_runs, resolve_run
     from hpcdist.run.secret_file import kept
-    from hpcdist.run.slurm_job import job_of
+    from hpcdist.run.slurm_job import job_of, update_job_starts
     from hpcdist.tracking.shipper import sync as ship
     from hpcdist.tracking.uri import is_server, resolve_uri
 
@@ -124,6 +124,7 @@ def sync(
             if uploads_itself and (busy := holder(found)) is not None:
                 print(f"{found.name}: its supervisor runs (process {busy['pid']} on {busy['host']}) and uploads it")
                 continue
+            update_job_starts(found)
             print(f"{found.name}: {ship(found, uri)}")
         except (HpcdistError, OSError) as error:
             code = max(code, error.exit_code if isinstance(error, HpcdistError) else 2)

@@ -20,7 +20,8 @@ from hpcdist.rank.context import Context
 _MAX_IMAGES = 10_000
 _MAX_BYTES = 64 << 20
 _MAX_FILES = 1000
-_DIGEST_CHARS = 16
+#: As long as MLflow's own digests, so that its column shows them.
+_DIGEST_CHARS = 8
 
 
 def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) -> None:
@@ -34,7 +35,7 @@ def log_image_data(ctx: Context, cfg: DataConfig, data: ImageData, seed: int) ->
 
 
 def digest_of(*parts: Any) -> str:
-    """Return a digest of tensors, texts and JSON values, 16 hexadecimal digits."""
+    """Return a digest of tensors, texts and JSON values, 8 hexadecimal digits."""
     found = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):

@@ -15,8 +15,8 @@ def load_commands(facts: RunFacts) -> str:
     checkpoint = facts.best or (facts.checkpoints[-1] if facts.checkpoints else None)
     if checkpoint is None:
         return ""
-    path = str(checkpoint.path / "model.pt")
-    return f"import torch; state_dict = torch.load({path!r}, weights_only=True)"
+    path = str(checkpoint.path)
+    return f"from hpcdist.checkpoint.weights import load_weights; state_dict = load_weights({path!r})"
 
 
 def run_again_command(facts: RunFacts) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from urllib.parse import quote
 
 from hpcdist.review.attempts import AttemptFacts
 from hpcdist.review.commands import load_commands, run_again_command
 from hpcdist.review.facts import RunFacts
 from hpcdist.review.ledger import CAUSES, Ledger
-from hpcdist.review.markdown import code_block, escaped, link, table
+from hpcdist.review.markdown import code_block, escaped, link, run_page, table
 from hpcdist.run.sweep import text_of
 from hpcdist.run.training_record import Dataset
 
@@ -39,6 +38,8 @@ def describe(facts: RunFacts, ledger: Ledger, *, max_chars: int, now: float | No
 def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) -> Iterator[str]:
     state = facts.state
     yield f"**{state.status}**" + (f": {escaped(state.reason, 1000)}" if state.reason else "")
+    if summary := _summary(facts, ledger):
+        yield summary
     if facts.progress is not None:
         yield _progress(facts, now)
     yield "### What ran\n\n" + table(("", ""), ((f"**{name}**", value) for name, value in _what_ran(facts)))
@@ -52,6 +53,23 @@ def _sections(facts: RunFacts, ledger: Ledger, num_attempts: int, now: float) ->
         yield "### Load the model\n\n" + code_block(commands, "python")
     if command := run_again_command(facts):
         yield "### Run it again\n\n" + code_block(command, "bash")
+
+
+def _summary(facts: RunFacts, ledger: Ledger) -> str:
+    """Return the most important facts in one line: MLflow shows the first lines of a description only."""
+    words = []
+    if facts.best is not None and facts.best_value is not None:
+        words.append(f"**{escaped(facts.monitor)} = {facts.best_value:.6g}** at step {facts.best.step:,}")
+    if facts.config_name:
+        words.append(f"config {escaped(facts.config_name)}")
+    if facts.datasets:
+        words.append(f"data {escaped(facts.datasets[0].name)}")
+    if facts.attempts:
+        number = len(facts.attempts)
+        words.append(f"{number} attempt{'s' * (number != 1)}")
+    if ledger.entries:
+        words.append(f"{ledger.allocated_s / 3600:.3g} {ledger.unit}-hours, goodput {100 * ledger.goodput:.0f} %")
+    return ", ".join(words)
 
 
 def _progress(facts: RunFacts, now: float) -> str:
@@ -203,8 +221,7 @@ def _cost(ledger: Ledger) -> str:
 
 
 def _artifact(facts: RunFacts, path: str) -> str:
-    """Return the address of an artifact in MLflow's UI, relative to the page of the run."""
-    return f"#/experiments/{quote(facts.experiment_id)}/runs/{quote(facts.run_id)}/artifacts/{quote(path)}"
+    return run_page(facts.experiment_id, facts.run_id, path)
 
 
 def clock(seconds: float) -> str:

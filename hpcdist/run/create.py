@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import re
 import secrets
 import shutil
 import sys
@@ -18,12 +19,20 @@ from hpcdist.run import secret_file, snapshot
 from hpcdist.run.folder import RunDir
 from hpcdist.run.origin import Origin, write_origin
 
+#: End of a generated name: date, time and random characters.
+_GENERATED = re.compile(r"-\d{8}-\d{6}-[0-9a-f]{4}$")
+
 
 def with_name(config: Config) -> Config:
     """Return the config with a run name: its own, or one made from trainer, time and a random suffix."""
     if config.name:
         return config
     return replace(config, name=f"{label_of(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+
+
+def is_generated(name: str) -> bool:
+    """Return whether a name has the form of those that `with_name` makes."""
+    return _GENERATED.search(name) is not None
 
 
 def label_of(config: Config) -> str:

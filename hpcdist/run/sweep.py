@@ -216,8 +216,18 @@ def _cell(sweep: str, values: dict[str, Any], config: Config) -> Cell:
     if len(slug) > _MAX_CELL:
         slug = f"{slug[: _MAX_CELL - 9]}-{_hash(values)}"
     name = f"{sweep}-{slug}"
-    label = " ".join(f"{short}={text}" for short, text in zip(shorts, texts, strict=True))
-    return Cell(name=name, label=label, values=values, config=replace(config, name=name))
+    return Cell(name=name, label=label(values), values=values, config=replace(config, name=name))
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """Return values by key as a short text: `lr=0.1 seed=2`."""
+    pairs = zip(_short_keys(list(values)), values.values(), strict=True)
+    return " ".join(f"{short}={text_of(value)}" for short, value in pairs)
+
+
+def affects_results(key: str) -> bool:
+    """Return whether the value of a config key can change the results of a run."""
+    return not any(_covers(one, key) for one in (*_MAY_CHANGE, "container", "preflight", "experiment"))
 
 
 def text_of(value: Any) -> str:

@@ -21,7 +21,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
-from hpcdist.run.attempt_times import AttemptTimes, begin, last_step, read_times, write_times
+from hpcdist.run.attempt_times import AttemptTimes, begin, reached_step, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, Ranks
@@ -169,15 +169,13 @@ class Supervisor:
             )
 
     def _begin_times(self, attempt: Attempt) -> AttemptTimes:
-        before = self._run.attempt(attempt.number - 1)
-        times = read_times(before) if attempt.number > 1 else None
         return begin(
             attempt,
             self._launcher.resources,
             AttemptTimes(
                 supervised=self._began,
                 began=time.time(),
-                reached=max(times.reached if times is not None else 0, last_step(before)) if attempt.number > 1 else 0,
+                reached=reached_step(self._run.attempt(attempt.number - 1)) if attempt.number > 1 else 0,
                 measured=not self._config.trainer.script,
                 time_limit=None if self._allocation is None else self._allocation.end,
             ),

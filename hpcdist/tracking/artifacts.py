@@ -37,7 +37,15 @@ def is_own_name(path: str) -> bool:
     """Return whether hpcdist uploads artifacts of its own at or below this path."""
     first, _, rest = path.partition("/")
     folders = ("logs", "checkpoints", "model")
-    files = ("config.yaml", "code.patch", "environment.json", "names.json", "network.json", "report.html")
+    files = (
+        "config.yaml",
+        "code.patch",
+        "environment.json",
+        "names.json",
+        "network.json",
+        "report.html",
+        "node_metrics.csv.gz",
+    )
     return first in folders or (not rest and (first in files or first.startswith("preflight.")))
 
 
@@ -85,11 +93,13 @@ def trainer_artifacts(run: RunDir) -> Iterator[Artifact]:
 
 
 def reports(run: RunDir, *, ended: bool) -> Iterator[Artifact]:
-    """Yield logs and outcomes of the ranks, and stack traces of hung ranks.
+    """Yield the metrics of all nodes, logs and outcomes of the ranks, and stack traces of hung ranks.
 
-    Long logs are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
+    Long files are included only when the run has ended. Of an attempt with more than MAX_RANKS ranks, the ranks that
     reported an outcome first are included, then the lowest ranks.
     """
+    if run.node_metrics.is_file() and (ended or run.node_metrics.stat().st_size <= LIVE_LOG_BYTES):
+        yield Artifact(run.node_metrics, run.node_metrics.name, fingerprint(run.node_metrics))
     for attempt in run.attempts():
         folder = f"logs/attempt-{attempt.number:03d}"
         logs = sorted(attempt.path.glob("rank-*.log"))

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 NOTE_TAG = "mlflow.note.content"
 #: Separates text of the user from the description; MLflow's UI does not show it.
 MARK = "<!-- hpcdist: text above this line is kept -->"
+#: Maximum length of a description without text of the user.
+MAX_DESCRIPTION = MAX_TAG - len(MARK) - 4
 #: Minimum time between two changes of the description, unless the state of the run changes.
 INTERVAL_S = 60.0
 _PRIMARY_METRIC = "mlflow.experiment.primaryMetric.name"
@@ -57,28 +59,29 @@ class RunPage:
             return
         try:
             facts = read_facts(self._run, state)
-            text = describe(facts, read_ledger(self._run), max_chars=MAX_TAG - len(MARK) - len(own_note) - 4)
+            text = describe(facts, read_ledger(self._run), max_chars=MAX_DESCRIPTION - len(own_note))
         except RunFolderError as error:
             raise TrackingError(str(error)) from error
         if progress.page.get("description") != (mark := _hash(text)):
-            set_note(opened, text, known=progress.tags.get(NOTE_TAG, ""), own_note=own_note)
+            set_note(opened, text, own_note=own_note)
             progress.page["description"] = mark
         _log_datasets(opened, facts, progress)
         _set_primary_metric(opened, facts, progress)
         self._shown, self._next = status, now + INTERVAL_S
 
 
-def set_note(opened: MlflowRun, text: str, *, known: str = "", own_note: str = "") -> None:
+def set_note(opened: MlflowRun, text: str, *, own_note: str = "") -> None:
     """Set the description of an MLflow run below the text that a user has written there.
 
     Args:
-        known: a description without a mark that hpcdist has written.
         own_note: text above the description if the run has none yet.
     """
     with translated(opened.uri):
-        current = opened.client.get_run(opened.run_id).data.tags.get(NOTE_TAG, "")
+        tags = opened.client.get_run(opened.run_id).data.tags
+    current = tags.get(NOTE_TAG, "")
     above, mark, _ = current.partition(MARK)
-    if not mark and current in ("", known):
+    # Versions before 0.2 wrote state and reason.
+    if not mark and current in ("", f"{tags.get('hpcdist.state')}: {tags.get('hpcdist.reason')}"):
         above = own_note
     above = above.strip()
     whole = f"{above}\n\n{MARK}\n\n{text}" if above else f"{MARK}\n\n{text}"

@@ -6,7 +6,9 @@ Names that hpcdist uses itself get the prefix `script.`: parameters that the con
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from hpcdist.config.redaction import redact_tree
@@ -17,10 +19,12 @@ from hpcdist.run.folder import RunDir
 from hpcdist.tracking import run_metadata
 from hpcdist.tracking.changed_names import ChangedNames
 from hpcdist.tracking.logged_model import log_model
-from hpcdist.tracking.mlflow_client import entities, translated
+from hpcdist.tracking.mlflow_client import MlflowException, entities, translated
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.names import clean_name
 from hpcdist.tracking.rank_events import Event, event_files, read_events
+
+log = logging.getLogger(__name__)
 
 PREFIX = "script."
 #: Tags of MLflow that hpcdist sets.
@@ -77,10 +81,24 @@ def _ship(
     mlflow.log_params({clean_name(key): value[: run_metadata.MAX_PARAM] for key, value in shown.items()})
     mlflow.set_tags({clean_name(key): value[: run_metadata.MAX_TAG] for key, value in shown_tags.items()})
     if datasets:
-        with translated(mlflow.uri):
+        with _skipped_if_rejected(mlflow, "datasets"), translated(mlflow.uri):
             mlflow.client.log_inputs(mlflow.run_id, datasets=datasets)
     for model_id in models:
-        _ship_model(mlflow, run, model_id)
+        with _skipped_if_rejected(mlflow, f"model {model_id}"):
+            _ship_model(mlflow, run, model_id)
+
+
+@contextmanager
+def _skipped_if_rejected(mlflow: MlflowRun, what: str) -> Iterator[None]:
+    """Log a warning instead of the TrackingError if MLflow rejects a request for good: the rest must be uploaded."""
+    try:
+        yield
+    except TrackingError as error:
+        cause = error.__cause__
+        if not isinstance(cause, MlflowException) or cause.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        mlflow.require_active()  # a deleted run gives the same error code
+        log.warning("%s of the script: not uploaded: %s", what, error)
 
 
 def _redacted(values: Mapping[str, str]) -> dict[str, str]:
@@ -116,7 +134,8 @@ def _ship_model(mlflow: MlflowRun, run: RunDir, model_id: str) -> None:
     tags, params = saved.get("tags"), saved.get("params")
     for path in folder.rglob("*"):
         if not stays_inside(path, run.path):
-            raise TrackingError(f"{path} is a symbolic link that leaves the run folder: the model is not uploaded")
+            log.warning("%s is a symbolic link that leaves the run folder: the model is not uploaded", path)
+            return
     step, name, kind = saved.get("step"), saved.get("name"), saved.get("type")
     found = log_model(
         mlflow,

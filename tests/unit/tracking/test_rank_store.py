@@ -233,7 +233,9 @@ def test_artifacts_stay_in_their_folder(scene: Scene, enter: Enter, tmp_path: Pa
     assert {"config.yaml", "script", "deep", "notes"} <= uploaded
 
 
-def test_datasets_and_models_are_uploaded_once(scene: Scene, enter: Enter, tmp_path: Path) -> None:
+def test_datasets_and_models_are_uploaded_once(
+    scene: Scene, enter: Enter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     client = enter()
     run_id = run_id_of(scene.run)
     data = DatasetInput(Dataset("digits", "abc", "local", "{}"), [InputTag("mlflow.data.context", "training")])
@@ -263,7 +265,19 @@ def test_datasets_and_models_are_uploaded_once(scene: Scene, enter: Enter, tmp_p
     assert [it.dataset.name for it in scene.entity.inputs.dataset_inputs if it.dataset.digest == "abc"] == ["digits"]
     (scene.run.logged_models / model.model_id / "files" / "link").symlink_to("/etc/passwd")
     client.set_logged_model_tags(model.model_id, {"c": "5"})
-    with pytest.raises(TrackingError, match="symbolic link that leaves the run folder: the model is not uploaded"):
+    ship(scene)
+    assert "symbolic link that leaves the run folder: the model is not uploaded" in caplog.text
+    assert "c" not in scene.client.get_logged_model(found.model_id).tags
+
+    bad = client.create_logged_model("0", name="a/b", source_run_id=run_id)
+    client.finalize_logged_model(bad.model_id, "READY")
+    client.set_tag(run_id, "after", "yes")
+    ship(scene)
+    assert f"model {bad.model_id} of the script: not uploaded" in caplog.text
+    assert scene.entity.data.tags["after"] == "yes"
+    client.finalize_logged_model(bad.model_id, "READY")
+    scene.client.delete_run(scene.run_id)
+    with pytest.raises(TrackingError, match="is deleted in MLflow"):
         ship(scene)
 
 
