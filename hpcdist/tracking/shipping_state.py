@@ -52,7 +52,7 @@ class ShippingState:
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)
     page: dict[str, str] = field(default_factory=dict)
-    """Hashes of `description` and `datasets`, and the `primary_metric`, see `run_page.py`."""
+    """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""
     status: str = ""
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
