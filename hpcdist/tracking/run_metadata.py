@@ -119,7 +119,7 @@ def job_tags(run: RunDir) -> dict[str, str]:
     lives = job_starts(run)
     if not job.get("job_id"):
         host = (read_json(run.environment) or {}).get("host")
-        return {"hpcdist.nodes": _clean_text(str(host))[:MAX_TAG]} if host else {}
+        return {"hpcdist.nodes": clean_text(str(host))[:MAX_TAG]} if host else {}
     facts = {
         "job_id": job["job_id"],
         "cluster": job.get("cluster") or None,
