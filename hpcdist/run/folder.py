@@ -17,6 +17,7 @@
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
         logged_models/m-…/                       models that the code of a rank has logged with MLflow
+        report.html                              report of the run as one page, written by the shipper
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
@@ -130,6 +131,8 @@ class RunDir:
         self.model = path / "model"
         #: Models that the code of a rank has logged with MLflow, by id; exists once there is one.
         self.logged_models = path / "logged_models"
+        #: The page that `review/html_report.py` writes.
+        self.report = path / "report.html"
         #: Files of the trainer for the user; exists once the trainer has written one.
         self.artifacts = path / "artifacts"
 

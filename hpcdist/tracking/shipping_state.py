@@ -54,6 +54,7 @@ class ShippingState:
     page: dict[str, str] = field(default_factory=dict)
     """Hashes of `description` and `datasets`, the `primary_metric` and `lost_steps`, see `run_page.py`."""
     status: str = ""
+    report: str = ""  #: state of the run in `report.html`
     num_points: int = 0  #: sent
     num_repeated: int = 0  #: omitted, since MLflow has the step of the key from an earlier attempt
     num_broken: int = 0  #: lines that are not records
