@@ -1,5 +1,7 @@
 """Time that one metric record takes in the training process: the journal, MLflow's `log_metric` and `log_batch`.
 
+MLflow's client is measured with a database, with a server, and as in a rank, where its tracking store is hpcdist's.
+
     OMP_NUM_THREADS=1 python benchmarks/log_record.py [--json] [--folder DIR]
 
 Records of one and of five metrics. The kinds alternate within a round, so that other load affects all of them; the
@@ -26,8 +28,11 @@ from harness import argument_parser
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking import rank_records
 from hpcdist.tracking.journal import JournalWriter
 from hpcdist.tracking.mlflow_client import open_client
+from hpcdist.tracking.rank_records import RankRecords
 
 Log = Callable[[dict[str, float], int], None]
 METRICS = {count: {f"train/metric_{index}": 0.1234567 * (index + 1) for index in range(count)} for count in (1, 5)}
@@ -57,6 +62,17 @@ def server(folder: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def rank_client(folder: Path) -> Iterator[MlflowClient]:
+    """Yield a client as the code of rank 0 has it: it writes to the journal of a run folder."""
+    records = rank_records.begin(
+        RankRecords(RunDir.create(folder / "bench" / "run"), attempt=1, rank=0, pid=os.getpid())
+    )
+    os.environ.update(records.environment())
+    yield MlflowClient()
+    records.close()
 
 
 def mlflow_loggers(client: MlflowClient) -> tuple[Log, Log]:
@@ -90,12 +106,15 @@ def flush_us(writer: JournalWriter, step: int) -> float:
 
 def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Return microseconds per record by kind and round, without the first round."""
-    with server(folder) as uri, JournalWriter(folder) as writer:
+    with server(folder) as uri, JournalWriter(folder) as writer, rank_client(folder) as client:
         sqlite = mlflow_loggers(open_client(f"sqlite:///{folder}/mlflow.db"))
         remote = mlflow_loggers(open_client(uri))
+        in_rank = mlflow_loggers(client)
         # MLflow takes a thousand times as long per record, so it gets fewer of them.
         kinds: dict[str, tuple[Log, int]] = {
             "journal": (writer.log, 2000),
+            "MLflow in a rank, log_metric": (in_rank[0], 500),
+            "MLflow in a rank, log_batch": (in_rank[1], 500),
             "MLflow sqlite, log_metric": (sqlite[0], 10),
             "MLflow sqlite, log_batch": (sqlite[1], 10),
             "MLflow server, log_metric": (remote[0], 10),
@@ -124,13 +143,19 @@ def main() -> None:
     print(
         f"time per record, by kind and number of metrics; {os.cpu_count()} CPUs, median of {arguments.rounds} rounds\n"
     )
-    print(f"{'':30}{'µs':>10}{'min':>10}{'max':>10}{'over the journal':>18}")
+    of_rank = medians["MLflow sqlite, log_metric, 1"] / medians["MLflow in a rank, log_metric, 1"]
+    print(f"{'':32}{'µs':>10}{'min':>10}{'max':>10}{'over the journal':>18}")
     for kind, value in medians.items():
         count = kind[-1] if kind[-1].isdigit() else "5"
         ratio = value / medians[f"journal, {count}"]
-        print(f"{kind:30}{value:10.1f}{min(times[kind]):10.1f}{max(times[kind]):10.1f}{ratio:18.0f}")
+        print(f"{kind:32}{value:10.1f}{min(times[kind]):10.1f}{max(times[kind]):10.1f}{ratio:18.0f}")
+    print(f"\nlog_metric of one metric: sqlite takes {of_rank:.0f} times as long as MLflow in a rank")
     if arguments.json:
-        print(json.dumps({"benchmark": "log_record", "cpus": os.cpu_count(), "median_us": medians}))
+        print(
+            json.dumps(
+                {"benchmark": "log_record", "cpus": os.cpu_count(), "median_us": medians, "sqlite_over_rank": of_rank}
+            )
+        )
 
 
 if __name__ == "__main__":

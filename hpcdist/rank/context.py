@@ -180,8 +180,7 @@ class Context(RankInfo):
         """
         if self.is_main:
             self._journal.log(metrics, step)
-            self._heartbeat.note_metrics(metrics)
-            self._heartbeat.step = max(self._heartbeat.step, step)
+            self._heartbeat.note_logged(metrics, step)
 
     def log_dataset(
         self, name: str, *, split: str = "train", num_samples: int | None = None, digest: str = "", source: str = ""

@@ -26,6 +26,7 @@ from hpcdist.config.schema import Config, role_device
 from hpcdist.errors import HpcdistError, RendezvousError, TrainerError
 from hpcdist.files import retry
 from hpcdist.files.log_limit import limit_log
+from hpcdist.rank import script_api
 from hpcdist.rank.outcome import Outcome
 from hpcdist.rank.roles import Roles
 from hpcdist.rank.script import run_script
@@ -35,6 +36,7 @@ from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.folder import RunDir
 from hpcdist.run.polling import system_interval_s
+from hpcdist.tracking.rank_records import URI_VARIABLE, RankRecords, begin, is_declared
 
 if TYPE_CHECKING:
     import torch
@@ -77,20 +79,42 @@ def _work(run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome) -
     enable_flight_recorders(attempt, os.environ)
     config = load_run_config(run.effective_config, [], {"HPCDIST_TRACKING_URI": "", **os.environ})
     limit_log(run.path, config.launch.log_max_mb)
+    records = _begin_records(config, run, attempt, topology)
     ended: Literal["done", "stopped"]
     if config.trainer.script:
-        run_script(config.trainer.script, run, topology)
-        ended = "stopped" if retry.exists(attempt.request) else "done"
+        with script_api.entered(attempt, topology, config.launch.hang_timeout_s, records) as script:
+            outcome.step = script.last_step
+            run_script(config.trainer.script, run, topology)
+        ended = "stopped" if script.stop_agreed or retry.exists(attempt.request) else "done"
         reason = f"{Path(config.trainer.script[0]).name} ended with exit status 0"
     else:
-        ended, reason = _train(config, run, attempt, topology, outcome)
+        ended, reason = _train(config, run, attempt, topology, outcome, records)
+    records.close()
     if topology.rank == 0:
         outcome.write(ended, reason=reason)
     outcome.close()
 
 
+def _begin_records(config: Config, run: RunDir, attempt: Attempt, topology: Topology) -> RankRecords:
+    """Begin the records of this rank, and set the variables by which MLflow finds them.
+
+    `launch.env.MLFLOW_TRACKING_URI` leaves MLflow in the ranks as the config says.
+    """
+    records = begin(RankRecords(run, attempt=attempt.number, rank=topology.rank, pid=os.getpid()))
+    if URI_VARIABLE in config.launch.env:
+        return records
+    if is_declared():
+        os.environ.update(records.environment())
+    elif topology.rank == 0:
+        log.warning(
+            "what the code logs with MLflow does not reach this run, since the installation of hpcdist is older than"
+            " its code: install it again (`pip install --editable .` in a checkout)"
+        )
+    return records
+
+
 def _train(
-    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome
+    config: Config, run: RunDir, attempt: Attempt, topology: Topology, outcome: Outcome, records: RankRecords
 ) -> tuple[Literal["done", "stopped"], str]:
     """Connect the ranks, run the trainer, and return how and why it ended."""
     # Before torch: its import takes a second, in which a signal may arrive.
@@ -105,7 +129,6 @@ def _train(
     from hpcdist.rank.stop_agreement import StopAgreement
     from hpcdist.rank.telemetry.heartbeat import Heartbeat
     from hpcdist.rank.telemetry.system_metrics import NodeMonitor
-    from hpcdist.tracking.journal import JournalWriter
 
     heartbeat = Heartbeat(attempt, topology.rank, topology.world_size, config.launch.hang_timeout_s)
     outcome.step = lambda: heartbeat.step
@@ -117,7 +140,7 @@ def _train(
     system_s = system_interval_s(config.tracking.system_interval_s, topology.num_nodes)
     with (
         _connected_groups(config, attempt, topology, device, backend, outcome) as groups,
-        JournalWriter(run.journal, attempt=attempt.number, rank=topology.rank) as journal,
+        records.journal as journal,
         NodeMonitor(
             journal,
             interval_s=system_s if topology.local_rank == 0 else 0.0,
@@ -137,6 +160,8 @@ def _train(
             journal=journal,
             heartbeat=heartbeat,
         )
+        records.on_metrics = heartbeat.note_logged
+        script_api.enter_trainer(ctx)
         train(ctx, config)
         ctx.close()
     return "stopped" if ctx.stop_agreed else "done", ctx.end_reason

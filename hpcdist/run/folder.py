@@ -9,12 +9,14 @@
         config.next.yaml                         changed config of a resume, until its first completed step
         container.json                           runtime, image and digest of the ranks' containers
         journal/attempt-001.rank-00000.jsonl     metrics, one record per line
+        journal/attempt-001.rank-00000.events.jsonl   parameters, tags and models that the code of a rank has logged
         journal/shipped.json                     offsets of the records that MLflow has received
         journal/names.json                       original names of renamed metrics, parameters and tags
         journal/node_metrics.csv.gz              metrics of the nodes of a large run, see tracking/node_table.py
         checkpoints/step-00000100/               see checkpoint/checkpoint_folder.py
         model/                                   the final model in MLflow's layout
         artifacts/                               files of the trainer, such as plots and samples
+        logged_models/m-…/                       models that the code of a rank has logged with MLflow
         report.html                              report of the run as one page, written by the shipper
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
@@ -127,6 +129,8 @@ class RunDir:
         self.node_metrics = self.journal / "node_metrics.csv.gz"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        #: Models that the code of a rank has logged with MLflow, by id; exists once there is one.
+        self.logged_models = path / "logged_models"
         #: The page that `review/html_report.py` writes.
         self.report = path / "report.html"
         #: Files of the trainer for the user; exists once the trainer has written one.

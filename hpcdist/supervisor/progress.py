@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from hpcdist.config.schema import Config
 from hpcdist.files.atomic import read_json
@@ -26,7 +27,8 @@ class ProgressMonitor:
     """Detects hung ranks and stragglers in one attempt, and reports the progress of rank 0.
 
     The cost of a check does not depend on the number of ranks: it covers some of them in turn
-    (`polling.num_due_ranks`). For plain scripts, which write no heartbeats, the size of the log counts as progress.
+    (`polling.num_due_ranks`). For plain scripts the size of the log counts as progress as well, since only those that
+    report steps (`rank/script_api.py`) write heartbeats.
 
     Attributes:
         unavailable_until: last time at which the attempt's folder was unavailable; missing heartbeats before it are no
@@ -71,14 +73,12 @@ class ProgressMonitor:
             sign = self._sign(0)
             if sign == self._shown:
                 return
-            if not self._is_script:
-                beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
-                if beat is not None:
-                    self._report.progress(beat)
-                return
-            for text in self._output.news():
-                self._report.output(text)
-            self._shown = sign
+            if self._is_script:
+                for text in self._output.news():
+                    self._report.output(text)
+            beat, self._shown = read_json(self._attempt.beat(0), within_s=0), sign
+            if beat is not None:
+                self._report.progress(beat)
         except OSError:
             return  # reported with the next change; `Watch` logs an unavailable folder
 
@@ -127,13 +127,9 @@ class ProgressMonitor:
         return (float(beat["time"]) if beat else 0.0, self._signs[rank][1])
 
     def _sign(self, rank: int) -> object:
-        """Return a value that changes with a rank's progress: of its heartbeat file, or of a plain script's log."""
-        path = self._attempt.log(rank) if self._is_script else self._attempt.beat(rank)
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_size, found.st_mtime_ns
+        """Return a value that changes with a rank's progress: of its heartbeat file, and of a plain script's log."""
+        beat = _size_and_time(self._attempt.beat(rank))
+        return (beat, _size_and_time(self._attempt.log(rank))) if self._is_script else beat
 
     def _read_timing(self, rank: int, now: float) -> object:
         """Return `_sign` of a rank, and pass its heartbeat to the straggler detection."""
@@ -160,3 +156,11 @@ class ProgressMonitor:
                 file.write(line + "\n")
         except OSError as error:
             self._report.note(f"{self._attempt.stragglers} cannot be written ({error.strerror})")
+
+
+def _size_and_time(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns

@@ -21,6 +21,8 @@ from hpcdist.run.folder import RunDir
 LIVE_LOG_BYTES = 5_000_000
 #: Maximum number of ranks of an attempt with uploaded logs.
 MAX_RANKS = 64
+#: Folder of a script's artifacts whose names hpcdist uses itself.
+SCRIPT_FOLDER = "script"
 
 
 class Artifact(NamedTuple):
@@ -29,6 +31,22 @@ class Artifact(NamedTuple):
     source: Path
     target: str
     fingerprint: str
+
+
+def is_own_name(path: str) -> bool:
+    """Return whether hpcdist uploads artifacts of its own at or below this path."""
+    first, _, rest = path.partition("/")
+    folders = ("logs", "checkpoints", "model")
+    files = (
+        "config.yaml",
+        "code.patch",
+        "environment.json",
+        "names.json",
+        "network.json",
+        "report.html",
+        "node_metrics.csv.gz",
+    )
+    return first in folders or (not rest and (first in files or first.startswith("preflight.")))
 
 
 def fingerprint(path: Path) -> str:

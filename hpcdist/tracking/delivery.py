@@ -23,6 +23,7 @@ from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
 from hpcdist.tracking.report_writer import ReportWriter
 from hpcdist.tracking.run_page import NOTE_TAG, RunPage, configured_note
+from hpcdist.tracking.script_delivery import ship_new_events
 from hpcdist.tracking.shipping_state import ShippingState
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Delivery:
         self._ledger.ship(state, self.open_run())
         failure = None
         try:
+            self._ship_events()
             self._ship_artifacts(state)
             self._ship_checkpoints(state)
             if state.status == "finished":
@@ -172,6 +174,12 @@ class Delivery:
         before = dict(self.progress.page)
         self._page.update(self.open_run(), state, self.progress, configured_note(self.config))
         if self.progress.page != before:
+            self.progress.save(self._saved)
+
+    def _ship_events(self) -> None:
+        """Upload the parameters, tags, datasets and models that the code of the ranks has logged."""
+        for name, offset in ship_new_events(self.open_run(), self.run, self.config, self.progress.events, self._names):
+            self.progress.events[name] = offset
             self.progress.save(self._saved)
 
     def _ship_views(self, state: State) -> None:

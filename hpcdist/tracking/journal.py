@@ -50,8 +50,8 @@ class JournalWriter:
     Each write goes to a known offset, where a partial write is repeated, so no record is lost or duplicated.
     """
 
-    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0) -> None:
-        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}.jsonl"
+    def __init__(self, folder: Path, attempt: int = 1, rank: int = 0, *, suffix: str = "") -> None:
+        self.path = folder / f"attempt-{attempt:03d}.rank-{rank:05d}{suffix}.jsonl"
         self._descriptor = -1
         self._pending = bytearray()
         self._offset = 0  #: of the next record
@@ -69,11 +69,11 @@ class JournalWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, time_ms: int | None = None) -> None:
         """Record the metrics of a step, NaN and infinities included, in a few microseconds.
 
         While the disk is full, records are kept in memory, with one warning. A name longer than MAX_NAME_BYTES is
-        shortened to a unique name, with one warning.
+        shortened to a unique name, with one warning. The time is that of the call if `time_ms` is None.
 
         Raises:
             UserMistake: A value is not a number, or the step is not a 64-bit integer.
@@ -93,7 +93,8 @@ class JournalWriter:
                 f"metrics were logged with a step outside of -2^63 … 2^63 - 1 ({number.bit_length()} bits)"
             )
         # json.dumps takes twice as long.
-        head = f'{{"t":{time.time_ns() // 1_000_000},"s":{number},"m":{{'
+        time_ms = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        head = f'{{"t":{time_ms},"s":{number},"m":{{'
         text = f"{head}{','.join(parts)}}}}}\n"
         self._append((text if len(text) <= MAX_LINE_BYTES else _split(head, parts)).encode())
 

@@ -15,7 +15,8 @@ from hpcdist.tracking.journal import MAX_LINE_BYTES
 
 log = logging.getLogger(__name__)
 
-_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)\.jsonl")
+#: A process that a rank has started writes files of its own.
+_FILE_NAME = re.compile(r"attempt-(\d+)\.rank-(\d+)(?:\.pid-\d+)?\.jsonl")
 _FORMAT_LINE = f'{{"{KEY}"'.encode()
 #: Size of one read: bounds the memory of a reader for any length of file or line.
 CHUNK_BYTES = MAX_LINE_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -14,21 +15,33 @@ from hpcdist.tracking.mlflow_run import MlflowRun
 MODEL_NAME = "model"
 
 
-def log_model(run: MlflowRun, folder: Path, fingerprint: str, step: int) -> str:
+def log_model(
+    run: MlflowRun,
+    folder: Path,
+    fingerprint: str,
+    step: int,
+    *,
+    name: str = MODEL_NAME,
+    model_type: str | None = None,
+    params: Mapping[str, str] | None = None,
+) -> str:
     """Log a folder in MLflow's model format as a logged model of a run. Returns the id of the model.
 
-    The model loads as `models:/<id>` and `runs:/<run_id>/model`, and is listed on the page of the run.
+    The model loads as `models:/<id>` and `runs:/<run_id>/<name>`, and is listed on the page of the run. Its parameters
+    are those of the run if `params` is None.
     """
     with translated(run.uri):
-        model = _find_model(run, fingerprint) or run.client.create_logged_model(
+        model = _find_model(run, fingerprint, name) or run.client.create_logged_model(
             run.experiment_id,
-            name=MODEL_NAME,
+            name=name,
             source_run_id=run.run_id,
             tags={"hpcdist.fingerprint": fingerprint},
-            params=run.client.get_run(run.run_id).data.params,
+            params=dict(run.client.get_run(run.run_id).data.params if params is None else params),
+            model_type=model_type,
         )
         run.client.log_model_artifacts(model.model_id, str(folder))
-        _upload_description(run, model, folder)
+        if (folder / "MLmodel").is_file():
+            _upload_description(run, model, folder)
         outputs = run.client.get_run(run.run_id).outputs
         if outputs is None or all(item.model_id != model.model_id for item in outputs.model_outputs):
             run.client.log_outputs(run.run_id, [entities.LoggedModelOutput(model.model_id, step=step)])
@@ -36,10 +49,8 @@ def log_model(run: MlflowRun, folder: Path, fingerprint: str, step: int) -> str:
         return str(model.model_id)
 
 
-def _find_model(run: MlflowRun, fingerprint: str) -> entities.LoggedModel | None:
-    found = run.client.search_logged_models(
-        [run.experiment_id], f"name = '{MODEL_NAME}' AND source_run_id = '{run.run_id}'"
-    )
+def _find_model(run: MlflowRun, fingerprint: str, name: str) -> entities.LoggedModel | None:
+    found = run.client.search_logged_models([run.experiment_id], f"name = '{name}' AND source_run_id = '{run.run_id}'")
     return next((model for model in found if model.tags.get("hpcdist.fingerprint") == fingerprint), None)
 
 

@@ -147,6 +147,12 @@ class MlflowRun:
             middle = len(metrics) // 2
             return self._log_batch(metrics[:middle]) + self._log_batch(metrics[middle:])
 
+    def require_active(self) -> None:
+        """Raise TrackingError if the run is no longer in MLflow, or is deleted there."""
+        with translated(self.uri):
+            if self._get(self.run_id) is None:
+                raise TrackingError(f"run {self.run_id} is no longer in MLflow at {redact_uri(self.uri)}")
+
     def log_params(self, params: Mapping[str, str]) -> None:
         """Log parameters; since MLflow's are immutable, a changed one becomes a tag `hpcdist.changed.<key>`."""
         with translated(self.uri):

@@ -58,7 +58,7 @@ def params(config: Mapping[str, Any]) -> dict[str, str]:
 
     Sections of other trainers are omitted, since they have no effect on this run.
     """
-    return {clean_name(key): _clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
+    return {clean_name(key): clean_text(text)[:MAX_PARAM] for key, text in flatten(_used_sections(config))}
 
 
 def names(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -94,7 +94,7 @@ def fixed_tags(run: RunDir, config: Mapping[str, Any]) -> dict[str, str]:
             tags[tag] = str(environment[key])
     own = (config.get("tracking") or {}).get("tags") or {}
     tags |= {clean_name(key): text for key, text in flatten(own)}
-    return {key: _clean_text(text)[:MAX_TAG] for key, text in tags.items()}
+    return {key: clean_text(text)[:MAX_TAG] for key, text in tags.items()}
 
 
 def run_name(run: RunDir, config: Mapping[str, Any]) -> str:
@@ -119,7 +119,7 @@ def job_tags(run: RunDir) -> dict[str, str]:
     lives = job_starts(run)
     if not job.get("job_id"):
         host = (read_json(run.environment) or {}).get("host")
-        return {"hpcdist.nodes": _clean_text(str(host))[:MAX_TAG]} if host else {}
+        return {"hpcdist.nodes": clean_text(str(host))[:MAX_TAG]} if host else {}
     facts = {
         "job_id": job["job_id"],
         "cluster": job.get("cluster") or None,
@@ -137,12 +137,12 @@ def state_tags(state: State) -> dict[str, str]:
     return {
         "hpcdist.attempts": str(state.attempt),
         "hpcdist.restarts": str(state.restarts),
-        "hpcdist.reason": _clean_text(state.reason)[:MAX_TAG],
+        "hpcdist.reason": clean_text(state.reason)[:MAX_TAG],
         "hpcdist.state": state.status,
         "hpcdist.world_size": str(state.world_size),
     }
 
 
-def _clean_text(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return text without passwords and without lone surrogates, which file names may contain."""
     return redact_uri(text).encode(errors="replace").decode()

@@ -150,8 +150,8 @@ def _version(uri: str) -> str:
     """Return the version of MLflow that shows a store: of the server, or of this installation for a database."""
     if not is_server(uri):
         return str(installed)
-    credentials = get_default_host_creds(uri)  # type: ignore[no-untyped-call]
-    response = http_request(credentials, "/version", "GET", max_retries=0)  # type: ignore[no-untyped-call]
+    credentials = get_default_host_creds(uri)
+    response = http_request(credentials, "/version", "GET", max_retries=0)
     found = re.fullmatch(r"\d+(\.\w+)+", response.text.strip())
     return found[0] if response.status_code == 200 and found else "unknown"
 

@@ -46,6 +46,8 @@ class ShippingState:
     """Artifact → fingerprint of the uploaded file."""
     model: dict[str, str] = field(default_factory=dict)
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Event file → bytes that are in MLflow (`rank_events.py`)."""
     checkpoints: dict[str, str] = field(default_factory=dict)
     """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)

@@ -70,6 +70,11 @@ class Heartbeat:
             if len(self.metrics) < MAX_METRICS or key in self.metrics:
                 self.metrics[key] = value
 
+    def note_logged(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a step, and the step if it is the newest one."""
+        self.note_metrics(metrics)
+        self.step = max(self.step, step)
+
     def close(self) -> None:
         """Write a last beat and stop the thread."""
         self._ended.set()

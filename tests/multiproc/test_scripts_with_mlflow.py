@@ -1,0 +1,110 @@
+"""Scripts that log with MLflow and loggers built on it, unchanged, on two ranks; and scripts that hpcdist stops."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hpcdist_runs import Runs, finish, wait_for
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "mlflow_loggers"
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, empty_database: Path) -> Runs:
+    """A runs folder whose project has the scripts of the example."""
+    runs = Runs(tmp_path, empty_database, experiment="mlflow-loggers")
+    shutil.copytree(EXAMPLES, runs.project, dirs_exist_ok=True)
+    return runs
+
+
+def run_script(scripts: Runs, name: str, *overrides: str) -> str:
+    """Run a script of the example on two ranks, without a server; return the output."""
+    uri = f"tracking.uri=sqlite:///{scripts.database}"
+    script = f"trainer.script=[{name}.py]"
+    code, output = scripts.command("run", "scripts.yaml", f"name={name}", script, uri, *quiet(), *overrides)
+    assert code == 0, output
+    return output
+
+
+def quiet() -> list[str]:
+    """Return the overrides of a run without system metrics, whose upload ends also on a slow machine."""
+    return ["tracking.system_interval_s=0", "tracking.drain_timeout_s=300"]
+
+
+def steps_of(scripts: Runs, name: str, key: str) -> list[int]:
+    """Return the steps of a metric in MLflow, in order; a step that is there twice appears twice."""
+    return sorted(step for found, step, _ in scripts.points(name) if found == key)
+
+
+def test_plain_mlflow(scripts: Runs) -> None:
+    output = run_script(scripts, "plain")
+    assert "the experiment 'linear' of the script is not used" in output
+    assert steps_of(scripts, "plain", "loss") == list(range(1, 21)), "of rank 0 alone"
+    values = {key: value for key, step, value in scripts.points("plain") if step in (0, 20)}
+    assert values["best_loss"] == values["loss"], "read back by the script"
+    assert scripts.param("plain", "lr") == "0.05"
+    assert (scripts.param("plain", "seed"), scripts.param("plain", "script.seed")) == ("0", "42")
+    tags = scripts.tags("plain")
+    assert (tags["stage"], tags["mlflow.runName"], tags["script.runName"]) == ("tutorial", "plain", "first try")
+    assert scripts.mlflow_status("plain") == "FINISHED"
+    artifacts = scripts.artifacts("plain", "")
+    assert (artifacts / "plots/loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert "losses" in (artifacts / "script/config.yaml").read_text()
+    assert "experiment: mlflow-loggers" in (artifacts / "config.yaml").read_text()
+    models = scripts._query("select name, status, source_run_id from logged_models")
+    assert models == [("linear", 2, scripts.mlflow_id("plain"))], "one, which is READY"
+    assert scripts._query("select name from datasets") == [("random",)]
+    assert scripts._query("select count(*) from runs") == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "param"),
+    [
+        ("lightning_logger", {"train_loss": list(range(1, 16, 2))}, ("lr", "0.1")),
+        ("transformers_trainer", {"loss": [2, 4, 6, 8], "train_runtime": [8]}, ("n_embd", "16")),
+        ("accelerate_tracker", {"train_loss": list(range(1, 17))}, ("layers", "1")),
+    ],
+)
+def test_loggers_of_libraries(scripts: Runs, name: str, metrics: dict[str, list[int]], param: tuple[str, str]) -> None:
+    run_script(scripts, name)
+    for key, steps in metrics.items():
+        assert steps_of(scripts, name, key) == steps
+    assert scripts.param(name, param[0]) == param[1]
+    assert scripts._query("select count(*) from runs") == [(1,)], "the run of hpcdist"
+    assert scripts.mlflow_status(name) == "FINISHED"
+
+
+def test_a_script_is_stopped_and_continues(scripts: Runs) -> None:
+    uri = f"tracking.uri=sqlite:///{scripts.database}"
+    started = scripts.start("run", "scripts.yaml", "name=long", "trainer.script=[stoppable.py]", uri, *quiet())
+    attempt = scripts.attempt("long")
+    wait_for(lambda: attempt.path.exists() and (attempt.read_beat(0) or {}).get("step", 0) >= 5, "5 steps")
+    code, stopped = scripts.command("stop", str(scripts.run_dir("long").path))
+    assert code == 0, stopped
+    code, output = finish(started)
+    assert "stopped with everything saved" in output
+    state = scripts.run_dir("long").read_state()
+    assert (state.status, state.attempt) == ("stopped", 1)
+    ends = [attempt.log(rank).read_text().rpartition("ended at ")[2] for rank in range(2)]
+    assert ends[0] == ends[1]
+    last = int(ends[0])
+    assert (attempt.read_beat(0) or {})["step"] == last
+
+    code, output = scripts.command("resume", str(scripts.run_dir("long").path))
+    assert code == 0, output
+    assert "finished: stoppable.py ended with exit status 0" in output
+    assert f"rank 1 starts at {last}" in scripts.attempt("long", 2).log(1).read_text()
+    assert steps_of(scripts, "long", "train/loss") == list(range(1, last + 6))
+
+
+def test_a_trainer_logs_with_mlflow(scripts: Runs) -> None:
+    uri = f"tracking.uri=sqlite:///{scripts.database}"
+    trainer = ["trainer.script=[]", "trainer.target=logs_with_mlflow:train", "launch.num_ranks=1"]
+    code, output = scripts.command("run", "scripts.yaml", "name=trainer", *trainer, uri, *quiet())
+    assert code == 0, output
+    for key in ("by_mlflow", "by_log", "by_context"):
+        assert steps_of(scripts, "trainer", key) == [1, 2, 3]
+    assert steps_of(scripts, "trainer", "of_child") == [1]
+    assert scripts.param("trainer", "inner") == "yes"

@@ -1,0 +1,121 @@
+"""`hpcdist.log`, `hpcdist.should_stop` and `hpcdist.checkpoint_dir`, outside of a run and on one rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from hpcdist.errors import TrainerError, UserMistake
+from hpcdist.rank import script_api
+from hpcdist.rank.script_api import RunningScript, entered
+from hpcdist.rank.topology import Topology
+from hpcdist.run.folder import RunDir
+from hpcdist.tracking import rank_records
+from hpcdist.tracking.journal_reader import read_records
+from hpcdist.tracking.rank_records import RankRecords
+
+ENVIRONMENT = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "NODE_RANK": "0",
+    "NUM_NODES": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "20480",
+    "JOB_ID": "e/r",
+    "ATTEMPT": "1",
+}
+
+
+def topology(num_ranks: int) -> Topology:
+    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    return Topology.from_env({f"HPCDIST_{key}": value for key, value in (ENVIRONMENT | sizes).items()})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run folder of which this process is rank 0."""
+    made = RunDir.create(tmp_path / "runs" / "e" / "r")
+    made.new_attempt()
+    monkeypatch.setattr(rank_records, "_own", None)
+    monkeypatch.setattr(script_api, "_script", None)
+    rank_records.begin(RankRecords(made, attempt=1, rank=0, pid=os.getpid()))
+    return made
+
+
+@pytest.fixture
+def script(run: RunDir) -> Iterator[RunningScript]:
+    records = rank_records.current()
+    assert records is not None
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    with entered(run.attempt(1), topology(1), 60.0, records) as running:
+        yield running
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    records.close()
+
+
+def test_outside_of_a_run_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_records, "_own", None)
+    monkeypatch.setattr(script_api, "_script", None)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    hpcdist.log({"loss": 1.0}, 1)
+    assert not hpcdist.should_stop(1)
+    assert list(tmp_path.iterdir()) == []
+    assert hpcdist.checkpoint_dir() == tmp_path / "checkpoints"
+    assert (tmp_path / "checkpoints").is_dir()
+
+
+@pytest.mark.processes
+def test_the_functions_import_neither_torch_nor_mlflow(tmp_path: Path) -> None:
+    code = (
+        "import hpcdist, sys; slow = {'torch', 'mlflow', 'numpy', 'omegaconf'}; before = len(sys.modules)\n"
+        "hpcdist.log({'a': 1}, 1); hpcdist.should_stop(1); hpcdist.checkpoint_dir()\n"
+        "print(sorted(slow & sys.modules.keys()))"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=env
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_metrics_steps_and_a_stop_signal_of_one_rank(run: RunDir, script: RunningScript) -> None:
+    assert script.last_step() is None
+    called: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
+    hpcdist.log({"loss": 0.5}, 3)
+    assert not hpcdist.should_stop(4, 10)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    step = 5
+    # The ranks agree at intervals, so that a step is not slowed down.
+    while not hpcdist.should_stop(step, 10):
+        step += 1
+    assert hpcdist.should_stop(step + 1), "it stays True"
+    assert script.stop_agreed
+    assert called == [signal.SIGUSR2], "the handler of the script is called as well"
+    assert hpcdist.checkpoint_dir() == run.checkpoints
+    script.close()
+    beat = run.attempt(1).read_beat(0)
+    assert beat is not None
+    assert (beat["step"], beat["metrics"]) == (script.last_step(), {"loss": 0.5})
+    (record,) = read_records(run.journal / "attempt-001.rank-00000.jsonl")[0]
+    assert (record.step, record.metrics) == (3, {"loss": 0.5})
+    with pytest.raises(UserMistake, match="metric 'loss' must be a number"):
+        hpcdist.log({"loss": "x"}, 4)  # type: ignore[dict-item]
+
+
+def test_several_ranks_need_a_process_group(run: RunDir) -> None:
+    running = RunningScript(run.attempt(1), topology(2), 60.0)
+    try:
+        with pytest.raises(TrainerError, match="2 ranks need a process group to agree on a stop"):
+            running.should_stop(1, None)
+    finally:
+        running.close()
