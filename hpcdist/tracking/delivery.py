@@ -17,7 +17,7 @@ from hpcdist.tracking.journal_tail import JournalTail
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
-from hpcdist.tracking.shipping_state import ShippingState
+from hpcdist.tracking.shipping_state import ShippingState, completion_of
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,9 @@ class Delivery:
         self._ship_status(state)
         if failure is not None:
             raise failure
+        if (mark := completion_of(state)) and self.progress.complete != mark:
+            self.progress.complete = mark
+            self.progress.save(self._saved)
         return num_points
 
     def _follow_config(self) -> None:
