@@ -12,7 +12,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hpcdist import __version__
-from hpcdist.cli import bench, config, devcluster, diagnose, image, internal, resume, review, run, runs, server, submit
+from hpcdist.cli import (
+    bench,
+    config,
+    cost,
+    devcluster,
+    diagnose,
+    image,
+    internal,
+    resume,
+    review,
+    run,
+    runs,
+    server,
+    submit,
+)
 from hpcdist.errors import HpcdistError, shortened
 
 #: Exit code after an unexpected exception (EX_SOFTWARE of sysexits.h).
@@ -30,7 +44,7 @@ app = typer.Typer(
 PANELS: dict[str, tuple[Any, ...]] = {
     "Start runs": (run, submit, resume, config),
     "Watch runs": (runs,),
-    "Review": (review, server),
+    "Review": (review, cost, server),
     "Diagnose": (diagnose, bench),
     "Images": (image,),
     "Development": (devcluster,),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hpcdist.rank.telemetry.heartbeat import Heartbeat
 from hpcdist.rank.telemetry.step_timing import NodeTimes, StepTimer, clock_of
 from hpcdist.rank.topology import Topology
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import read_times
 from hpcdist.run.folder import RunDir
 from hpcdist.tracking.journal import JournalWriter
 
@@ -89,7 +92,12 @@ class Context(RankInfo):
         self._journal = journal
         self._heartbeat = heartbeat
         self._times = NodeTimes(self.timer, topology, config.tracking.log_every_steps)
-        heartbeat.timing = self.timer.report
+        account = self.timer.account
+        if (times := read_times(attempt)) is not None:
+            account.reached = times.reached
+        heartbeat.timing, heartbeat.account = self.timer.report, account.report
+        if self.is_main:
+            heartbeat.phases = account.phases
         self._checkpoints = RankCheckpoints(
             config=config, run=run, attempt=attempt, topology=topology, device=device, groups=groups, journal=journal
         )
@@ -113,8 +121,9 @@ class Context(RankInfo):
         self._heartbeat.step = step
         self._heartbeat.total_steps = total_steps
         self._heartbeat.beat()
+        asked = time.perf_counter()
         stop = self._stop.at_boundary()
-        self.timer.step_done()
+        self.timer.step_done(step, agreement_s=time.perf_counter() - asked)
         if times := self._times.due(step):
             self._journal.log(times, step)
         return stop
@@ -140,7 +149,9 @@ class Context(RankInfo):
         """
         self._times.leave_to(ranks)
         group = dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None
-        if self.rank in ranks:
+        if self.rank not in ranks:
+            self.timer.account.wait_for_work()
+        else:
             assert group is None or isinstance(group, dist.ProcessGroup)
             self._stop.agree_in(group)
 
@@ -148,6 +159,14 @@ class Context(RankInfo):
         """Update the heartbeat from work without steps, such as a long evaluation or a download."""
         self._heartbeat.beat()
         self.timer.skip()
+
+    def training_begins(self) -> None:
+        """Record that the first step begins. A forward pass of a model of `wrap` records it as well."""
+        self.timer.account.training_begins()
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Count the time inside the block as evaluation in the ledger of the run (`hpcdist cost`)."""
+        return self.timer.evaluating()
 
     # --- metrics and artifacts
 
@@ -181,7 +200,8 @@ class Context(RankInfo):
         if self.is_main:
             from hpcdist.checkpoint.export import export_model
 
-            export_model(module, example, self.run)
+            with self.timer.account.phase("checkpoint"):
+                export_model(module, example, self.run)
 
     # --- collectives
 
@@ -267,9 +287,10 @@ class Context(RankInfo):
 
         Raises CheckpointError if the save cannot start, or if an earlier one has failed.
         """
-        self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
-        if shard is not None:
-            self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
+        with self.timer.account.phase("checkpoint"):
+            self._checkpoints.save(step, model=model, trainer=trainer, local=local, metrics=metrics, shard=shard)
+            if shard is not None:
+                self.barrier()  # a rank that continues may change another rank's shard (by RPC) before it is copied
         self.timer.skip()
 
     def restore(self) -> Restored | None:
@@ -288,9 +309,12 @@ class Context(RankInfo):
 
         Raises CheckpointError if a save has failed, or if the trainer stopped without saving its last step.
         """
-        self._stop.close()
-        self._checkpoints.close()
-        self._journal.flush(durable=True)
+        self.timer.close()
+        with self.timer.account.phase("checkpoint"):
+            self._stop.close()
+            self._checkpoints.close()
+            self._journal.flush(durable=True)
+        self.timer.account.is_closed = True
         self._heartbeat.close()
         step = self._heartbeat.step
         if self._stop.agreed and self._checkpoints.saved_step < step and not self.config.trainer.script:

@@ -97,6 +97,7 @@ def run_epochs(
     """
     ctx, cfg, position, meter = loop.ctx, loop.cfg, loop.position, loop.meter
     meter.restart_clock()
+    ctx.training_begins()
     while not (reason := position.end_reason(cfg.stop, cfg.checkpoint, goal=goal)):
         for _ in islice(train_epoch(loop), position.remaining_steps_in_epoch):
             position.count_step()
@@ -113,7 +114,8 @@ def run_epochs(
                 return ""
         position.finish_epoch()
         with meter.paused():
-            metrics = evaluate(loop)
+            with ctx.evaluating():
+                metrics = evaluate(loop)
             ctx.log(metrics, position.step)
             position.record_evaluation(metrics, cfg.checkpoint)
             save(loop, metrics)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
+from hpcdist.review.allocation_times import AllocationTimes, allocations_of
+from hpcdist.review.causes import CAUSES, Cause
+from hpcdist.review.rank_times import Phase, TimedAttempt, attempt_seconds, read_account, read_phases
 from hpcdist.run.folder import RunDir
 
-Cause = Literal[
-    "start",
-    "compile",
-    "data",
-    "compute",
-    "communication",
-    "checkpoint",
-    "evaluation",
-    "redone",
-    "idle",
-    "down",
-]
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+__all__ = ["CAUSES", "Cause", "Entry", "Interval", "Ledger", "read_ledger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +28,7 @@ class Entry:
 class Interval:
     """A phase of a run on the time axis, in seconds since the epoch."""
 
-    phase: Literal["queue", "start", "compile", "train", "evaluate", "save", "down"]
+    phase: Literal["queue"] | Phase
     attempt: int
     began: float
     ended: float
@@ -72,5 +63,89 @@ class Ledger:
 
 
 def read_ledger(run: RunDir) -> Ledger:
-    """Return the ledger of a run until now."""
-    return Ledger()
+    """Return the ledger of a run until now; without entries for a run of an older hpcdist."""
+    allocations = allocations_of(run)
+    attempts = [attempt for allocation in allocations for attempt in allocation.attempts]
+    energies = [allocation.energy_j for allocation in allocations if allocation.energy_j is not None]
+    return Ledger(
+        unit="GPU" if any(attempt.times.unit == "GPU" for attempt in attempts) else "core",
+        entries=tuple(entry for allocation in allocations for entry in _entries(allocation)),
+        intervals=tuple(interval for allocation in allocations for interval in _intervals(allocation)),
+        queue_s=sum(allocation.queue_s for allocation in allocations),
+        energy_kwh=sum(energies) / 3.6e6 if energies else None,
+    )
+
+
+def _entries(allocation: AllocationTimes) -> Iterator[Entry]:
+    """Yield the entries of an allocation, which add up to its duration × resources."""
+    for cause, began, ended in _gaps(allocation):
+        for node, count in allocation.nodes.items():
+            yield Entry(cause=cause, attempt=0, node=node, seconds=(ended - began) * count)
+    for timed in allocation.attempts:
+        for (node, cause), seconds in sorted(attempt_seconds(timed).items()):
+            if seconds > 0:
+                yield Entry(cause=cause, attempt=timed.number, node=node, seconds=seconds)
+
+
+def _gaps(allocation: AllocationTimes) -> Iterator[tuple[Cause, float, float]]:
+    """Yield the times of an allocation outside of attempts, with their cause.
+
+    They are `start` before the first attempt, `down` after an attempt that failed, and `idle` after the last one.
+    """
+    cause: Cause = "start"
+    at = allocation.began
+    for timed in allocation.attempts:
+        if timed.began > at:
+            yield cause, at, timed.began
+        at = max(at, timed.ended)
+        cause = "down" if timed.has_failed else "idle"
+    if allocation.ended > at:
+        yield cause, at, allocation.ended
+
+
+def _intervals(allocation: AllocationTimes) -> Iterator[Interval]:
+    """Yield the phases of an allocation on the time axis, those of attempts as rank 0 has recorded them."""
+    first = allocation.attempts[0].number if allocation.attempts else 0
+    if allocation.queue_s > 0:
+        began = allocation.began - allocation.queue_s
+        yield Interval(phase="queue", attempt=first, began=began, ended=allocation.began)
+    for cause, began, ended in _gaps(allocation):
+        if cause in ("start", "down"):
+            yield Interval(phase="start" if cause == "start" else "down", attempt=0, began=began, ended=ended)
+    for timed in allocation.attempts:
+        yield from _attempt_intervals(timed)
+
+
+def _attempt_intervals(timed: TimedAttempt) -> Iterator[Interval]:
+    account = read_account(timed.attempt, 0)
+    last = timed.began if account is None else min(max(account.until, timed.began), timed.ended)
+    at = timed.began
+    has_trained = False
+    phases: list[tuple[Phase, float, float]] = []
+    for phase, began, ended in read_phases(timed.attempt):
+        began, ended = max(at, min(began, last)), min(ended, last)
+        if ended <= at:
+            continue
+        if began > at:
+            phases.append(("train" if has_trained else "start", at, began))
+        phases.append((phase, began, ended))
+        has_trained = has_trained or phase != "start"
+        at = ended
+    if last > at:
+        phases.append(("train" if has_trained else "start", at, last))
+    if timed.ended > last:
+        is_down = not timed.is_live and not (account is not None and account.closed)
+        phases.append(("start" if account is None else "down" if is_down else "train", last, timed.ended))
+    for phase, began, ended in _joined(phases):
+        yield Interval(phase=phase, attempt=timed.number, began=began, ended=ended)
+
+
+def _joined(phases: list[tuple[Phase, float, float]]) -> list[tuple[Phase, float, float]]:
+    """Join neighbouring phases of the same name."""
+    found: list[tuple[Phase, float, float]] = []
+    for phase, began, ended in phases:
+        if found and found[-1][0] == phase:
+            found[-1] = phase, found[-1][1], ended
+        else:
+            found.append((phase, began, ended))
+    return found

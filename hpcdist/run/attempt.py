@@ -43,6 +43,10 @@ class Attempt:
         self.failure = path / "failure.json"
         #: Result of the preflight check on the nodes of a Slurm job (`slurm/job/preflight_step.py`).
         self.preflight = path / "preflight.json"
+        #: Begin and end of this attempt, and the resources of its ranks (`run/attempt_times.py`).
+        self.times = path / "times.json"
+        #: Phases of rank 0 with begin and end, one JSON line each (`rank/telemetry/heartbeat.py`).
+        self.phases = path / "phases.jsonl"
         #: Result of the collective check before training (`rank/collective_check.py`).
         self.network = path / "network.json"
         #: Straggler events, one JSON line each (`supervisor/stragglers.py`).

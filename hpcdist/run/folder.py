@@ -16,6 +16,8 @@
         attempts/001/                            one per start of the ranks, see run/attempt.py
             key                                  secret of the attempt; readable by the owner alone
             rank-00000.log  rank-00000.beat.json  rank-00000.outcome.json  request.json  failure.json
+            times.json                           begin and end, resources of the ranks
+            phases.jsonl                         phases of rank 0: start, evaluations, saves
             preflight.json  preflight.txt        preflight report; in the first attempt of each start of a Slurm job
             srun.log                             output of srun
             network.json                         result of the collective check

@@ -15,6 +15,7 @@ from subprocess import CompletedProcess
 
 from hpcdist.errors import HpcdistError
 from hpcdist.machine.timed_command import last_line, run_within
+from hpcdist.slurm.accounting import START_FIELDS, AccountedStart, parse_starts
 from hpcdist.slurm.cluster_nodes import (
     NODE_FORMAT,
     PARTITION_FORMAT,
@@ -126,6 +127,12 @@ def query_job(job_id: str, *, history: bool = False) -> JobInfo | None:
     if past is None:
         raise controller_error
     return past
+
+
+def accounted_starts(job_id: str) -> list[AccountedStart]:
+    """Return all starts of a job in accounting, oldest first; raises SlurmError without accounting."""
+    options = ("--duplicates", "--allocations", "-Pn", f"--format={START_FIELDS}")
+    return parse_starts(run("sacct", f"--jobs={job_id}", *options), job_id)
 
 
 def _query_controller(job_id: str) -> JobInfo | None:

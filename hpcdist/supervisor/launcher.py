@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import Resources
 
 
 class Ranks(Protocol):
@@ -58,6 +59,11 @@ class Launcher(Protocol):
     """Starts the ranks of each attempt of a run on the same nodes."""
 
     num_ranks: int
+
+    @property
+    def resources(self) -> Resources:
+        """The GPUs or cores of the ranks, by node."""
+        ...
 
     def start(self, attempt: Attempt) -> Ranks:
         """Start all ranks. Raises HpcdistError if that fails, UserMistake if a retry cannot help."""

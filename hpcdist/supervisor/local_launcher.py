@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpcdist.machine.facts import num_cores
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import NodeShare, Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.supervisor.plan import Plan, code_env, free_port, rank_command
 from hpcdist.supervisor.process_guard import Guard
@@ -42,6 +44,16 @@ class LocalLauncher:
 
     def __exit__(self, *_: object) -> None:
         self._guard.close()
+
+    @property
+    def resources(self) -> Resources:
+        """One GPU for each rank on a GPU; without GPUs, the cores of all threads of the ranks."""
+        if gpu_ranks := [rank for rank in range(self.num_ranks) if self._plan.device_of(rank) == "cuda"]:
+            own = NodeShare(allocated=len(gpu_ranks), share=1, ranks=gpu_ranks)
+            return Resources(unit="GPU", nodes={socket.gethostname(): own})
+        cores = min(num_cores(), self.num_ranks * self._plan.threads)
+        own = NodeShare(allocated=cores, share=cores / self.num_ranks, ranks=list(range(self.num_ranks)))
+        return Resources(nodes={socket.gethostname(): own})
 
     def broken(self) -> str:
         """Return an empty reason: ranks can always be restarted on this machine."""

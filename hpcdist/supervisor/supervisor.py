@@ -21,6 +21,7 @@ from hpcdist.files.atomic import write_json
 from hpcdist.files.log_limit import limit_log
 from hpcdist.rank.roles import Roles
 from hpcdist.run.attempt import Attempt, Request
+from hpcdist.run.attempt_times import AttemptTimes, begin, last_step, read_times, write_times
 from hpcdist.run.folder import RunDir, State, Status
 from hpcdist.run.pending_config import settle
 from hpcdist.supervisor.launcher import Launcher, Ranks
@@ -74,6 +75,7 @@ class Supervisor:
         self._state = State(status="created")
         self._attempt: Attempt | None = None
         self._signals = SignalRequests()
+        self._began = time.time()
 
     def run(self) -> State:
         """Start attempts until the run ends. Returns its last state, which is also in `state.json`.
@@ -146,7 +148,9 @@ class Supervisor:
             )
             self._write(state)
             self._forward_request(attempt)
+            times = self._begin_times(attempt)
             end, failure = self._one_attempt(attempt)
+            write_times(attempt, replace(times, ended=time.time(), failed=failure is not None))
             self._write_request(attempt)
             if failure is None:
                 return replace(state, status=end, reason=self._reason(attempt, end), ended=time.time())
@@ -160,6 +164,20 @@ class Supervisor:
             self._report.note(
                 f"restart {len(failures)} of {self._config.launch.max_restarts} from the newest checkpoint"
             )
+
+    def _begin_times(self, attempt: Attempt) -> AttemptTimes:
+        before = self._run.attempt(attempt.number - 1)
+        times = read_times(before) if attempt.number > 1 else None
+        return begin(
+            attempt,
+            self._launcher.resources,
+            AttemptTimes(
+                supervised=self._began,
+                began=time.time(),
+                reached=max(times.reached if times is not None else 0, last_step(before)) if attempt.number > 1 else 0,
+                measured=not self._config.trainer.script,
+            ),
+        )
 
     def _after_failure(self, state: State, attempt: Attempt, failures: list[Failure]) -> State | None:
         """Return the final state of the run after a failure, or None if the ranks are restarted here."""

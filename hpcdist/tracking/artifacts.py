@@ -119,13 +119,14 @@ def checkpoints(run: RunDir, config: Mapping[str, Any]) -> Iterator[Artifact]:
     if complete:
         newest = complete[-1][0]
         yield Artifact(newest, "checkpoints/final", fingerprint(newest))
-    scores = [(sign * value, path) for path, manifest in complete if (value := _score(manifest, name)) is not None]
+    scores = [(sign * value, path) for path, manifest in complete if (value := score_of(manifest, name)) is not None]
     if scores:
         best = max(reversed(scores), key=lambda item: item[0])[1]  # the newest of equal ones
         yield Artifact(best, "checkpoints/best", fingerprint(best))
 
 
-def _score(manifest: Mapping[str, Any], name: str) -> float | None:
+def score_of(manifest: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric of a checkpoint's manifest; None if it has no such number."""
     metrics = manifest.get("metrics")
     value = metrics.get(name) if isinstance(metrics, dict) else None
     if not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:

@@ -7,13 +7,17 @@ import math
 import time
 from collections.abc import Iterable
 
+from hpcdist.config.schema import CheckpointConfig
 from hpcdist.errors import TrackingError
 from hpcdist.run.folder import ENDED, RunDir, State
 from hpcdist.run.polling import CHECKS_PER_S
 from hpcdist.tracking import artifacts, run_metadata
 from hpcdist.tracking.artifacts import Artifact
+from hpcdist.tracking.best_version import move_best
 from hpcdist.tracking.changed_names import ChangedNames
+from hpcdist.tracking.checkpoint_models import CheckpointModels
 from hpcdist.tracking.journal_tail import JournalTail
+from hpcdist.tracking.ledger_metrics import LedgerMetrics
 from hpcdist.tracking.logged_model import log_model, register
 from hpcdist.tracking.mlflow_run import MlflowRun
 from hpcdist.tracking.parent_run import ParentRun
@@ -22,6 +26,7 @@ from hpcdist.tracking.shipping_state import ShippingState, completion_of
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 60.0
+CHECKPOINTS_INTERVAL_S = 10.0
 #: Time limit for the records of a running run in one pass; tags, artifacts and the status follow.
 PASS_S = 5.0
 
@@ -42,6 +47,8 @@ class Delivery:
         self._names = ChangedNames(run.journal / "names.json")
         self._mlflow: MlflowRun | None = None
         self._parent = ParentRun.of(run, uri)
+        self._ledger = LedgerMetrics(run)
+        self._checkpoints_shipped = -math.inf
         self._logs_shipped = 0.0
         #: Artifacts that are not uploaded, each of which is reported once.
         self._left_out: set[str] = set()
@@ -65,6 +72,7 @@ class Delivery:
         if self.progress.run_id != run_id:
             self.progress = ShippingState(run_id=run_id)
         self._tail = JournalTail(self.run.journal, self.progress)
+        self._checkpoints = CheckpointModels(self.run, self.open_run(), self.progress.checkpoints)
 
     def ship_once(self, state: State | None = None) -> int:
         """Upload everything once. Returns the number of points sent.
@@ -77,9 +85,11 @@ class Delivery:
         state = state or self.run.read_state()
         num_points = self.ship_records(state)
         self._ship_tags(state)
+        self._ledger.ship(state, self.open_run())
         failure = None
         try:
             self._ship_artifacts(state)
+            self._ship_checkpoints(state)
             if state.status == "finished":
                 self._ship_model()
         except TrackingError as error:
@@ -174,6 +184,17 @@ class Delivery:
         except OSError as error:
             raise TrackingError(f"an artifact of {self.run.name} cannot be read: {error}") from error
 
+    def _ship_checkpoints(self, state: State) -> None:
+        running = state.status == "running"
+        if running and time.monotonic() - self._checkpoints_shipped < CHECKPOINTS_INTERVAL_S:
+            return
+        try:
+            if self._checkpoints.update(all_sent=not running):
+                self.progress.save(self._saved)
+        except OSError as error:
+            raise TrackingError(f"a checkpoint of {self.run.name} cannot be read: {error}") from error
+        self._checkpoints_shipped = time.monotonic()
+
     def _ship_model(self) -> None:
         if not (self.run.model / "MLmodel").is_file():
             return
@@ -190,7 +211,11 @@ class Delivery:
             self.progress.save(self._saved)
         name = (self.config.get("tracking") or {}).get("register_as")
         if name and "registered" not in model:
-            model["registered"] = register(self.open_run(), model["model_id"], name)
+            registered = register(self.open_run(), model["model_id"], name)
+            section = self.config.get("checkpoint") or {}
+            monitor, mode = section.get("monitor", CheckpointConfig.monitor), section.get("monitor_mode", "max")
+            move_best(self.open_run(), name, registered.rpartition("/")[2], monitor, mode)
+            model["registered"] = registered
             self.progress.save(self._saved)
 
     def _ship_status(self, state: State) -> None:

@@ -44,7 +44,7 @@ from urllib3.util.retry import Retry  # noqa: E402
 for _name in ("mlflow.exceptions", "mlflow.utils.rest_utils"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
-__all__ = ["MlflowClient", "MlflowException", "entities", "open_client", "require_id", "translated"]
+__all__ = ["MlflowClient", "MlflowException", "entities", "is_unsupported", "open_client", "require_id", "translated"]
 
 #: Exceptions of the client if the server, a proxy or the disk fails.
 _FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -93,6 +93,13 @@ def translated(uri: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     text = " ".join(redact_uri(str(error)[:10_000]).split())
     return f"{text[:300]}{'…' if len(text) > 300 else ''}"
+
+
+def is_unsupported(error: MlflowException) -> bool:
+    """Return whether a request failed because the server or the store, such as an older MLflow, does not have it."""
+    return error.error_code in ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "FEATURE_DISABLED") or (
+        " error code 404 " in str(error)  # a page instead of MLflow's JSON
+    )
 
 
 def require_id(value: object, kind: str) -> str:

@@ -31,6 +31,8 @@ class ShippingState:
     """Artifact → fingerprint of the uploaded file."""
     model: dict[str, str] = field(default_factory=dict)
     """The logged model: `fingerprint`, `model_id` and, if it is registered, `registered` (name/version)."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """Checkpoint folder → fingerprint of the manifest that its logged model has completely."""
     tags: dict[str, str] = field(default_factory=dict)
     status: str = ""
     complete: str = ""

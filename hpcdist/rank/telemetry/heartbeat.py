@@ -8,8 +8,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from hpcdist.run.attempt import Attempt
 from hpcdist.run.polling import beat_interval_s
@@ -42,6 +43,12 @@ class Heartbeat:
         self.metrics: dict[str, float] = {}
         #: Returns this rank's step times so far (`StepTimer.report`).
         self.timing: Callable[[], dict[str, float]] = dict
+        #: Returns the time account of this rank (`TimeAccount.report`).
+        self.account: Callable[[], dict[str, Any]] = dict
+        #: Phases that have ended (`TimeAccount.phases`), which are appended to `phases.jsonl`.
+        self.phases: Sequence[tuple[str, float, float]] = ()
+        self._phases_file = attempt.phases
+        self._num_phases = 0
         self._size = 1024
         self._interval_s = beat_interval_s(rank, num_ranks, hang_timeout_s)
         # Ranks that start at the same time must not write at the same time.
@@ -88,6 +95,7 @@ class Heartbeat:
                 # Values may be NumPy or torch scalars, which JSON does not support.
                 "metrics": {key[:MAX_NAME]: float(value) for key, value in self.metrics.copy().items()},
                 "timing": self.timing(),
+                "account": self.account(),
             }
         )
         # A shorter text must overwrite the longer previous one completely.
@@ -107,6 +115,15 @@ class Heartbeat:
             log.warning("the heartbeat %s can be written again", self._path)
         self._failed = False
         self._written = noted
+        self._append_phases()
+
+    def _append_phases(self) -> None:
+        phases = self.phases[self._num_phases :]
+        if phases:
+            lines = [json.dumps({"cause": cause, "began": began, "ended": ended}) for cause, began, ended in phases]
+            with suppress(OSError), open(self._phases_file, "a") as file:  # the next call repeats a failed write
+                file.write("".join(line + "\n" for line in lines))
+                self._num_phases += len(phases)
 
     def _overwrite(self, data: bytes) -> None:
         if self._file is None:

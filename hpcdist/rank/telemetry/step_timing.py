@@ -17,7 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from hpcdist.rank.telemetry.time_account import TimeAccount
 from hpcdist.rank.topology import Topology
 from hpcdist.run.polling import times_interval_s
 
@@ -47,10 +50,10 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
 
-    def measure(self, data: list[Any], compute: list[Any]) -> tuple[float, float] | None:
-        """Return the seconds of data time and of compute time in a step; None if the device has not passed all marks.
+    def measure(self, *parts: list[Any]) -> tuple[float, ...] | None:
+        """Return the seconds of each part of a step; None if the device has not passed all marks.
 
-        The marks of each are pairs of begin and end.
+        The marks of a part are pairs of begin and end.
         """
         ...
 
@@ -60,10 +63,8 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
 
-    def measure(self, data: list[float], compute: list[float]) -> tuple[float, float]:
-        if len(data) == len(compute) == 2:
-            return data[1] - data[0], compute[1] - compute[0]
-        return sum(data[1::2]) - sum(data[::2]), sum(compute[1::2]) - sum(compute[::2])
+    def measure(self, *parts: list[float]) -> tuple[float, ...]:
+        return tuple([part[1] - part[0] if len(part) == 2 else sum(part[1::2]) - sum(part[::2]) for part in parts])
 
 
 class CudaClock:
@@ -80,15 +81,15 @@ class CudaClock:
         event.record()
         return event
 
-    def measure(self, data: list[torch.cuda.Event], compute: list[torch.cuda.Event]) -> tuple[float, float] | None:
+    def measure(self, *parts: list[torch.cuda.Event]) -> tuple[float, ...] | None:
         # Each event only once: the end of one pair may be the begin of the next.
-        events = {id(event): event for event in data + compute}.values()
+        events = {id(event): event for part in parts for event in part}.values()
         if not all(event.query() for event in events):
             return None
-        parts = [zip(marks[::2], marks[1::2], strict=True) for marks in (data, compute)]
-        data_s, compute_s = (sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3 for pairs in parts)
+        pairs = [zip(part[::2], part[1::2], strict=True) for part in parts]
+        seconds = tuple(sum(begin.elapsed_time(end) for begin, end in part) / 1e3 for part in pairs)
         self._free += events
-        return data_s, compute_s
+        return seconds
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -109,19 +110,26 @@ class StepTimer:
 
     A step ends when `should_stop` returns. Evaluations and saves between steps are not part of a step. The first step
     is not counted, because it includes compilation and memory allocation.
+
+    Attributes:
+        account: the time account of this rank, which receives the times of all steps.
     """
 
     def __init__(self, clock: Clock, *, now: Callable[[], float] = time.perf_counter) -> None:
+        self.account = TimeAccount(now=now)
         self._clock = clock
         self._mark = clock.mark
         self._now = now
         self._steps, self._step_s, self._own_steps, self._data_s, self._compute_s = 0, 0.0, 0, 0.0, 0.0
         self._models: list[Gradients] = []
-        #: Steps that the device may not have finished: marks of data time, marks of compute time, and `_waited_s`.
-        self._pending: deque[tuple[list[Any], list[Any], float]] = deque()
+        self._hook: RemovableHandle | None = None
+        #: Steps that the device may not have finished: marks of data time, of compute time and of the gradient
+        #: exchange, `_waited_s`, and whether the step counts as redone.
+        self._pending: deque[tuple[list[Any], list[Any], list[Any], float, bool]] = deque()
         self._began: float | None = None  #: start of this step; None before the end of the first step
         self._data: list[Any] = []  #: marks of this step: begin, end, begin, end, …
         self._compute: list[Any] = []
+        self._exchange: list[Any] = []
         self._is_computing = False  #: whether the first forward pass of the step has begun
         self._graded: Any = None  #: mark of the last gradient since the last forward pass
         self._is_exchanged = True
@@ -139,18 +147,34 @@ class StepTimer:
     # --- events from the context
 
     def watch(self, gradients: Gradients) -> None:
-        """Time the passes of a model, which calls `before_forward` and `on_gradient`."""
+        """Time the passes of a model, which calls `before_forward` and `on_gradient`, and the following updates."""
+        if not self._models:
+            self._hook = register_optimizer_step_pre_hook(self.before_update)
         self._models.append(gradients)
 
-    def step_done(self) -> None:
-        """Record the end of a step."""
+    def close(self) -> None:
+        """Time no further updates."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def step_done(self, step: int = 0, *, agreement_s: float = 0.0) -> None:
+        """Record the end of a step.
+
+        Args:
+            step: number of steps done.
+            agreement_s: seconds of the step in which this rank waited for the agreement on a stop.
+        """
         now = self._now()
+        is_redone = self.account.is_redoing
+        self.account.step_done(step, now)
         if self._began is not None:
+            if not is_redone:
+                self.account.move("communication", agreement_s)
             self._steps += 1
             self._step_s += now - self._began
             if self._is_computing and self._graded is not None:
                 self._compute.append(self._graded)
-                self._pending.append((self._data, self._compute, self._waited_s))
+                self._pending.append((self._data, self._compute, self._exchange, self._waited_s, is_redone))
                 while self._pending and self._count(*self._pending[0]):
                     self._pending.popleft()
             elif self._is_computing:
@@ -163,7 +187,7 @@ class StepTimer:
 
     def _begin_step(self, now: float) -> None:
         self._began = now
-        self._data, self._compute = [self._mark()], []
+        self._data, self._compute, self._exchange = [self._mark()], [], []
         self._is_computing = False
         self._graded = None
         self._waited_s = 0.0
@@ -174,11 +198,19 @@ class StepTimer:
             self._begin_step(self._now())
 
     @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Count the time inside the block as evaluation, not as part of a step."""
+        with self.account.phase("evaluation"):
+            yield
+        self.skip()
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside the block as waiting for other ranks, not as data time."""
         began = self._now()
         try:
-            yield
+            with self.account.phase("communication"):
+                yield
         finally:
             if not self._is_computing:
                 self._waited_s += self._now() - began
@@ -187,12 +219,15 @@ class StepTimer:
         """Record work of a rank without steps that is comparable between the ranks of a role, in seconds."""
         self._own_steps += 1
         self._compute_s += compute_s
+        self.account.work(compute_s)
 
     # --- events from models
 
     def before_forward(self, model: DistributedDataParallel) -> None:
         """Record the begin of a forward pass."""
         if self._began is None:
+            if model.training:
+                self.account.training_begins()
             return
         if not model.training:
             if not self._is_computing:
@@ -225,14 +260,26 @@ class StepTimer:
         """Record a gradient, possibly the last one of this backward pass."""
         self._graded = self._mark()
 
-    def _count(self, data: list[Any], compute: list[Any], waited_s: float) -> bool:
+    def before_update(self, *_: Any) -> None:
+        """Record the end of the gradient exchange: the begin of the optimizer's update."""
+        graded = self._graded
+        if graded is not None and (not self._exchange or self._exchange[-2] is not graded):
+            self._exchange += (graded, self._mark())
+
+    def _count(
+        self, data: list[Any], compute: list[Any], exchange: list[Any], waited_s: float, is_redone: bool
+    ) -> bool:
         """Add a step to the sums; return False if the device has not finished it."""
-        seconds = self._clock.measure(data, compute)
+        seconds = self._clock.measure(data, compute, exchange)
         if seconds is None:
             return False
+        data_s = max(0.0, seconds[0] - waited_s)
         self._own_steps += 1
-        self._data_s += max(0.0, seconds[0] - waited_s)
+        self._data_s += data_s
         self._compute_s += seconds[1]
+        if not is_redone:
+            self.account.move("data", data_s)
+            self.account.move("communication", seconds[2])
         return True
 
 

@@ -18,6 +18,7 @@ from hpcdist.errors import HpcdistError
 from hpcdist.files.atomic import read_json
 from hpcdist.machine.timed_command import run_within
 from hpcdist.run.attempt import Attempt
+from hpcdist.run.attempt_times import Resources
 from hpcdist.run.folder import RunDir
 from hpcdist.slurm import client
 from hpcdist.slurm.current_job import CurrentJob, running_steps
@@ -25,6 +26,7 @@ from hpcdist.slurm.job.node_ranks import parse_answers
 from hpcdist.slurm.job.orphaned_steps import UnkillableSteps, end_orphaned_steps
 from hpcdist.slurm.job.preflight_step import Preflight
 from hpcdist.slurm.job.rank_step import RankStep
+from hpcdist.slurm.job.resources import job_resources
 from hpcdist.slurm.job.srun import (
     STEP_NAMES,
     WATCHDOG_STEP,
@@ -41,6 +43,8 @@ from hpcdist.supervisor.restart_policy import Failure, suspect
 
 #: A node that does not answer a step in this time counts as failed. Slurm's messages time out after 10 s.
 NODE_ANSWER_S = 20.0
+#: How long a restarted controller may take to reach its nodes; until then it starts no step on them.
+REGISTRATION_S = 120.0
 #: Time limit of the search for ranks, which starts Python on each node, perhaps from a slow file system.
 RANKS_ON_NODES_S = 60.0
 
@@ -89,6 +93,11 @@ class SlurmLauncher:
         #: When the last attempt was started.
         self._began = time.time()
         self._preflight = Preflight(run, config, job, self.nodes, env=self._env, box=box, het=self._het)
+
+    @property
+    def resources(self) -> Resources:
+        """The GPUs of the job, or its cores if it has none."""
+        return job_resources(self._config, self.nodes, self._env)
 
     def __enter__(self) -> SlurmLauncher:
         # Steps of a killed supervisor of this job: ranks continue without their srun. `start` raises an error if they
@@ -179,7 +188,12 @@ class SlurmLauncher:
     def _lost_nodes(self) -> str:
         """Return a sentence about nodes that do not answer."""
         command = node_names_command(self.nodes, het=self._het)
-        answers = run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()
+        until = time.monotonic() + REGISTRATION_S
+        # One of the nodes is this host, which is not lost: without any answer, the controller has started no step.
+        while not (answers := run_within(command, NODE_ANSWER_S, env=self._env).stdout.split()):
+            if time.monotonic() >= until:
+                break
+            time.sleep(1.0)
         if lost := [node for node in self._all_nodes if node not in answers]:
             # Without an idle replacement it is better to wait until this node is back.
             return f"lost {', '.join(lost)}" + self._avoid(lost, idle_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,12 @@ class RecordingContext:
 
     def should_stop(self, step: int, total_steps: int) -> bool:
         return step >= self.stop_at
+
+    def training_begins(self) -> None:
+        """Ignore the begin of the first step."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def should_save(self, step: int) -> bool:
         return step % self.save_every == 0 or step >= self.stop_at

@@ -15,7 +15,7 @@ import pytest
 from hpcdist.files.atomic import read_json, write_json
 from hpcdist.run.folder import RunDir
 from hpcdist.run.lease import hold
-from hpcdist.run.slurm_job import job_of, job_starts, record_job_start
+from hpcdist.run.slurm_job import all_job_starts, job_of, job_starts, record_job_start
 from hpcdist.run.status import (
     QUERY_EVERY_S,
     QUERY_UNAVAILABLE_S,
@@ -25,6 +25,7 @@ from hpcdist.run.status import (
     status_from,
 )
 from hpcdist.slurm import client, job_snapshot
+from hpcdist.slurm.accounting import AccountedStart
 from hpcdist.slurm.client import SlurmError
 from hpcdist.slurm.job_info import JobInfo
 from hpcdist.slurm.job_snapshot import JobRef, JobSnapshot
@@ -291,18 +292,25 @@ def test_each_start_of_a_job_is_recorded(run: RunDir, monkeypatch: pytest.Monkey
         queries.append(job.id)
         return JobSnapshot(info=facts)
 
+    def no_accounting(job_id: str) -> list[AccountedStart]:
+        raise SlurmError("sacct: accounting is disabled")
+
     monkeypatch.setattr(job_snapshot, "take_snapshot", take_snapshot)
+    monkeypatch.setattr(client, "accounted_starts", no_accounting)
     write_json(run.path / "slurm.json", {"job_id": "40_1"})
     env = {"SLURM_JOB_ID": "41", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1"}
     record_job_start(run, env)
     facts = replace(facts, restarts=1, submitted=200.0, started=207.0, nodes="n3")
     record_job_start(run, env)
     assert queries == ["40_1", "40_1"]
-    assert job_starts(run) == [{"nodes": "n[1-2]", "queue_s": 30.0}, {"nodes": "n3", "queue_s": 7.0}]
+    first = {"nodes": "n[1-2]", "queue_s": 30.0, "began": 130.0}
+    second = {"nodes": "n3", "queue_s": 7.0, "began": 207.0}
+    assert job_starts(run) == [first, second]
     write_json(run.path / "slurm.json", {"job_id": "42"})
     assert job_starts(run) == [], "the records belong to another job"
     record_job_start(run, {"SLURM_JOB_ID": "42"})
-    assert job_starts(run) == [{"nodes": "n3", "queue_s": 7.0}]
+    assert job_starts(run) == [second]
+    assert [start.began for start in all_job_starts(run)] == [130.0, 207.0, 207.0], "also of the earlier job"
 
 
 def test_nothing_is_recorded_if_slurm_does_not_answer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

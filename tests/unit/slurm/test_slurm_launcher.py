@@ -403,6 +403,15 @@ def test_unreachable_controller_does_not_make_nodes_lost(
     assert launcher_of(slurm, runs_dir).broken() == ""
 
 
+def test_controller_that_starts_no_step_yet_does_not_make_nodes_lost(
+    slurm: Path, runs_dir: Path, no_waiting: None
+) -> None:
+    """A restarted controller starts steps once its nodes have answered it."""
+    (slurm / "srun").write_text(f"#!/bin/sh\ncd {slurm}\necho x >> tries\ntest $(wc -l < tries) -gt 2 && cat nodes\n")
+    assert launcher_of(slurm, runs_dir).broken() == ""
+    assert (slurm / "tries").read_text() == "x\n" * 3
+
+
 @pytest.mark.parametrize(("refuses", "why"), [(False, "within launch.init_timeout_s=0.5 s"), (True, "at all")])
 def test_step_that_starts_no_rank_fails_with_the_message_of_srun(
     slurm: Path, runs_dir: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool, why: str

@@ -1,0 +1,101 @@
+"""The times of an attempt and the resources of its ranks, in `times.json` of its folder. The supervisor writes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from hpcdist.errors import RunFolderError
+from hpcdist.files import formats
+from hpcdist.files.atomic import read_json, write_json
+from hpcdist.run.attempt import Attempt
+
+log = logging.getLogger(__name__)
+#: Number of ranks whose heartbeats show the last step of an attempt.
+_MAX_READ_RANKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """GPUs or cores of one node that a run has."""
+
+    allocated: float  #: number of GPUs or cores
+    share: float  #: number of them that each of the ranks below uses
+    ranks: list[int]  #: ranks on the node that use them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What is allocated to a run: GPUs, or cores if it has no GPU; by node."""
+
+    unit: Literal["GPU", "core"] = "core"
+    nodes: Mapping[str, NodeShare] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptTimes:
+    """The content of `times.json`. Times are seconds since the epoch."""
+
+    supervised: float  #: when the supervisor of this attempt began
+    began: float
+    ended: float | None = None  #: None until the end, and if the supervisor was killed
+    failed: bool = False
+    reached: int = 0  #: the last step that an earlier attempt had done
+    measured: bool = True  #: whether the ranks measure their time; plain scripts do not
+    unit: Literal["GPU", "core"] = "core"
+    nodes: dict[str, Any] = field(default_factory=dict)  #: see `shares`
+
+    @property
+    def shares(self) -> dict[str, NodeShare]:
+        """The resources by node, without damaged records."""
+        return {name: NodeShare(**raw) for name, raw in self.nodes.items() if _is_share(raw)}
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(share.ranks) for share in self.shares.values())
+
+
+def read_times(attempt: Attempt) -> AttemptTimes | None:
+    """Return the times of an attempt; None if an older hpcdist has started it, or if the file is damaged."""
+    found = read_json(attempt.times)
+    try:
+        return None if found is None else formats.fill(AttemptTimes, found, attempt.times)
+    except RunFolderError:
+        return None
+
+
+def write_times(attempt: Attempt, times: AttemptTimes) -> None:
+    """Write the times of an attempt. A failure is logged: the training does not depend on this file."""
+    try:
+        write_json(attempt.times, times.__dict__)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", attempt.times, error.strerror)
+
+
+def begin(attempt: Attempt, resources: Resources, times: AttemptTimes) -> AttemptTimes:
+    """Write the times of an attempt that begins, with the resources of its ranks; returns them."""
+    nodes = {name: asdict(share) for name, share in resources.nodes.items()}
+    times = replace(times, unit=resources.unit, nodes=nodes)
+    write_times(attempt, times)
+    return times
+
+
+def last_step(attempt: Attempt) -> int:
+    """Return the largest step in the heartbeats of an attempt's first ranks, or 0."""
+    times = read_times(attempt)
+    num_ranks = min(times.num_ranks if times is not None else 1, _MAX_READ_RANKS)
+    beats = [beat for rank in range(num_ranks) if (beat := attempt.read_beat(rank)) is not None]
+    return max((int(beat["step"]) for beat in beats), default=0)
+
+
+def _is_share(raw: object) -> bool:
+    if not isinstance(raw, dict) or raw.keys() != NodeShare.__dataclass_fields__.keys():
+        return False
+    numbers = (raw["allocated"], raw["share"])
+    return (
+        all(type(number) in (int, float) and 0 <= number <= formats.LARGEST for number in numbers)
+        and isinstance(raw["ranks"], list)
+        and all(type(rank) is int and 0 <= rank <= formats.LARGEST for rank in raw["ranks"])
+    )
