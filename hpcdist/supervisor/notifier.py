@@ -171,7 +171,7 @@ def _post(url: str, data: bytes) -> tuple[str, bool]:
 def send_until_end(run: RunDir, notifier: Notifier, parent_pid: int) -> bool:
     """Send events until the run has ended or is requeued, or the supervisor has exited. Returns whether all are sent.
 
-    A supervisor that waits ends this process after DRAIN_S.
+    The supervisor ends this process some time after the end of the run; without a supervisor, it exits after DRAIN_S.
     """
     until: float | None = None
     while True:
@@ -185,7 +185,7 @@ def send_until_end(run: RunDir, notifier: Notifier, parent_pid: int) -> bool:
         sent = notifier.send_new([lost_event(state)] if lost else [])
         if over or lost:
             until = until or time.monotonic() + DRAIN_S
-            if sent or time.monotonic() > until:
+            if sent or (orphaned and time.monotonic() > until):
                 return sent
         time.sleep(POLL_S if until is None else POLL_S / 10)
 
